@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
+from anabranch.executor.loss_module import model_of
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import Step, TrainStep
@@ -189,7 +190,7 @@ class RemotePart:
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
         """Raise ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
-        prefix = next(prefix for prefix, other in self._models.items() if other is model)
+        prefix = next(prefix for prefix, other in self._models.items() if other is model_of(model))
         served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
         for name in names:
             if name in served:

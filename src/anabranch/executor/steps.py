@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from anabranch.executor.loss_module import ModelWithLoss, beside, model_of
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -45,7 +46,8 @@ class TrainStep:
         loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back, or a mapping
             with ``"loss"`` (its other tensors are handed back), or an object with ``.loss``. For a ``Pipe``
             it is ``loss(output, target)``, a scalar, and batches are ``(x, target)``, ``(x, y, target)``, or a mapping
-            of keyword inputs with the target under ``"target"``.
+            of keyword inputs with the target under ``"target"``. A loss that is a module (or a method of one) with
+            parameters or buffers of its own is trained, saved and loaded beside the model, its names behind ``loss.``.
         optimizer: one, or several over disjoint parameters of ``model``.
         reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches weigh by
             their rows; ``"sum"`` when it is a sum: their gradients add up.
@@ -132,9 +134,9 @@ class TrainStep:
             raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
         if flush not in ("keep", "step", "drop"):
             raise ValueError(f"flush is 'keep', 'step' or 'drop', got {flush!r}")
-        self.model = model
+        self.model, loss = beside(model, loss)
         self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
-        self.optimizers = _optimizers(optimizer, model)
+        self.optimizers = _optimizers(optimizer, self.model)
         self.schedulers = _schedulers(scheduler, self.optimizers)
         self.reduction: Literal["mean", "sum"] = reduction
         self.clip_grad_norm = clip_grad_norm
@@ -260,7 +262,8 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> lis
             if parameter not in names:
                 raise ValueError(
                     f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not the model's; make it a parameter of {type(model).__name__}"
+                    f"{tuple(parameter.shape)} that is not the model's; make it a parameter of "
+                    f"{type(model_of(model)).__name__}, or of a module that is the step's loss"
                 )
             if parameter in owner:
                 raise ValueError(
@@ -309,12 +312,21 @@ def named_steps(steps: Step | Mapping[str, Step]) -> dict[str, Step]:
 
 
 def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
-    """Every model once, by the prefix of its tensors' names: none when there is only one model."""
+    """Every model and every loss that is a module once, by the prefix of its tensors' names.
+
+    The only model has none, the only loss has ``loss.``.
+    """
     models: dict[str, nn.Module] = {}
+    losses: dict[str, nn.Module] = {}
     for name, step in steps.items():
-        if not any(step.model is model for model in models.values()):
-            models[f"{name}."] = step.model
-    return {"": next(iter(models.values()))} if len(models) == 1 else models
+        if not any(model_of(step.model) is model for model in models.values()):
+            models[f"{name}."] = model_of(step.model)
+        if isinstance(step.model, ModelWithLoss) and not any(step.model.loss is loss for loss in losses.values()):
+            losses[f"{name}.loss."] = step.model.loss
+    if len(models) == 1:
+        models = {"": next(iter(models.values()))}
+        losses = {"loss.": next(iter(losses.values()))} if len(losses) == 1 else losses
+    return models | losses
 
 
 def _steps_there(module: nn.Module) -> bool:

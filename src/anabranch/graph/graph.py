@@ -22,6 +22,7 @@ from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
+    from torch.export import ExportedProgram
 
     from anabranch.graph.run.lifetimes import MemoryPlan
 
@@ -280,6 +281,25 @@ class Graph:
         from anabranch.graph.stored import load
 
         return load(Path(path))
+
+    def to_torch_export(self) -> ExportedProgram:
+        """Return the graph as a program of ``torch.export``, for the compilers and runtimes that read those.
+
+        It takes what the graph takes (a graph of ``gradients``: one tensor after the other), holds the graph's own
+        state under its names, and updates it as the graph does; shapes are those of the capture.
+
+        >>> import torch
+        >>> from anabranch.graph import capture
+        >>> exported = capture(lambda x: x.sin() + 1, torch.zeros(2)).to_torch_export()
+        >>> exported.module()(torch.zeros(2))
+        tensor([1., 1.])
+
+        Raises:
+            ValueError: an operation of this process alone (a boundary, a collective, a Python function); names it.
+        """
+        from anabranch.graph.exported import to_torch_export
+
+        return to_torch_export(self)
 
     def to_dot(self) -> str:
         """Return the graph in Graphviz's language, a cluster a module."""
