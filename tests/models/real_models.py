@@ -392,6 +392,17 @@ def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
+def timm_vit_in_float64(patch: pytest.MonkeyPatch) -> Play:
+    """To the last bit under AdamW, where an order of sums of its own would show in the twelfth digit."""
+    model = timm_vit_with_drop_path(patch).model.double()
+
+    def batch(i: int) -> dict[str, Tensor]:
+        return {"x": pictures(i, 16).double(), "y": torch.tensor([0, 1, i % 4])}
+
+    return of(model, classified, batch, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05))
+
+
+@real
 def timm_convnext_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
     model = load("timm.models.convnext").ConvNeXt(
         depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), drop_path_rate=0.3, num_classes=4
