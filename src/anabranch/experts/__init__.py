@@ -7,12 +7,14 @@ operation. ``client`` and ``server`` are its two ends, ``directory.py`` finds ex
 
 from anabranch.experts.client.mixture import MixtureStatistics, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
+from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
 from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
 from anabranch.experts.server.runtime import Runtime
 from anabranch.experts.server.services import make_backends, serve_directory, serve_experts, stopped_by_signals
+from anabranch.experts.server.sessions import SessionLimits
 from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.experts.uids import expand_uids
 
@@ -24,6 +26,7 @@ __all__ = [
     "ExpertInfo",
     "ExpertServer",
     "ExpertServerStatistics",
+    "InferenceSession",
     "MixtureStatistics",
     "PoolStatistics",
     "RemoteExpert",
@@ -31,6 +34,7 @@ __all__ = [
     "RemoteSwitchMixtureOfExperts",
     "Runtime",
     "Schema",
+    "SessionLimits",
     "Task",
     "TaskPool",
     "expand_uids",
