@@ -162,6 +162,7 @@ class InferenceSession:
             # Before the first answer nothing is lost by asking elsewhere.
             if self._steps or deadline.expired() or not self._expert.forget_if_changed(error, deadline):
                 raise
+            self._where = None
             endpoint, schema = self._expert.find(deadline)
             given = schema.flatten_inputs(args, kwargs)
             length = self._check(schema, given)
