@@ -78,7 +78,7 @@ _unpack_count = unpacker(int)
 
 
 class StepHeader(NamedTuple):
-    """What a step of a session says beside its inputs.
+    """The facts that a step of a session sends beside its inputs.
 
     Attributes:
         session: the id, drawn by the caller.

@@ -1,4 +1,4 @@
-"""What a server of experts answers to callers' sessions: a step, the end, and how many there are."""
+"""The verbs of inference sessions: a step, the end, and the number of those that are open."""
 
 from __future__ import annotations
 
