@@ -660,3 +660,23 @@ def test_a_pickled_expert_opens_sessions_in_another_process(programs: Programs) 
         assert not backend.open_sessions
     expected = [piece.double().sum().item() for piece in locally(backend.module, [torch.ones(1, 1, 8)] * 3)]
     assert done.stdout.strip() == str(expected), done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_sequence_is_continued_on_a_device_too() -> None:
+    backend = ExpertBackend("block.0", CudaBlock().cuda(), args_schema=[TensorSpec(None, 8)])
+    pieces = pieces_of()
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        came = [session.step(piece) for piece in pieces]
+        assert server.statistics().session_bytes
+    for got, expected in zip(came, locally(backend.module.cpu(), pieces), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+class CudaBlock(CausalBlock):
+    """Its mask is made where its input is."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        with torch.device(x.device):
+            return super().forward(x, cache)
