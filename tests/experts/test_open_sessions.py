@@ -11,7 +11,7 @@ from expert_modules import CausalBlock, Slow, causal_backend, in_the_module, ser
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import Overloaded, SessionGone
+from anabranch.errors import Overloaded, RemoteError, SessionGone
 from anabranch.experts import ExpertBackend, RemoteExpert, SessionLimits
 from anabranch.experts.server import sessions as module
 from anabranch.experts.server.sessions import Sessions, Step, bytes_held
@@ -169,3 +169,38 @@ def test_a_session_that_is_ended_before_its_first_step_is_sent_is_not_left_open(
         expert.ending = expert.session(8)
         expert.ending.step(torch.ones(1, 1, 8))
         assert not backend.open_sessions
+
+
+def test_steps_that_wait_together_fail_alone() -> None:
+    gate = Slow()
+
+    class Failing(CausalBlock):
+        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+            if x.max() > 99:
+                raise ZeroDivisionError("the module's own")
+            return gate(super().forward(x, cache))
+
+    backend = ExpertBackend("block.0", Failing(), args_schema=[TensorSpec(None, 8)])
+    with served(backend) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        outcomes: dict[float, object] = {}
+
+        def ask(value: float) -> None:
+            with expert.session(8) as session:
+                try:
+                    outcomes[value] = session.step(torch.full((1, 1, 8), value))
+                except RemoteError as error:
+                    outcomes[value] = error.remote_type
+
+        threads = [threading.Thread(target=ask, args=(value,)) for value in (1.0, 100.0, 2.0)]
+        with in_the_module(gate, lambda: ask(0.0)):
+            for thread in threads:
+                thread.start()
+            pool = backend.session_pool
+            assert pool is not None
+            while pool.statistics().waiting_tasks < 3:
+                threads[0].join(timeout=0.001)
+        join(*threads)
+    assert outcomes.pop(100.0) == "ZeroDivisionError"
+    assert all(isinstance(outcome, Tensor) for outcome in outcomes.values())
+    assert len(outcomes) == 3
