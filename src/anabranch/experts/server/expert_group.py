@@ -140,6 +140,8 @@ class ExpertGroup:
             raise ValueError(f"count is at most the {pattern.size} uids of {self.uids!r}, got {self.count}")
         if self.seed is not None and self.count is None:
             raise ValueError(f"seed draws uids, and count does not say how many; got seed {self.seed} alone")
+        if "lr" in (self.optimizer_args or {}):
+            raise ValueError(f"lr is said by itself, not among optimizer_args, got {self.optimizer_args!r}")
         for name, of in (("optimizer_args", "optimizer"), ("scheduler_args", "scheduler")):
             if getattr(self, name) is not None and getattr(self, of) is None:
                 raise ValueError(f"{name} are for the {of}, which is not named; name it")

@@ -152,7 +152,7 @@ def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] |
         ValueError: no such scheduler, other arguments, or one that steps with a metric.
     """
     factory = _import(name) if ":" in name else getattr(torch.optim.lr_scheduler, name, None)
-    if factory is None or (isinstance(factory, type) and not issubclass(factory, LRScheduler)):
+    if not callable(factory) or factory is LRScheduler:
         raise ValueError(
             f"{name!r} is no scheduler; name a class of torch.optim.lr_scheduler, such as StepLR, or "
             "package.module:function"
@@ -167,7 +167,7 @@ def _import(name: str) -> Callable[..., object]:
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(f"{name!r} cannot be loaded: {error}") from error
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}, not a function or class")
