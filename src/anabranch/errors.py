@@ -18,7 +18,8 @@
     ├── ValueError                     the caller's value is wrong; the message names it and the cure
     │   ├── ForkedClient               a client of another process, which was forked
     │   ├── NotFound                   an unknown uid, table or verb
-    │   │   └── ActivationsGone        an expert has not kept what a backward refers to
+    │   │   ├── ActivationsGone        an expert has not kept what a backward refers to
+    │   │   └── SessionGone            a server no longer keeps the sequence of an inference session
     │   ├── NonFinite                  NaN or Inf where numbers must be finite
     │   └── SchemaError                structure, shape or dtype differ from what was declared
     │       └── AnotherSchema          an expert came back with another schema than its caller knows
@@ -49,6 +50,7 @@ __all__ = [
     "RemoteError",
     "RolledBack",
     "SchemaError",
+    "SessionGone",
     "SkipError",
     "Unauthorized",
 ]
@@ -223,6 +225,10 @@ class NotFound(ValueError):
 
 class ActivationsGone(NotFound):
     """An expert has not kept the activations that a backward refers to; it needs the inputs again."""
+
+
+class SessionGone(NotFound):
+    """A server no longer keeps the sequence of an inference session; the message says why. Open another session."""
 
 
 class NonFinite(ValueError):

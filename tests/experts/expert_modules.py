@@ -119,3 +119,42 @@ def together(count: int, ask: Callable[[int], object]) -> list[object]:
         thread.start()
     join(*threads)
     return outcomes
+
+
+class CausalBlock(nn.Module):
+    """A transformer block whose positions see those before them, with a cache of keys and values, and dropout."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width))
+        self.dropout = nn.Dropout(0.5)
+        self.made: list[dict[str, Tensor]] = []
+
+    def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
+        cache: dict[str, Tensor] = {}
+        self.made.append(cache)
+        return cache
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        rows, length, width = x.shape
+        mixed = self.mix(self.before(x)).view(rows, length, 3, self.heads, width // self.heads)
+        queries, keys, values = mixed.permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            if cache:
+                keys, values = torch.cat([cache["keys"], keys], 2), torch.cat([cache["values"], values], 2)
+            cache["keys"], cache["values"] = keys, values
+        whole = keys.shape[2]
+        seen = torch.ones(length, whole, dtype=torch.bool).tril(whole - length)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)))
+        return x + self.dropout(self.inner(x))
+
+
+def causal_backend(uid: str = "block.0", dtype: torch.dtype = torch.float32, **options: object) -> ExpertBackend:
+    module = CausalBlock().to(dtype)
+    schema = [TensorSpec(None, 8, dtype=dtype)]
+    return ExpertBackend(uid, module, adam(module), args_schema=schema, **options)  # type: ignore[arg-type]

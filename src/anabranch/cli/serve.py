@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -14,6 +18,7 @@ from anabranch.cli.mistakes import told_plainly
 from anabranch.cli.standard_streams import say
 
 if TYPE_CHECKING:
+    from anabranch.experts import ExpertGroup
     from anabranch.observe import Metric
 
 __all__ = ["directory", "experts", "parameters", "serve"]
@@ -39,21 +44,71 @@ _Metrics = Annotated[
 _Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
 
 
+def _said(metavar: str, says: str) -> typer.models.OptionInfo:
+    """Return an option whose absence means that nothing is said."""
+    option: typer.models.OptionInfo = typer.Option(metavar=metavar, help=says, show_default=False)
+    return option
+
+
+_JSON = "JSON"
+
+
 @serve.command()
 def experts(
-    uids: Annotated[str, typer.Option(metavar="PATTERN", help="Such as ffn.[0:4].[0:8].", show_default=False)],
-    module: Annotated[str, typer.Option(metavar="NAME", help="ffn, nop, or pkg.mod:function of the features.")] = "ffn",
-    features: Annotated[int, typer.Option(min=1, metavar="N", help="The last size of an expert's input.")] = 512,
-    optimizer: Annotated[str, typer.Option(metavar="NAME", help="sgd, adam, adamw, adagrad or none.")] = "adam",
-    lr: Annotated[float, typer.Option(metavar="X", help="The learning rate.")] = 1e-3,
-    device: Annotated[str, typer.Option(metavar="D", help="Where the experts live.")] = "cpu",
-    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of a batch.")] = 4096,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where experts are saved and found again.", show_default=False)
+    context: typer.Context,
+    uids: Annotated[str | None, _said("PATTERN", "Such as ffn.[0:4].[0:8].")] = None,
+    count: Annotated[int | None, _said("N", "Draw N of them at random, that the directory does not list.")] = None,
+    seed: Annotated[int | None, _said("N", "Of the draws.")] = None,
+    config: Annotated[
+        Path | None, _said("FILE", "A fleet in TOML or YAML: groups of experts, with these options as their keys.")
     ] = None,
-    directory: Annotated[
-        str | None, typer.Option(metavar="ENDPOINT", help="The directory to announce them in.", show_default=False)
+    module: Annotated[
+        str | None,
+        _said(
+            "NAME", "ffn (the default), nop, or pkg.mod:function, which returns a module or ExpertBackend's arguments."
+        ),
     ] = None,
+    module_args: Annotated[str | None, _said(_JSON, "The function's arguments; without, it gets the features.")] = None,
+    features: Annotated[int | None, _said("N", "The last size of an expert's input; by default 512.")] = None,
+    args_schema: Annotated[
+        str | None, _said(_JSON, 'The positional inputs, such as [{"shape": ["any", 512], "dtype": "float32"}].')
+    ] = None,
+    kwargs_schema: Annotated[str | None, _said(_JSON, "The keyword inputs, by name.")] = None,
+    outputs_schema: Annotated[str | None, _said(_JSON, "The output; by default found by running the module.")] = None,
+    compression: Annotated[
+        Literal["float16", "bfloat16", "int8"] | None,
+        typer.Option(help="How floating values travel.", show_default=False),
+    ] = None,
+    optimizer: Annotated[
+        str | None, _said("NAME", "sgd, adam (the default), adamw, adagrad, none, or pkg.mod:class.")
+    ] = None,
+    optimizer_args: Annotated[str | None, _said(_JSON, 'Its further arguments: {"weight_decay": 0.01}.')] = None,
+    lr: Annotated[float | None, _said("X", "The learning rate; by default 0.001.")] = None,
+    scheduler: Annotated[
+        str | None, _said("NAME", "A class of torch.optim.lr_scheduler, such as StepLR, or pkg.mod:function.")
+    ] = None,
+    scheduler_args: Annotated[str | None, _said(_JSON, 'Its arguments: {"step_size": 1000}.')] = None,
+    clip_grad_norm: Annotated[float | None, _said("X", "Bound of the gradients' global norm.")] = None,
+    gradient_reduction: Annotated[
+        Literal["sum", "mean"] | None,
+        typer.Option(
+            help="How the gradients of a batch's requests make an update; by default sum.", show_default=False
+        ),
+    ] = None,
+    keep_activations: Annotated[int | None, _said("N", "Rows whose activations wait for their backward.")] = None,
+    device: Annotated[str | None, _said("D", "Where the experts live; by default cpu.")] = None,
+    min_batch_size: Annotated[int | None, _said("N", "Rows below which a batch waits for more.")] = None,
+    max_batch_size: Annotated[int | None, _said("N", "Rows of a batch; by default 4096.")] = None,
+    timeout: Annotated[float | None, _said("S", "Seconds after which a smaller batch runs anyway.")] = None,
+    max_queue_rows: Annotated[int | None, _said("N", "Rows that may wait; by default 16 batches.")] = None,
+    max_queue_bytes: Annotated[int | None, _said("N", "Bytes that may wait; by default 1 GiB.")] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, metavar="N", help="Inference sessions open at a time.")] = 1024,
+    max_session_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Positions that all sessions may grow to.")
+    ] = 1 << 20,
+    max_session_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Bytes of all their caches.")] = 4 << 30,
+    checkpoint_dir: Annotated[Path | None, _said("DIR", "Where experts are saved and found again.")] = None,
+    directory: Annotated[str | None, _said("ENDPOINT", "The directory to announce them in.")] = None,
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,
@@ -61,30 +116,63 @@ def experts(
 ) -> None:
     """Serve experts that train themselves."""
     # Here, as in the others: with torch, which the rest of the command line does without.
-    from anabranch.experts import make_backends, serve_experts, stopped_by_signals
+    from anabranch.experts import SessionLimits, make_experts, serve_experts, stopped_by_signals
+    from anabranch.experts.directory import as_directory
     from anabranch.observe import expert_metrics
 
     with told_plainly():
-        backends = make_backends(
-            uids,
-            module,
-            features=features,
-            optimizer=optimizer,
-            lr=lr,
-            max_batch_size=max_batch_size,
-            device=device,
-        )
+        groups = _groups(context.params, config)
+        names = None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
+        backends = make_experts(groups, directory=names, checkpoint_dir=checkpoint_dir)
         with stopped_by_signals() as stop:
             serve_experts(
                 backends,
                 stop,
                 listen=listen,
-                directory=directory,
+                directory=names,
                 checkpoint_dir=checkpoint_dir,
                 keys=keys,
                 insecure=insecure,
+                session_limits=SessionLimits(max_sessions, max_session_tokens, max_session_bytes),
                 beside=_beside(metrics, expert_metrics),
             )
+
+
+def _groups(options: dict[str, Any], config: Path | None) -> list[ExpertGroup]:
+    """Return the groups of the experts that the options describe."""
+    from anabranch.experts import ExpertGroup, read_fleet
+
+    # So that modules in the folder where the command is given are found too; last, so that they hide no other.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    keys = [field.name for field in fields(ExpertGroup) if field.name in options]
+    said = {name: options[name] for name in keys if options[name] is not None}
+    if config is not None:
+        if said:
+            flag = "--" + next(iter(said)).replace("_", "-")
+            raise ValueError(f"{flag} stands beside --config {config}, which describes the experts; write it there")
+        return read_fleet(config)
+    if "uids" not in said:
+        raise ValueError("which experts? name them with --uids, such as --uids 'ffn.[0:4]', or in a file with --config")
+    for name in _WRITTEN_IN_JSON & said.keys():
+        try:
+            said[name] = json.loads(said[name])
+        except ValueError as error:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} is written in JSON, such as '{{\"width\": 64}}', got {said[name]!r}: {error}"
+            ) from error
+    return [ExpertGroup(**said)]
+
+
+_WRITTEN_IN_JSON = {
+    "module_args",
+    "args_schema",
+    "kwargs_schema",
+    "outputs_schema",
+    "optimizer_args",
+    "scheduler_args",
+}
 
 
 @serve.command()

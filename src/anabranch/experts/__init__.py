@@ -7,23 +7,29 @@ operation. ``client`` and ``server`` are its two ends, ``directory.py`` finds ex
 
 from anabranch.experts.client.mixture import MixtureStatistics, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
+from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
 from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
+from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
+from anabranch.experts.server.fleet_file import read_fleet
 from anabranch.experts.server.runtime import Runtime
 from anabranch.experts.server.services import make_backends, serve_directory, serve_experts, stopped_by_signals
+from anabranch.experts.server.sessions import SessionLimits
 from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
-from anabranch.experts.uids import expand_uids
+from anabranch.experts.uids import draw_uids, expand_uids
 
 __all__ = [
     "Directory",
     "DirectoryLike",
     "DirectoryServer",
     "ExpertBackend",
+    "ExpertGroup",
     "ExpertInfo",
     "ExpertServer",
     "ExpertServerStatistics",
+    "InferenceSession",
     "MixtureStatistics",
     "PoolStatistics",
     "RemoteExpert",
@@ -31,10 +37,14 @@ __all__ = [
     "RemoteSwitchMixtureOfExperts",
     "Runtime",
     "Schema",
+    "SessionLimits",
     "Task",
     "TaskPool",
+    "draw_uids",
     "expand_uids",
     "make_backends",
+    "make_experts",
+    "read_fleet",
     "serve_directory",
     "serve_experts",
     "stopped_by_signals",

@@ -141,6 +141,21 @@ class Schema:
         given = iter(outputs)
         return self.output_nesting.rebuild([None if spec is None else next(given) for spec in self.output_specs])
 
+    def length_of(self, inputs: Sequence[Tensor | None]) -> int:
+        """Return the positions that ``inputs`` add to a sequence: the first size that varies of the first input that
+        has one.
+
+        Raises:
+            SchemaError: no input has a dimension that varies.
+        """
+        for tensor, spec in zip(inputs, self.inputs, strict=True):
+            if tensor is not None and spec is not None and spec.varying:
+                return spec.sizes_of(tensor.shape)[0]
+        raise SchemaError(
+            f"a session needs an input with a dimension that varies, such as TensorSpec(None, 512), for its positions; "
+            f"the expert takes {_describe(self.arguments, self.keywords)}"
+        )
+
     @cached_property
     def pads(self) -> bool:
         """True if inputs are padded to the longest of a batch."""

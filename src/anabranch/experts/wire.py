@@ -1,10 +1,13 @@
-"""Messages between callers and servers of experts: five verbs, and the layout of tensors in a request.
+"""Messages between callers and servers of experts: their verbs, and the layout of tensors in a request.
 
     expert.info            -> the schema
     expert.forward         inputs -> outputs
     expert.backward        inputs, gradients of outputs -> gradients of inputs; done exactly once
     expert.forward_eval    the same two of a caller in eval mode; a server that is older than these verbs refuses them
     expert.backward_eval   by name, rather than answer in another mode than was asked for
+    expert.session_step    a session's id, the number of the step, inputs -> outputs; the first step opens the session
+    expert.session_end     a session's id -> nothing
+    expert.session_count   -> the number of the expert's open sessions
 
 Tensors come in the schema's order. A missing gradient is left out, and the payload says which are present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
@@ -13,6 +16,7 @@ may carry a ticket; if the answer says that its activations are kept, the backwa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +34,10 @@ __all__ = [
     "FORWARD_EVAL",
     "INFO",
     "Layout",
+    "SESSION_COUNT",
+    "SESSION_END",
+    "SESSION_STEP",
+    "StepHeader",
     "check_layout",
     "from_wire",
     "gradient_layout",
@@ -37,9 +45,13 @@ __all__ = [
     "is_evaluation",
     "output_layout",
     "pack_backward",
+    "pack_count",
     "pack_present",
+    "pack_step",
     "read_backward",
+    "read_count",
     "read_present",
+    "read_step",
     "read_ticket",
     "request_layout",
     "to_wire",
@@ -50,6 +62,9 @@ FORWARD = "expert.forward"
 BACKWARD = "expert.backward"
 FORWARD_EVAL = "expert.forward_eval"
 BACKWARD_EVAL = "expert.backward_eval"
+SESSION_STEP = "expert.session_step"
+SESSION_END = "expert.session_end"
+SESSION_COUNT = "expert.session_count"
 
 _BACKWARDS = frozenset({BACKWARD, BACKWARD_EVAL})
 _EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})
@@ -58,6 +73,24 @@ _LONGEST_TICKET = 32
 
 _unpack_backward = unpacker(tuple[list[bool], bytes])
 _unpack_present = unpacker(list[bool])
+_unpack_step = unpacker(tuple[bytes, int, int, float])
+_unpack_count = unpacker(int)
+
+
+class StepHeader(NamedTuple):
+    """The facts that a step of a session sends beside its inputs.
+
+    Attributes:
+        session: the id, drawn by the caller.
+        number: of the step, from 0; one that is asked again keeps its number.
+        max_length: positions that the session may grow to.
+        ttl: seconds without a step after which the server may close the session.
+    """
+
+    session: bytes
+    number: int
+    max_length: int
+    ttl: float
 
 
 def is_backward(verb: str) -> bool:
@@ -93,7 +126,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 
 
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
-    """Return the layout that a forward or backward request with ``header`` must have."""
+    """Return the layout that a forward, a backward or a step with ``header`` must have."""
     layout = schema.input_layout
     if is_backward(header.verb):
         present, ticket = read_backward(header.payload)
@@ -101,7 +134,8 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
         if ticket and not gradients:
             raise SchemaError("a backward without inputs needs a gradient of an output")
         return gradients if ticket else layout + gradients
-    read_ticket(header.payload)
+    if header.verb != SESSION_STEP:
+        read_ticket(header.payload)
     return layout
 
 
@@ -168,3 +202,30 @@ def read_present(payload: bytes) -> list[bool]:
 def pack_present(tensors: Sequence[Tensor | None]) -> bytes:
     """Pack which of ``tensors`` are present."""
     return pack([tensor is not None for tensor in tensors])
+
+
+def pack_step(header: StepHeader) -> bytes:
+    """Pack what a step says."""
+    return pack(tuple(header))
+
+
+def read_step(payload: bytes) -> StepHeader:
+    """Unpack the payload that ``pack_step`` made; a ``SchemaError`` for values that no session has."""
+    header = StepHeader(*_unpack_step(payload))
+    if not header.session or len(header.session) > _LONGEST_TICKET:
+        raise SchemaError(f"a session's id is 1 to {_LONGEST_TICKET} bytes, got {len(header.session)}")
+    if header.number < 0 or header.max_length < 1 or not 0 < header.ttl < float("inf"):
+        raise SchemaError(
+            f"a step has a number from 0, a max_length above 0 and a finite ttl above 0, got {tuple(header[1:])}"
+        )
+    return header
+
+
+def pack_count(count: int) -> bytes:
+    """Pack a number of sessions."""
+    return pack(count)
+
+
+def read_count(payload: bytes) -> int:
+    """Unpack the payload that ``pack_count`` made."""
+    return _unpack_count(payload)

@@ -106,10 +106,13 @@ def expert_metrics(server: ExpertServer) -> list[Metric]:
         for name, kind, says, read in _OF_A_POOL
     ]
     updates = [((uid,), float(count)) for uid, count in facts.updates.items()]
+    sessions = [((uid,), float(count)) for uid, count in facts.sessions.items()]
     return [
         *_transport_metrics(facts.transport),
         *metrics,
         Metric("expert_updates", "counter", "updates of the expert's parameters", ("uid",), updates),
+        Metric("expert_sessions", "gauge", "open inference sessions", ("uid",), sessions),
+        Metric("expert_session_bytes", "gauge", "bytes of sessions' caches", (), [((), facts.session_bytes)]),
         _refused_values(facts.not_finite),
     ]
 

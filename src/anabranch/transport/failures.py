@@ -25,6 +25,7 @@ from anabranch.errors import (
     RemoteError,
     RolledBack,
     SchemaError,
+    SessionGone,
     Unauthorized,
 )
 from anabranch.events import report
@@ -37,6 +38,7 @@ _log = logging.getLogger("anabranch.transport")
 _MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
     "activations_gone": ActivationsGone,  # before the kinds that they are of
     "another_schema": AnotherSchema,
+    "session_gone": SessionGone,
     "not_found": NotFound,
     "schema": SchemaError,
     "non_finite": NonFinite,

@@ -32,7 +32,7 @@ from anabranch.experts.compression import check_parts, check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
-__all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "output_forms", "sample_forms"]
+__all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "expect", "output_forms", "sample_forms"]
 
 _TICKET_BYTES = 16
 
@@ -245,7 +245,7 @@ def _request_of(call: ExpertCall) -> Request:
         cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
         payload=call.ticket,
         schema=schema.hash,
-        allocate=_expect(schema.output_layout, call.rows),
+        allocate=expect(schema.output_layout, call.rows),
         role="experts",
     )
 
@@ -407,7 +407,9 @@ def _read_gradients(
     return gradients
 
 
-def _expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
+def expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
+    """Return what makes memory for an answer of this layout and so many rows, and refuses any other."""
+
     def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
         came = check_parts(headers, layout)
         if headers and came != rows:

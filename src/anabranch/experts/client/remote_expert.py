@@ -18,9 +18,10 @@ from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
 from anabranch.experts.client.connections import Reach
+from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading
-from anabranch.experts.server.backend import ExpertInfo
+from anabranch.experts.server.backend import ExpertInfo, info_of
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
@@ -98,9 +99,14 @@ class RemoteExpert(nn.Module):
         self._form: object = None
         self._handle = opaque.handle_of(self)
 
+    @property
+    def client(self) -> Client:
+        """The client that sends its requests in this process."""
+        return self._reach.client
+
     def learn_form(self) -> None:
         """Asks for the nesting of the expert's outputs, for a capture."""
-        _, schema = self._find(Deadline.after(self.forward_timeout))
+        _, schema = self.find(Deadline.after(self.forward_timeout))
         self._form = schema.output_form()
 
     def __getstate__(self) -> dict[str, object]:
@@ -123,14 +129,25 @@ class RemoteExpert(nn.Module):
         return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
 
     def get_info(self) -> ExpertInfo:
-        """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
-        _, schema = self._find(Deadline.after(self.forward_timeout))
-        keywords = dict(schema.keywords)
-        return {
-            "forward_schema": (schema.arguments, keywords),
-            "outputs_schema": schema.outputs,
-            "keyword_names": tuple(sorted(keywords)),
-        }
+        """Return the schemas of the expert's inputs and outputs, its keyword names, sorted, and how many sessions its
+        server has open for it now.
+        """
+        deadline = Deadline.after(self.forward_timeout)
+        endpoint, schema = self.find(deadline)
+        answer = self.client.call(Request(endpoint, wire.SESSION_COUNT, self.uid, role="experts"), deadline)
+        return info_of(schema, wire.read_count(answer.payload))
+
+    def session(self, max_length: int, ttl: float = 60.0) -> InferenceSession:
+        """Return a context manager whose ``step(x)`` continues sequences that the expert's server keeps.
+
+        Args:
+            max_length: positions that the sequences may grow to.
+            ttl: seconds without a step after which the server frees them.
+
+        Raises:
+            ValueError: ``max_length`` is not a whole number above 0, ``ttl`` no number of seconds above 0.
+        """
+        return InferenceSession(self, max_length, ttl)
 
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for these inputs."""
@@ -152,7 +169,7 @@ class RemoteExpert(nn.Module):
         known = self._found.known
         if known is None:
             with outside_tracing():
-                known = self._find(deadline)
+                known = self.find(deadline)
         schema = known[1]
         inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
@@ -160,20 +177,27 @@ class RemoteExpert(nn.Module):
         crossed = cross(there, *inputs)
         return there.schema, with_leading(crossed, leading)
 
-    def _find(self, deadline: Deadline) -> tuple[str, Schema]:
+    def find(self, deadline: Deadline) -> tuple[str, Schema]:
+        """Return the expert's endpoint and schema, looked up where they are not known."""
         found = self._found
         if (known := found.known) is not None:
             return known
         with found.lock:
             if found.known is None:
                 endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
-                found.known = endpoint, fetch_schema(self._reach.client, self.uid, endpoint, deadline)
+                found.known = endpoint, fetch_schema(self.client, self.uid, endpoint, deadline)
             return found.known
 
-    def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
-        """Return True if the expert has moved, or came back with another schema, so that one more request may
-        succeed.
+    def forget_if_changed(self, error: Exception, deadline: Deadline) -> bool:
+        """Forget where the expert is and return True if it has moved, or came back with another schema, so that one
+        more request may succeed.
         """
+        if not self._may_have_changed(error, deadline):
+            return False
+        self._found.known = None
+        return True
+
+    def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
         if isinstance(error, AnotherSchema):
             return True
         if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
@@ -224,16 +248,15 @@ class _There:
             return output_forms(schema, first.shape[0], first.device)
         deadline = Deadline.after(self._expert.forward_timeout)
         with outside_tracing():
-            endpoint, _ = self._expert._find(deadline)
-            client = self._expert._reach.client
+            endpoint, _ = self._expert.find(deadline)
+            client = self._expert.client
             return sample_forms(client, self.name, endpoint, schema, inputs, first.shape[0], deadline)
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         expert = self._expert
         deadline = self._deadline or Deadline.after(expert.forward_timeout)
         crossed, error = self._ask(inputs, wants, deadline)
-        if error is not None and not deadline.expired() and expert._may_have_changed(error, deadline):
-            expert._found.known = None
+        if error is not None and not deadline.expired() and expert.forget_if_changed(error, deadline):
             crossed, error = self._ask(inputs, wants, deadline)
         if error is not None:
             raise error
@@ -243,14 +266,14 @@ class _There:
         self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None, deadline: Deadline
     ) -> tuple[Crossed, Exception | None]:
         expert = self._expert
-        endpoint, schema = expert._find(deadline)
+        endpoint, schema = expert.find(deadline)
         if schema is not self._given:  # what was given must fit what the expert takes now
             given = self._given.input_nesting.rebuild(inputs, plain=True)
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
             inputs, self.schema = schema.flatten_inputs(args, kwargs, casting=False).tensors, schema
         call = ExpertCall(self.name, endpoint, schema, inputs, self._evaluating)
         calls = Calls(
-            expert._reach.client,
+            expert.client,
             [call],
             expert.forward_timeout,
             expert.backward_timeout,

@@ -12,7 +12,7 @@ time, and the module is put back into its own mode after each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
 
@@ -28,24 +28,28 @@ from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.gradients import BatchGradients, Gradients
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
+from anabranch.experts.server.sessions import makes_caches, run_steps
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport.failures import ends_the_program
 
-__all__ = ["ExpertBackend", "ExpertInfo"]
+__all__ = ["ExpertBackend", "ExpertInfo", "info_of"]
 
 # BatchNorm refuses one row, and three rows tell a shape's rows from its other sizes more often than two.
 _SAMPLE_ROWS = 3
 _SAMPLE_LENGTHS = (8, 2, 64)
+# Positions of a step, over which it would be split; a step is one call of the module.
+_LONGEST_STEP = 1 << 40
 
 
 class ExpertInfo(TypedDict):
-    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
+    """The schema of an expert, as a caller needs it, and its open sessions; see ``ExpertBackend.get_info``."""
 
     forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
     outputs_schema: Structure
     keyword_names: tuple[str, ...]
+    sessions: int
 
 
 class ExpertBackend:
@@ -63,7 +67,8 @@ class ExpertBackend:
     Args:
         uid: its name, ``prefix.i[.j...]``.
         module: takes rows (dim 0) and returns as many. Callers in eval mode get it in eval mode, others in the mode
-            that it is in.
+            that it is in. One that can continue sequences (``RemoteExpert.session``) has ``make_cache(rows,
+            max_length)``, and a ``forward`` that takes what it made as the keyword argument ``cache``.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
         args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument. Requests of which sizes vary
             (``TensorSpec(None, 512)``) share a batch if they are of equal sizes, or with ``pad=True`` are padded to the
@@ -130,6 +135,8 @@ class ExpertBackend:
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
+        if "cache" in keywords and makes_caches(module):
+            raise ValueError(f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema has none")
         self._mask: Tensor | None = None
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
@@ -157,22 +164,33 @@ class ExpertBackend:
             process_tasks=self._run_backward,
             **sizes,
         )
+        self.session_pool: TaskPool | None = None
+        """The queue of steps of sessions, for a module that makes caches; its rows are positions."""
+        if makes_caches(module):
+            self.session_pool = TaskPool(
+                self.forward,
+                name=f"{uid}_session",
+                max_batch_size=_LONGEST_STEP,
+                max_queue_rows=max_queue_rows,
+                max_queue_bytes=max_queue_bytes,
+                process_tasks=run_steps,
+            )
+        self.open_sessions = 0
+        """The number of sessions that its server has open."""
         self._prepare_copies()
 
     # --- for callers
 
     def get_info(self) -> ExpertInfo:
-        """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
-        keywords = dict(self.schema.keywords)
-        return {
-            "forward_schema": (self.schema.arguments, keywords),
-            "outputs_schema": self.schema.outputs,
-            "keyword_names": tuple(sorted(keywords)),
-        }
+        """Return the schemas of the expert's inputs and outputs, its keyword names, sorted, and how many sessions are
+        open.
+        """
+        return info_of(self.schema, self.open_sessions)
 
-    def get_pools(self) -> tuple[TaskPool, TaskPool]:
-        """Return the queues of forward and backward."""
-        return self.forward_pool, self.backward_pool
+    def get_pools(self) -> tuple[TaskPool, ...]:
+        """Return the queues of forward and backward, and of sessions' steps if the module makes caches."""
+        pools = self.forward_pool, self.backward_pool
+        return pools if self.session_pool is None else (*pools, self.session_pool)
 
     def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
         """Return the priority of a request: of the experts on a device those of higher priorities run first.
@@ -217,6 +235,22 @@ class ExpertBackend:
         finally:
             torch._C._set_grad_enabled(recording)
         return tuple(self._check_outputs(outputs, placed))
+
+    def make_cache(self, rows: int, max_length: int) -> object:
+        """Return what the module makes to keep so many sequences of at most so many positions."""
+        with torch.no_grad():
+            cache = cast("Callable[[int, int], object]", self.module.make_cache)(rows, max_length)
+        if cache is None:
+            raise TypeError(f"{self.uid}: make_cache returned None, which a module is called with outside of sessions")
+        return cache
+
+    def step(self, cache: object, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the outputs for the next positions of the sequences in ``cache``, which then holds these too; in eval
+        mode, without gradients.
+        """
+        with torch.no_grad(), _evaluating(self.module):
+            placed = [self._place(tensor) for tensor in inputs]
+            return tuple(self._check_outputs(self._call(placed, cache=cache), placed))
 
     def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of a batch's inputs, and an update of the parameters.
@@ -438,14 +472,18 @@ class ExpertBackend:
                 answers[id(task)] = mine
         return answers, moved
 
-    def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
+    def _call(
+        self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None, cache: object = None
+    ) -> Structure:
         schema = self.schema
-        if schema.takes_one and parameters is None and not schema.pads:
+        if schema.takes_one and parameters is None and cache is None and not schema.pads:
             return self.module(leaves[0])
         whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
         if schema.pads:
             kwargs["mask"] = self._all_values(leaves) if self._mask is None else self._mask
+        if cache is not None:
+            kwargs["cache"] = cache
         if parameters is None:
             return self.module(*args, **kwargs)
         return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
@@ -593,6 +631,17 @@ class ExpertBackend:
                     f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
+
+
+def info_of(schema: Schema, sessions: int) -> ExpertInfo:
+    """Return the facts about an expert with this schema and so many open sessions."""
+    keywords = dict(schema.keywords)
+    return {
+        "forward_schema": (schema.arguments, keywords),
+        "outputs_schema": schema.outputs,
+        "keyword_names": tuple(sorted(keywords)),
+        "sessions": sessions,
+    }
 
 
 @contextmanager

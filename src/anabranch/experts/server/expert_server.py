@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict
@@ -33,6 +34,8 @@ from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.runtime import Runtime
+from anabranch.experts.server.session_verbs import SessionVerbs
+from anabranch.experts.server.sessions import SessionLimits, Sessions
 from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.transport import (
     Answer,
@@ -69,12 +72,16 @@ class ExpertServerStatistics:
         not_finite: requests refused for NaN or Inf, by peer.
         updates: updates of each expert, by uid.
         transport: requests, errors, bytes.
+        sessions: open sessions of each expert, by uid.
+        session_bytes: bytes of their caches, and of the answers kept beside them.
     """
 
     pools: dict[str, PoolStatistics]
     not_finite: dict[str, int]
     updates: dict[str, int]
     transport: ServerStatistics
+    sessions: dict[str, int] = field(default_factory=dict)
+    session_bytes: int = 0
 
 
 class _ClientOptions(TypedDict):
@@ -108,6 +115,8 @@ class ExpertServer:
         max_connections: a caller beyond it gets ``Overloaded``.
         limits: the sizes accepted from a caller in one frame.
         drain_seconds: how long leaving the block waits for calls in flight.
+        session_limits: the bounds of inference sessions.
+        clock: seconds for the times to live of sessions.
 
     Raises:
         ValueError: no backend, two of one uid, an endpoint that is malformed or taken, TCP without keys.
@@ -134,6 +143,8 @@ class ExpertServer:
         max_connections: int = 512,
         limits: Limits | None = None,
         drain_seconds: float = 5.0,
+        session_limits: SessionLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backends: dict[str, ExpertBackend] = {}
         for backend in backends:
@@ -163,6 +174,15 @@ class ExpertServer:
             if checkpoint_dir is None
             else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
         )
+        self._sessions = Sessions(session_limits or SessionLimits(), clock)
+        session_verbs = SessionVerbs(
+            self._sessions,
+            find=self._find,
+            check_request=self._check_request,
+            check_finite=self._check_finite,
+            put_aside=self._put_aside,
+            allocate=place,
+        )
         # Last of the steps that may fail: it listens from here on.
         self._server = Server(
             [
@@ -183,6 +203,7 @@ class ExpertServer:
                     )
                     for name in (wire.BACKWARD, wire.BACKWARD_EVAL)
                 ),
+                *session_verbs.verbs(),
             ],
             listen=listen,
             role="experts",
@@ -214,6 +235,8 @@ class ExpertServer:
                 stack.enter_context(self._persistence)
             for runtime in self._runtimes:
                 stack.enter_context(runtime)
+            if any(backend.session_pool is not None for backend in self._backends.values()):
+                stack.enter_context(self._sessions)
             stack.enter_context(self._server)
             if self._directory is not None:
                 others = self._look_for_others()
@@ -236,6 +259,8 @@ class ExpertServer:
             dict(self._not_finite),
             {uid: backend.updates for uid, backend in self._backends.items()},
             self._server.statistics(),
+            {uid: backend.open_sessions for uid, backend in self._backends.items()},
+            self._sessions.nbytes,
         )
 
     # --- announcing
@@ -342,16 +367,17 @@ class ExpertServer:
     def _check(self, header: RequestHeader) -> None:
         """Refuses a request that does not fit its expert, before there is memory for it."""
         backend = self._find(header.target)
+        pool = backend.backward_pool if wire.is_backward(header.verb) else backend.forward_pool
+        rows = self._check_request(header, backend)
+        pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
+
+    def _check_request(self, header: RequestHeader, backend: ExpertBackend) -> int:
+        """Return the rows of a request whose tensors fit its expert."""
         if header.schema != self._schemas[header.target][1]:
             raise AnotherSchema(
                 f"{header.target} has another schema than the caller believes; ask it for its info again"
             )
-        rows = check_parts(header.tensors, wire.request_layout(backend.schema, header))
-        pool = backend.backward_pool if wire.is_backward(header.verb) else backend.forward_pool
-        nbytes = 0
-        for tensor in header.tensors:
-            nbytes += tensor.nbytes
-        pool.check_room(rows, nbytes)
+        return check_parts(header.tensors, wire.request_layout(backend.schema, header))
 
     def _forward(self, call: Call) -> None:
         # The check has found the expert already.

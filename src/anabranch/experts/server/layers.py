@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Feedforward", "Nothing", "find_factory", "make_optimizer"]
+__all__ = ["Feedforward", "Nothing", "find_factory", "make_optimizer", "make_scheduler"]
 
-Factory = Callable[[int], nn.Module]
-"""Make an expert's module for inputs of so many features."""
+Factory = Callable[..., nn.Module | Mapping[str, object]]
+"""Make an expert's module, or the arguments of its backend."""
 
 
 class Feedforward(nn.Module):
@@ -55,8 +58,8 @@ class Nothing(nn.Module):
         return x.clone()
 
 
-_NAMED: dict[str, Factory] = {"ffn": Feedforward, "nop": Nothing}
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+_NAMED: dict[str, type[nn.Module]] = {"ffn": Feedforward, "nop": Nothing}
+_OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -70,42 +73,109 @@ def find_factory(name: str) -> Factory:
     >>> find_factory("ffn")(8).__class__.__name__
     'Feedforward'
 
+    It returns a module, or a mapping of arguments of ``ExpertBackend`` with the module among them.
+
     Raises:
-        ValueError: no such name, module or function.
+        ValueError: no such name, module or function; or when it is called, other arguments or another result.
     """
     if name in _NAMED:
-        return _NAMED[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+        factory: Callable[..., object] = _NAMED[name]
+    elif ":" in name:
+        factory = _import(name)
+    else:
         raise ValueError(f"{name!r} is no module to serve; name {', '.join(_NAMED)} or package.module:function")
-    try:
-        factory = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
-    if not callable(factory):
-        raise ValueError(f"{name!r} is a {type(factory).__name__}, not a function of the number of features")
 
-    def make(features: int) -> nn.Module:
+    def make(*args: object, **kwargs: object) -> nn.Module | Mapping[str, object]:
         try:
-            module = factory(features)
+            made = factory(*args, **kwargs)
         except TypeError as error:
-            raise ValueError(f"{name!r} takes no number of features: {error}") from error
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"{name!r} returned a {type(module).__name__}, not an nn.Module")
-        return module
+            given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+            raise ValueError(f"{name!r} cannot be called with ({given}): {error}") from error
+        if isinstance(made, nn.Module) or (isinstance(made, Mapping) and isinstance(made.get("module"), nn.Module)):
+            return made
+        raise ValueError(
+            f"{name!r} returned a {type(made).__name__}, not an nn.Module, nor a mapping of ExpertBackend's arguments "
+            "with its 'module'"
+        )
 
     return make
 
 
-def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer | None:
+def make_optimizer(
+    name: str, module: nn.Module, lr: float | None = None, args: Mapping[str, object] | None = None
+) -> Optimizer | None:
     """Return the optimizer called ``name`` over ``module``'s parameters; ``None`` for a module without any, or for
     ``none``.
 
+    Args:
+        name: ``sgd``, ``adam``, ``adamw``, ``adagrad``, ``none``, or ``package.module:class``.
+        module: has the parameters.
+        lr: the learning rate; ``None`` for 0.001, or the default of a class of another package.
+        args: further arguments.
+
     Raises:
-        ValueError: no such optimizer.
+        ValueError: no such optimizer, or other arguments.
     """
     if name.lower() == "none" or not any(True for _ in module.parameters()):
         return None
-    if name.lower() not in _OPTIMIZERS:
-        raise ValueError(f"{name!r} is no optimizer here; there are: {', '.join(_OPTIMIZERS)}, none")
-    return _OPTIMIZERS[name.lower()](module.parameters(), lr=lr)
+    factory: Callable[..., object]
+    given = dict(args or {})
+    if ":" in name:
+        factory = _import(name)
+        given |= {} if lr is None else {"lr": lr}
+    elif name.lower() in _OPTIMIZERS:
+        factory = _OPTIMIZERS[name.lower()]
+        given |= {"lr": 1e-3 if lr is None else lr}
+    else:
+        raise ValueError(
+            f"{name!r} is no optimizer here; there are: {', '.join(_OPTIMIZERS)}, none, or package.module:class"
+        )
+    made = _call(name, factory, module.parameters(), given)
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"{name!r} returned a {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
+def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] | None = None) -> LRScheduler:
+    """Return the scheduler called ``name``, which is stepped once an update.
+
+    >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    >>> make_scheduler("StepLR", optimizer, {"step_size": 100}).step_size
+    100
+
+    Args:
+        name: a class of ``torch.optim.lr_scheduler``, or ``package.module:function`` of the optimizer.
+        optimizer: whose learning rate it changes.
+        args: further arguments.
+
+    Raises:
+        ValueError: no such scheduler, other arguments, or one that steps with a metric.
+    """
+    factory = _import(name) if ":" in name else getattr(torch.optim.lr_scheduler, name, None)
+    if not callable(factory) or factory is LRScheduler:
+        raise ValueError(
+            f"{name!r} is no scheduler; name a class of torch.optim.lr_scheduler, such as StepLR, or "
+            "package.module:function"
+        )
+    made = _call(name, factory, optimizer, dict(args or {}))
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        raise ValueError(f"{name!r} gave a {type(made).__name__}, which an update cannot step: it needs an LRScheduler")
+    return made
+
+
+def _import(name: str) -> Callable[..., object]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"{name!r} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is a {type(found).__name__}, not a function or class")
+    return cast("Callable[..., object]", found)
+
+
+def _call(name: str, factory: Callable[..., object], first: object, args: Mapping[str, object]) -> object:
+    try:
+        return factory(first, **args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name!r} does not take {args}: {error}") from error

@@ -15,14 +15,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 import torch
-from torch import nn
 
 from anabranch.experts.directory import DirectoryLike, DirectoryServer
 from anabranch.experts.server.backend import ExpertBackend
+from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer
-from anabranch.experts.server.layers import find_factory, make_optimizer
-from anabranch.experts.uids import expand_uids
-from anabranch.tensors import TensorSpec
+from anabranch.experts.server.sessions import SessionLimits
 from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["make_backends", "serve_directory", "serve_experts", "stopped_by_signals"]
@@ -57,7 +55,7 @@ def make_backends(
     max_batch_size: int = 4096,
     device: torch.device | str | None = None,
 ) -> list[ExpertBackend]:
-    """Make the experts for a pattern of uids and the name of a module.
+    """Make the experts for a pattern of uids and the name of a module; ``make_experts`` for all that can be said.
 
     >>> [backend.uid for backend in make_backends("ffn.[0:2]", "ffn", features=8)]
     ['ffn.0', 'ffn.1']
@@ -75,22 +73,16 @@ def make_backends(
         ValueError: an unknown pattern, module, optimizer or device.
         SchemaError: the module does not take rows of ``features``.
     """
-    factory = find_factory(module)
-    backends: list[ExpertBackend] = []
-    for uid in expand_uids(uids):
-        made = _placed(factory(features), device)
-        chosen = make_optimizer(optimizer, made, lr)
-        backends.append(
-            ExpertBackend(uid, made, chosen, args_schema=[TensorSpec(features)], max_batch_size=max_batch_size)
-        )
-    return backends
-
-
-def _placed(module: nn.Module, device: torch.device | str | None) -> nn.Module:
-    try:
-        return module.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"no expert can live on {str(device)!r} here: {error}") from error
+    group = ExpertGroup(
+        uids=uids,
+        module=module,
+        features=features,
+        optimizer=optimizer,
+        lr=lr,
+        max_batch_size=max_batch_size,
+        device=None if device is None else str(device),
+    )
+    return make_experts([group])
 
 
 def serve_experts(
@@ -105,6 +97,7 @@ def serve_experts(
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     heartbeat: float = 1.0,
+    session_limits: SessionLimits | None = None,
     say: Callable[[str], None] | None = None,
     beside: Callable[[ExpertServer], AbstractContextManager[object]] | None = None,
 ) -> None:
@@ -125,6 +118,7 @@ def serve_experts(
             keys=keys,
             insecure=insecure,
             heartbeat=heartbeat,
+            session_limits=session_limits,
         ) as server,
         nullcontext() if beside is None else beside(server),
     ):

@@ -1,0 +1,206 @@
+"""The sessions that a server has open: how long, for whom, and what they cost."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from expert_modules import CausalBlock, Slow, causal_backend, in_the_module, served
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import Overloaded, RemoteError, SessionGone
+from anabranch.experts import ExpertBackend, RemoteExpert, SessionLimits
+from anabranch.experts.server import sessions as module
+from anabranch.experts.server.sessions import Sessions, Step, bytes_held
+from anabranch.experts.wire import StepHeader
+from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
+from waiting import join
+
+
+def step_of(key: bytes, number: int = 0, *, rows: int = 1, length: int = 1, ttl: float = 10.0) -> Step:
+    return Step(StepHeader(key, number, 8, ttl), rows, length)
+
+
+def take(sessions: Sessions, backend: ExpertBackend, step: Step) -> None:
+    sessions.take(step, backend, [torch.ones(step.rows, step.length, 8)])
+
+
+def test_a_step_that_waits_for_the_device_longer_than_the_ttl_keeps_its_session() -> None:
+    clock = FakeClock()
+    sessions, backend = Sessions(SessionLimits(), clock), causal_backend()
+    take(sessions, backend, step_of(b"a"))
+    sessions.hold(b"a", Deadline.after(30.0))
+    clock.advance(29.0)
+    take(sessions, backend, step_of(b"a", 1))
+    clock.advance(9.0)
+    sessions.check(step_of(b"a", 2), backend)
+    clock.advance(2.0)
+    with pytest.raises(SessionGone, match="its time to live"):
+        sessions.check(step_of(b"a", 2), backend)
+
+
+def test_a_step_that_waits_in_the_queue_keeps_its_session() -> None:
+    clock = FakeClock()
+    gate = Slow()
+
+    class Gated(CausalBlock):
+        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+            return gate(super().forward(x, cache))
+
+    backend = ExpertBackend("block.0", Gated(), args_schema=[TensorSpec(None, 8)])
+    with served(backend, clock=clock) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        came: list[object] = []
+        with expert.session(8, ttl=1.0) as session, expert.session(8, ttl=60.0) as other:
+            session.step(torch.ones(1, 1, 8))
+            waiting = threading.Thread(target=lambda: came.append(session.step(torch.ones(1, 1, 8))))
+            with in_the_module(gate, lambda: other.step(torch.ones(1, 1, 8))):
+                waiting.start()
+                pool = backend.session_pool
+                assert pool is not None
+                while not pool.statistics().waiting_tasks:
+                    waiting.join(timeout=0.001)
+                clock.advance(5.0)
+            join(waiting)
+    assert len(came) == 1
+
+
+def test_a_first_step_that_comes_after_the_end_opens_nothing() -> None:
+    sessions, backend = Sessions(SessionLimits(), FakeClock()), causal_backend()
+    sessions.end(b"a", "the session was ended by its caller")
+    with pytest.raises(SessionGone, match="ended by its caller"):
+        take(sessions, backend, step_of(b"a"))
+    assert not backend.open_sessions
+
+
+def test_a_session_belongs_to_its_expert() -> None:
+    sessions = Sessions(SessionLimits(), FakeClock())
+    one, other = causal_backend("block.0"), causal_backend("block.1")
+    take(sessions, one, step_of(b"a"))
+    for number in (0, 1):
+        with pytest.raises(SessionGone):
+            take(sessions, other, step_of(b"a", number))
+    assert (one.open_sessions, other.open_sessions, len(sessions)) == (1, 0, 1)
+
+
+def test_reasons_are_kept_for_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_REASONS", 3)
+    sessions, backend = Sessions(SessionLimits(), FakeClock()), causal_backend()
+    for index in range(10):
+        take(sessions, backend, step_of(bytes([index])))
+        sessions.end(bytes([index]), f"reason {index}")
+    assert len(sessions._reasons) == 3
+    with pytest.raises(SessionGone, match="reason 9"):
+        sessions.check(step_of(bytes([9]), 1), backend)
+    with pytest.raises(SessionGone, match="ended long ago"):
+        sessions.check(step_of(bytes([0]), 1), backend)
+
+
+def test_what_was_set_aside_is_given_back_by_every_way_out() -> None:
+    class Refusing(CausalBlock):
+        def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
+            if rows == 2:
+                raise ZeroDivisionError
+            return {"room": torch.zeros(100 if rows == 3 else 0)}
+
+        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+            if len(x) == 4:
+                raise ZeroDivisionError
+            return x * 1.0
+
+    clock = FakeClock()
+    backend = ExpertBackend("block.0", Refusing(), args_schema=[TensorSpec(None, 8)])
+    sessions = Sessions(SessionLimits(nbytes=300), clock)
+    take(sessions, backend, step_of(b"ended"))
+    sessions.end(b"ended", "")
+    take(sessions, backend, step_of(b"expired"))
+    for rows, error in ((2, ZeroDivisionError), (3, Overloaded), (4, ZeroDivisionError)):
+        with pytest.raises(error):
+            take(sessions, backend, step_of(bytes([rows]), rows=rows))
+    clock.advance(11.0)
+    take(sessions, backend, step_of(b"left"))
+    assert backend.open_sessions == len(sessions) == 1
+    with sessions:
+        pass
+    assert (backend.open_sessions, len(sessions), sessions.nbytes, sessions._tokens) == (0, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class Layer:
+    keys: Tensor
+    module: nn.Module
+
+
+class Cache:
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = layers
+        self.itself = self
+
+
+def test_the_bytes_of_a_cache_are_those_of_its_tensors_wherever_they_are() -> None:
+    keys = torch.zeros(10)
+    cache = Cache(
+        Layer(keys, nn.Linear(9, 9)), Layer(keys[2:], nn.Linear(9, 9)), Layer(torch.zeros(5), nn.Linear(9, 9))
+    )
+    assert (
+        bytes_held(cache, [keys.view(2, 5)], {"more": (torch.zeros(1, dtype=torch.float64), None, "text", 3.0)}) == 68
+    )
+
+
+class EndedMeanwhile(RemoteExpert):
+    """An expert whose session another thread ends while the first step is about to be sent."""
+
+    ending = None
+
+    def find(self, deadline: Deadline):  # type: ignore[no-untyped-def]
+        if self.ending is not None:
+            self.ending.end()
+        return super().find(deadline)
+
+
+def test_a_session_that_is_ended_before_its_first_step_is_sent_is_not_left_open() -> None:
+    backend = causal_backend()
+    with served(backend) as server:
+        expert = EndedMeanwhile("block.0", server.endpoint)
+        expert.ending = expert.session(8)
+        expert.ending.step(torch.ones(1, 1, 8))
+        assert not backend.open_sessions
+
+
+def test_steps_that_wait_together_fail_alone() -> None:
+    gate = Slow()
+
+    class Failing(CausalBlock):
+        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+            if x.max() > 99:
+                raise ZeroDivisionError("the module's own")
+            return gate(super().forward(x, cache))
+
+    backend = ExpertBackend("block.0", Failing(), args_schema=[TensorSpec(None, 8)])
+    with served(backend) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        outcomes: dict[float, object] = {}
+
+        def ask(value: float) -> None:
+            with expert.session(8) as session:
+                try:
+                    outcomes[value] = session.step(torch.full((1, 1, 8), value))
+                except RemoteError as error:
+                    outcomes[value] = error.remote_type
+
+        threads = [threading.Thread(target=ask, args=(value,)) for value in (1.0, 100.0, 2.0)]
+        with in_the_module(gate, lambda: ask(0.0)):
+            for thread in threads:
+                thread.start()
+            pool = backend.session_pool
+            assert pool is not None
+            while pool.statistics().waiting_tasks < 3:
+                threads[0].join(timeout=0.001)
+        join(*threads)
+    assert outcomes.pop(100.0) == "ZeroDivisionError"
+    assert all(isinstance(outcome, Tensor) for outcome in outcomes.values())
+    assert len(outcomes) == 3

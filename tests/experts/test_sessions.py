@@ -1,0 +1,682 @@
+"""Inference sessions: a sequence continued on the server is the sequence computed here, and nobody else's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from expert_modules import CausalBlock, Slow, causal_backend, in_the_module, served, together
+from torch import Tensor, nn
+
+from anabranch.errors import (
+    CaptureError,
+    DeadlineExceeded,
+    NonFinite,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    RemoteError,
+    SchemaError,
+    SessionGone,
+)
+from anabranch.executor import EvalStep, Executor
+from anabranch.experts import (
+    Directory,
+    ExpertBackend,
+    InferenceSession,
+    RemoteExpert,
+    SessionLimits,
+)
+from anabranch.observe import expert_metrics
+from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
+from anabranch.transport import Client
+from programs import Programs
+from waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def locally(module: CausalBlock, pieces: list[Tensor]) -> list[Tensor]:
+    """What the module here gives for a sequence that comes in pieces."""
+    here = CausalBlock().to(pieces[0].dtype).eval()
+    here.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        cache = here.make_cache(len(pieces[0]), 100)
+        return [here(piece, cache=cache) for piece in pieces]
+
+
+def pieces_of(
+    rows: int = 2, lengths: tuple[int, ...] = (3, 1, 1, 2, 1), dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    return [torch.randn(rows, length, 8, dtype=dtype) for length in lengths]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sequence_continued_remotely_is_bit_for_bit_the_one_continued_here(dtype: torch.dtype) -> None:
+    backend = causal_backend(dtype=dtype)
+    pieces = pieces_of(dtype=dtype)
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        came = [session.step(piece) for piece in pieces]
+    for got, expected in zip(came, locally(backend.module, pieces), strict=True):
+        assert torch.equal(got, expected)
+    with torch.no_grad():
+        whole = backend.module.eval()(torch.cat(pieces, 1))
+    torch.testing.assert_close(
+        torch.cat(came, 1), whole, **({"rtol": 1e-12, "atol": 1e-12} if dtype is torch.float64 else {})
+    )
+
+
+class Model(nn.Module):
+    """A language model whose blocks are given: here, remote, or remote sessions."""
+
+    def __init__(self, blocks: list[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+        self.blocks = blocks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def test_generation_through_remote_blocks_is_generation_here() -> None:
+    backends = [causal_backend(f"block.{index}") for index in range(2)]
+    here = Model([copy.deepcopy(backend.module).eval() for backend in backends])
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with torch.no_grad():
+        ids = prompt
+        for _ in range(12):
+            ids = torch.cat([ids, here(ids)[:, -1:].argmax(-1)], 1)
+    with served(*backends) as server, torch.no_grad():
+        experts = [RemoteExpert(f"block.{index}", server.endpoint) for index in range(2)]
+        with experts[0].session(20) as first, experts[1].session(20) as second:
+            there = Model([first.step, second.step])
+            there.load_state_dict(here.state_dict(), strict=False)
+            made, new = prompt, prompt
+            for _ in range(12):
+                new = there(new)[:, -1:].argmax(-1)
+                made = torch.cat([made, new], 1)
+    assert torch.equal(made, ids)
+
+
+def test_sessions_of_several_callers_do_not_mix() -> None:
+    backend = causal_backend()
+    inputs = [pieces_of(rows=1 + index % 3) for index in range(8)]
+    with served(backend) as server:
+
+        def run(index: int) -> list[Tensor]:
+            expert = RemoteExpert("block.0", server.endpoint)
+            with expert.session(8) as session:
+                return [session.step(piece) for piece in inputs[index]]
+
+        outcomes = together(8, run)
+    for outcome, pieces in zip(outcomes, inputs, strict=True):
+        assert isinstance(outcome, list)
+        assert all(torch.equal(got, mine) for got, mine in zip(outcome, locally(backend.module, pieces), strict=True))
+
+
+def test_a_session_runs_in_eval_mode_without_gradients_and_changes_nothing_of_the_expert() -> None:
+    backend = causal_backend()
+    backend.module.train()
+    before = copy.deepcopy(backend.state_dict())
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        x = torch.randn(2, 3, 8, requires_grad=True)
+        y = session.step(x)
+        assert torch.equal(y, locally(backend.module, [x])[0])
+        assert not y.requires_grad
+        assert all(not tensor.requires_grad for tensor in backend.module.made[-1].values())
+    assert all(part.training for part in backend.module.modules())
+    assert backend.updates == 0
+    for name, tensor in before["module"].items():
+        assert torch.equal(tensor, backend.module.state_dict()[name])
+
+
+def test_nothing_is_sent_over_max_length_and_the_session_goes_on() -> None:
+    backend = causal_backend()
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(4) as session:
+        session.step(torch.ones(1, 3, 8))
+        requests = server.statistics().transport.requests["expert.session_step"]
+        with pytest.raises(SchemaError, match="3 positions, and 2 more exceed its max_length, 4"):
+            session.step(torch.ones(1, 2, 8))
+        assert server.statistics().transport.requests["expert.session_step"] == requests
+        session.step(torch.ones(1, 1, 8))
+        assert session.length == 4
+
+
+def test_a_server_does_not_trust_callers_to_keep_max_length() -> None:
+    with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(4) as session:
+        session.step(torch.ones(1, 3, 8))
+        session.length = 0
+        with pytest.raises(SchemaError, match="3 positions and 2 more exceed the session's max_length, 4"):
+            session.step(torch.ones(1, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (torch.ones(3, 1, 8), "2 rows, this step has 3"),
+        (torch.ones(2, 0, 8), "at least, got 2 rows of 0"),
+        (torch.ones(0, 1, 8), "at least, got 0 rows of 1"),
+        (torch.ones(2, 1, 7), r"expected \(rows, any, 8\) float32, got \(2, 1, 7\)"),
+        (torch.ones(2, 8), r"expected \(rows, any, 8\)"),
+        (torch.ones(2, 1, 8, dtype=torch.float64), "got .* float64"),
+        (None, "NoneType"),
+    ],
+    ids=["other-rows", "no-position", "no-row", "other-width", "no-sequence", "other-dtype", "nothing"],
+)
+def test_a_step_that_does_not_fit_is_refused_before_it_is_sent_and_the_session_goes_on(x: Tensor, says: str) -> None:
+    backend = causal_backend()
+    pieces = pieces_of()
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        came = [session.step(pieces[0])]
+        with pytest.raises(SchemaError, match=says):
+            session.step(x)
+        assert server.statistics().transport.requests["expert.session_step"] == 1
+        came += [session.step(piece) for piece in pieces[1:]]
+    assert all(torch.equal(a, b) for a, b in zip(came, locally(backend.module, pieces), strict=True))
+
+
+def test_nan_is_refused_and_the_same_step_may_be_asked_for_with_numbers() -> None:
+    backend = causal_backend()
+    pieces = pieces_of(lengths=(2, 1))
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        first = session.step(pieces[0])
+        with pytest.raises(NonFinite):
+            session.step(torch.full((2, 1, 8), float("nan")))
+        second = session.step(pieces[1])
+    assert all(torch.equal(a, b) for a, b in zip([first, second], locally(backend.module, pieces), strict=True))
+
+
+def test_more_leading_dimensions_are_rows_and_come_back() -> None:
+    backend = causal_backend()
+    x = torch.randn(2, 3, 4, 8)
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        y = session.step(x)
+    assert torch.equal(y, locally(backend.module, [x.reshape(6, 4, 8)])[0].reshape(x.shape))
+
+
+# --- ends
+
+
+def test_the_end_frees_the_cache_at_once_and_a_step_after_it_says_so() -> None:
+    backend = causal_backend()
+    with served(backend) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(8) as session:
+            session.step(torch.ones(1, 2, 8))
+            assert expert.get_info()["sessions"] == backend.get_info()["sessions"] == 1
+            statistics = server.statistics()
+            assert statistics.sessions == {"block.0": 1}
+            assert statistics.session_bytes == 4 * 2 * 8 * 4  # queries, keys and values, and the answer
+            metrics = {metric.name: list(metric.values) for metric in expert_metrics(server)}
+            assert metrics["expert_sessions"] == [(("block.0",), 1.0)]
+            assert metrics["expert_session_bytes"] == [((), 256)]
+        assert expert.get_info()["sessions"] == 0
+        assert server.statistics().session_bytes == 0
+        session.end()
+        with pytest.raises(ValueError, match="was ended; open another"):
+            session.step(torch.ones(1, 1, 8))
+        assert repr(session) == "InferenceSession('block.0', ended)"
+
+
+def test_a_session_that_was_never_stepped_costs_nothing() -> None:
+    with served(causal_backend()) as server:
+        with RemoteExpert("block.0", server.endpoint).session(8):
+            pass
+        assert not server.statistics().transport.requests
+
+
+def test_a_session_without_a_step_for_its_ttl_is_freed_and_says_so() -> None:
+    clock = FakeClock()
+    backend = causal_backend()
+    with served(backend, clock=clock) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(8, ttl=10.0) as session:
+            for _ in range(3):  # each step renews it
+                session.step(torch.ones(1, 1, 8))
+                clock.advance(9.9)
+            clock.advance(0.2)
+            wait_until(lambda: not backend.open_sessions)  # nobody needs to ask
+            with pytest.raises(SessionGone, match="no step for 10 s, its time to live"):
+                session.step(torch.ones(1, 1, 8))
+            assert isinstance(SessionGone(), NotFound)
+        with expert.session(8, ttl=10.0) as another:
+            another.step(torch.ones(1, 1, 8))
+
+
+def test_thousands_of_sessions_dropped_without_an_end_leave_nothing() -> None:
+    clock = FakeClock()
+    backend = causal_backend()
+    with served(backend, clock=clock, session_limits=SessionLimits(sessions=50)) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        most = 0
+        for _ in range(2000):
+            expert.session(8, ttl=10.0).step(torch.ones(1, 1, 8))
+            backend.module.made.clear()
+            most = max(most, server.statistics().session_bytes)
+            clock.advance(0.25)
+        assert most <= 42 * 4 * 8 * 4
+        clock.advance(10.0)
+        wait_until(lambda: server.statistics().session_bytes == 0)
+        assert not backend.open_sessions
+
+
+def test_a_server_that_came_back_says_that_the_session_is_gone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"unix:{tmp_path}/experts"
+    session = RemoteExpert("block.0", endpoint).session(8)
+    with served(causal_backend(), listen=endpoint):
+        session.step(torch.ones(1, 1, 8))
+    with served(causal_backend(), listen=endpoint), session, pytest.raises(NotFound, match="was started again since"):
+        session.step(torch.ones(1, 1, 8))
+
+
+def test_a_server_that_came_back_with_another_schema_says_the_same(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"unix:{tmp_path}/experts"
+    session = RemoteExpert("block.0", endpoint).session(8)
+    with served(causal_backend(), listen=endpoint):
+        session.step(torch.ones(1, 1, 8))
+    with served(causal_backend(dtype=torch.float64), listen=endpoint), session, pytest.raises(SessionGone):
+        session.step(torch.ones(1, 1, 8))
+
+
+def test_a_first_step_follows_its_expert_that_has_moved_or_changed_its_schema(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    directory = Directory()
+    with Client(retries=1) as client:
+        expert = RemoteExpert("block.0", directory, client=client)
+        with served(causal_backend(), directory=directory):
+            assert expert.get_info()["sessions"] == 0
+        with served(causal_backend(), directory=directory), expert.session(8) as session:
+            assert session.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
+        endpoint = f"unix:{tmp_path}/experts"
+        expert = RemoteExpert("block.0", endpoint, client=client)
+        with served(causal_backend(dtype=torch.float64), listen=endpoint):
+            assert expert.get_info()["sessions"] == 0
+        with served(causal_backend(), listen=endpoint), expert.session(8) as session:
+            with pytest.raises(SchemaError, match="float64"):
+                session.step(torch.ones(1, 1, 8))
+            with pytest.raises(SchemaError, match="expected .* float32"):
+                session.step(torch.ones(1, 1, 8, dtype=torch.float64))
+            assert session.step(torch.ones(1, 1, 8)).dtype is torch.float32
+
+
+def test_a_dead_server_is_named() -> None:
+    with served(causal_backend()) as server:
+        endpoint = server.endpoint
+        with Client(retries=1) as client:
+            session = RemoteExpert("block.0", endpoint, client=client).session(8)
+            session.step(torch.ones(1, 1, 8))
+    with Client(retries=1) as client:
+        session._expert = RemoteExpert("block.0", endpoint, client=client)
+        with pytest.raises(PeerLost, match=endpoint) as raised:
+            session.step(torch.ones(1, 1, 8))
+        assert raised.value.peer == endpoint
+        session.end()  # cannot be told, and raises nothing
+
+
+# --- exactly once
+
+
+def test_a_step_that_the_network_repeats_advances_its_sequence_once() -> None:
+    backend = causal_backend()
+    network = MemoryTransport()
+    lossy = LossyTransport(drop=0.3, duplicate=0.3, seed=3, transport=network)
+    pieces = pieces_of(lengths=(3,) + (1,) * 30)
+    with served(backend, transport=network) as server, Client(transport=lossy, retries=50) as client:
+        with RemoteExpert("block.0", server.endpoint, client=client).session(40) as session:
+            came = [session.step(piece) for piece in pieces]
+        assert lossy.dropped
+        assert lossy.duplicated
+        wait_until(lambda: not backend.open_sessions)
+    assert all(torch.equal(a, b) for a, b in zip(came, locally(backend.module, pieces), strict=True))
+
+
+class Gated(CausalBlock):
+    """Waits for the test before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Slow()
+        self.steps = 0
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        self.steps += cache is not None
+        y = super().forward(x, cache)
+        return self.gate(y) if cache else y
+
+
+def gated_backend() -> ExpertBackend:
+    return ExpertBackend("block.0", Gated(), args_schema=[TensorSpec(None, 8)])
+
+
+def test_a_step_whose_answer_came_too_late_is_asked_for_again_and_not_taken_twice() -> None:
+    backend = gated_backend()
+    pieces = pieces_of(lengths=(2, 1, 1))
+    with served(backend) as server:
+        session = RemoteExpert("block.0", server.endpoint, forward_timeout=0.2).session(8)
+        patient = RemoteExpert("block.0", server.endpoint)
+        came = [session.step(pieces[0])]
+        backend.module.gate.open.clear()
+        with pytest.raises(DeadlineExceeded):
+            session.step(pieces[1])
+        backend.module.gate.open.set()
+        session._expert = patient
+        wait_until(lambda: backend.session_pool.statistics().waiting_tasks == 0)
+        came.append(session.step(pieces[1]))
+        assert session.length == 3
+        came.append(session.step(pieces[2]))
+        steps = backend.module.steps
+        session.end()
+    assert steps == 3
+    assert all(torch.equal(a, b) for a, b in zip(came, locally(backend.module, pieces), strict=True))
+
+
+def test_a_step_that_was_taken_is_not_answered_for_other_inputs() -> None:
+    with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        session.step(torch.ones(1, 1, 8))
+        session.step(torch.ones(1, 1, 8))
+        session._steps -= 1  # as if the answer had been lost
+        session.length -= 1
+        with pytest.raises(SchemaError, match="step 1 was taken already, with other inputs"):
+            session.step(torch.zeros(1, 1, 8))
+        session.step(torch.ones(1, 1, 8))
+        session._steps += 3
+        with pytest.raises(SchemaError, match="step 5 came to a session that waits for step 2"):
+            session.step(torch.zeros(1, 1, 8))
+
+
+class Failing(CausalBlock):
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        y = super().forward(x, cache)
+        if x.max() > 99:
+            raise ZeroDivisionError("the module's own")
+        return y
+
+
+def test_a_step_that_fails_in_the_module_ends_its_session_alone() -> None:
+    backend = ExpertBackend("block.0", Failing(), args_schema=[TensorSpec(None, 8)])
+    with served(backend) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(8) as failing, expert.session(8) as other:
+            for session in (failing, other):
+                session.step(torch.ones(1, 1, 8))
+            with pytest.raises(RemoteError, match="the module's own"):
+                failing.step(torch.full((1, 1, 8), 100.0))
+            with pytest.raises(SessionGone, match=r"step 1 failed in the module of block.0: ZeroDivisionError"):
+                failing.step(torch.ones(1, 1, 8))
+            assert backend.open_sessions == 1
+            other.step(torch.ones(1, 1, 8))
+
+
+def test_a_session_ended_while_its_step_waits_is_freed_at_once() -> None:
+    backend = gated_backend()
+    with served(backend) as server:
+        session = RemoteExpert("block.0", server.endpoint).session(8)
+
+        def ask() -> None:
+            with pytest.raises(SessionGone, match="ended by its caller"):
+                session.step(torch.ones(1, 1, 8))
+
+        with in_the_module(backend.module.gate, ask):
+            session.end()
+            assert not backend.open_sessions
+        assert server.statistics().session_bytes == 0
+
+
+def test_threads_that_share_a_session_take_their_steps_one_after_the_other() -> None:
+    backend = causal_backend()
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(16) as session:
+        outcomes = together(8, lambda index: session.step(torch.full((1, 2, 8), float(index))))
+        assert session.length == 16
+    assert all(isinstance(outcome, Tensor) for outcome in outcomes)
+
+
+# --- room
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [SessionLimits(sessions=1), SessionLimits(tokens=20), SessionLimits(nbytes=150)],
+    ids=["sessions", "tokens", "bytes"],
+)
+def test_a_server_without_room_says_so_until_another_session_has_ended(limits: SessionLimits) -> None:
+    backend = causal_backend()
+    with served(backend, session_limits=limits) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(16) as first, expert.session(16) as second:
+            first.step(torch.ones(1, 2, 8))
+            with pytest.raises(Overloaded, match=r"1 sessions are open, with 16 tokens set aside and 256 bytes"):
+                second.step(torch.ones(1, 1, 8))
+            first.end()
+            assert second.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
+
+
+class Preallocating(CausalBlock):
+    def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
+        return {"keys": torch.zeros(rows, 2, 0, 4), "values": torch.zeros(rows, 2, 0, 4), "room": torch.zeros(1000)}
+
+
+def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() -> None:
+    backend = ExpertBackend("block.0", Preallocating(), args_schema=[TensorSpec(None, 8)])
+    with served(backend, session_limits=SessionLimits(nbytes=3000)) as server:
+        with (
+            RemoteExpert("block.0", server.endpoint).session(16) as session,
+            pytest.raises(Overloaded, match="a cache of 4000 bytes more exceeds 3000 bytes"),
+        ):
+            session.step(torch.ones(1, 1, 8))
+        assert server.statistics().sessions == {"block.0": 0}
+    with served(causal_backend(), session_limits=SessionLimits(nbytes=250)) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(16) as first, expert.session(16) as second:
+            first.step(torch.ones(1, 1, 8))
+            second.step(torch.ones(1, 2, 8))
+            with pytest.raises(Overloaded, match="2 sessions hold 384 bytes, over 250"):
+                first.step(torch.ones(1, 1, 8))
+            second.end()
+            first.step(torch.ones(1, 1, 8))
+
+
+def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:
+    with (
+        served(causal_backend(), session_limits=SessionLimits(ttl=5.0)) as server,
+        RemoteExpert("block.0", server.endpoint).session(16, ttl=6.0) as session,
+        pytest.raises(SchemaError, match="at most 5 s, got ttl=6"),
+    ):
+        session.step(torch.ones(1, 1, 8))
+
+
+# --- what is no session
+
+
+@pytest.mark.parametrize("max_length", [0, -1, True, 2.5, "8", None, 1 << 70])
+def test_a_wrong_max_length_is_named(max_length: object) -> None:
+    with pytest.raises(ValueError, match="max_length is a whole number"):
+        RemoteExpert("block.0", "unix:/nowhere").session(max_length)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_wrong_ttl_is_named(ttl: float) -> None:
+    with pytest.raises(ValueError, match="ttl is a finite number"):
+        RemoteExpert("block.0", "unix:/nowhere").session(8, ttl)
+
+
+@pytest.mark.parametrize("field", ["sessions", "tokens", "nbytes", "ttl"])
+def test_a_wrong_limit_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        SessionLimits(**{field: 0})
+
+
+def test_an_expert_that_keeps_no_sequences_says_what_is_missing() -> None:
+    plain = ExpertBackend("plain.0", nn.Linear(8, 8), args_schema=[TensorSpec(None, 8)])
+    rows = CausalBlock()
+    fixed = ExpertBackend("fixed.0", rows, args_schema=[TensorSpec(4, 8)])
+    with served(plain, fixed) as server:
+        for uid, x, says in (
+            ("plain.0", torch.ones(1, 1, 8), r"a Linear, has no make_cache\(rows, max_length\)"),
+            ("fixed.0", torch.ones(1, 4, 8), r"a dimension that varies, such as TensorSpec\(None, 512\)"),
+        ):
+            with RemoteExpert(uid, server.endpoint).session(8) as session, pytest.raises(SchemaError, match=says):
+                session.step(x)
+
+
+def test_a_module_that_makes_caches_has_no_other_input_of_that_name() -> None:
+    with pytest.raises(ValueError, match="an input called cache"):
+        ExpertBackend("block.0", CausalBlock(), kwargs_schema={"x": TensorSpec(4, 8), "cache": TensorSpec(4)})
+
+
+class NoCache(CausalBlock):
+    def make_cache(self, rows: int, max_length: int) -> None:  # type: ignore[override]
+        return None
+
+
+def test_a_module_whose_cache_is_none_is_told() -> None:
+    backend = ExpertBackend("block.0", NoCache(), args_schema=[TensorSpec(None, 8)])
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        with pytest.raises(RemoteError, match="make_cache returned None"):
+            session.step(torch.ones(1, 1, 8))
+        with pytest.raises(SessionGone, match="could not make a cache"):
+            session.step(torch.ones(1, 1, 8))
+
+
+class Stepping(nn.Module):
+    """A model that steps a session, which it must not do in a graph."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        super().__init__()
+        self.session = session
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.session.step(x))
+
+
+def test_a_session_is_no_part_of_a_graph() -> None:
+    with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        step = EvalStep(Stepping(session), lambda model, batch: {"y": model(batch)})
+        with Executor({"evaluate": step}, engine="graph") as executor:
+            executor.run("evaluate", torch.ones(1, 1, 8))  # the first run of a step is never captured
+            with pytest.raises(CaptureError, match="a session of block.0"):
+                executor.run("evaluate", torch.ones(1, 1, 8))
+        assert session.length == 1
+
+
+def test_an_executor_that_tries_graphs_steps_a_session_once_a_run() -> None:
+    with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        step = EvalStep(Stepping(session), lambda model, batch: {"y": model(batch)})
+        with Executor({"evaluate": step}, engine="auto", capture_after=2) as executor:
+            for _ in range(6):
+                executor.run("evaluate", torch.ones(1, 1, 8))
+        assert session.length == 6
+
+
+# --- several inputs, modes, processes
+
+
+class Masked(CausalBlock):
+    """Takes a padded schema's mask and a second input, and returns a mapping."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, mask: Tensor, *, shift: Tensor, cache: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        assert mask.all()
+        assert mask.shape == x.shape[:2]
+        return {"hidden": super().forward(x + shift[:, None], cache), "length": mask.sum(1)}
+
+
+def test_several_inputs_padded_schemas_and_mappings_cross_in_sessions_as_in_calls() -> None:
+    backend = ExpertBackend(
+        "block.0",
+        Masked(),
+        args_schema=[TensorSpec(None, 8, pad=True)],
+        kwargs_schema={"shift": TensorSpec(8)},
+    )
+    x, shift = torch.randn(2, 3, 8), torch.randn(2, 8)
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        first = session.step(x[:, :2], shift=shift)
+        second = session.step(x[:, 2:], shift=shift)
+    assert second["length"].tolist() == [1, 1]
+    with torch.no_grad():
+        whole = CausalBlock.forward(backend.module.eval(), x + shift[:, None])
+    torch.testing.assert_close(torch.cat([first["hidden"], second["hidden"]], 1), whole)
+
+
+def test_compressed_steps_are_as_near_as_compressed_calls() -> None:
+    module = CausalBlock()
+    backend = ExpertBackend("block.0", module, args_schema=[TensorSpec(None, 8, compression="float16")])
+    x = torch.randn(1, 4, 8)
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        came = torch.cat([session.step(x[:, :3]), session.step(x[:, 3:])], 1)
+    torch.testing.assert_close(came, locally(module, [x])[0], rtol=1e-2, atol=1e-2)
+
+
+def test_training_goes_on_beside_a_session_and_its_next_step_uses_the_new_weights() -> None:
+    backend = causal_backend()
+    with served(backend) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(8) as session:
+            session.step(torch.ones(1, 2, 8))
+            before = {name: tensor.clone() for name, tensor in backend.module.made[-1].items()}
+            expert(torch.randn(1, 2, 8)).square().mean().backward()
+            assert backend.updates == 1
+            assert all(torch.equal(tensor, backend.module.made[-1][name]) for name, tensor in before.items())
+            y = session.step(torch.ones(1, 1, 8))
+        with torch.no_grad():
+            assert torch.equal(y, backend.module.eval()(torch.ones(1, 1, 8), cache=before))
+
+
+def test_a_session_cannot_be_copied_or_pickled_but_its_expert_can() -> None:
+    session = RemoteExpert("block.0", "unix:/nowhere").session(8)
+    for carry in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="open another session there"):
+            carry(session)
+
+
+GENERATE = """
+import pickle, sys
+import torch
+
+with pickle.loads(bytes.fromhex(sys.argv[1])).session(8) as session:
+    print([session.step(torch.ones(1, 1, 8)).double().sum().item() for _ in range(3)])
+"""
+
+
+def test_a_pickled_expert_opens_sessions_in_another_process(programs: Programs) -> None:
+    backend = causal_backend()
+    with served(backend) as server:
+        done = programs.run(GENERATE, pickle.dumps(RemoteExpert("block.0", server.endpoint)).hex())
+        assert not backend.open_sessions
+    expected = [piece.double().sum().item() for piece in locally(backend.module, [torch.ones(1, 1, 8)] * 3)]
+    assert done.stdout.strip() == str(expected), done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_sequence_is_continued_on_a_device_too() -> None:
+    backend = ExpertBackend("block.0", CudaBlock().cuda(), args_schema=[TensorSpec(None, 8)])
+    pieces = pieces_of()
+    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+        came = [session.step(piece) for piece in pieces]
+        assert server.statistics().session_bytes
+    for got, expected in zip(came, locally(backend.module.cpu(), pieces), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+class CudaBlock(CausalBlock):
+    """Its mask is made where its input is."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        with torch.device(x.device):
+            return super().forward(x, cache)
