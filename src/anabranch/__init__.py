@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from anabranch.graph import Graph, capture, gradients
     from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding
     from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
-    from anabranch.tables import Cache, RowWiseAdagrad
+    from anabranch.tables import FTRL, Cache, RowWiseAdagrad
     from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -88,6 +88,7 @@ __all__ = [
     "Executor",
     "ExpertBackend",
     "ExpertServer",
+    "FTRL",
     "ForkedClient",
     "Grad",
     "GradManager",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.tables.kernels import _plain
+from anabranch.tables.kernels._updates import update_of
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
@@ -132,11 +132,7 @@ class DenseParameter:
         self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        constants = self._rule.constants(self.step)
-        update = {Family.SGD: _plain.run_sgd, Family.ADAGRAD: _plain.run_adagrad}.get(
-            self._rule.family, _plain.run_adam
-        )
-        update(constants)(weights, grad, states)
+        update_of(self._rule.family, self._rule.constants(self.step))(weights, grad, states)
 
     def _push_row_wise(self, value: Tensor, grad: Tensor) -> None:
         rule = self._rule

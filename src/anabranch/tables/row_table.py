@@ -26,7 +26,9 @@ from torch import Tensor
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.tables.dynamic_vocabulary import DynamicVocabulary
 from anabranch.tables.initial import table_key
+from anabranch.tables.kernels import _plain
 from anabranch.tables.kernels._quantile import QUANTILE
+from anabranch.tables.kernels._updates import update_of
 from anabranch.tables.kernels.selection import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
@@ -43,7 +45,9 @@ _NONE: Array = np.empty(0, np.int64)
 _AT_ONCE = 16 << 20  # bytes
 _MEASURE_EVERY = 1000  # steps
 # Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
-_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
+_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP, _STEP = 1, 2, 3, 4, 6, 7, 10
+_LOOK_EVERY = 64  # missed steps between two looks for rows that have come to rest
+_DECAYING = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM, Family.RMSPROP, Family.ADAMAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,8 @@ class RowTable:
         That is a table whose ids have to be looked up, or whose rows are not all in memory.
         """
         if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
+            return None
+        if not self._rule.compiled:
             return None
         return (
             self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
@@ -437,6 +443,11 @@ class RowTable:
         stride, width = self._stride, self.spec.width
         if self._rule.family is Family.ROW_WISE_ADAGRAD:
             return lambda *work: self._kernels.step_row_wise_adagrad(storage.values, stride, width, storage.sums, *work)
+        if not self._rule.compiled:
+            return lambda rows, grads, constants, first, last: _plain.on_rows(
+                storage.values, stride, width, rows, grads, slice(first, last),
+                update_of(self._rule.family, constants),
+            )  # fmt: skip
         kernel = {Family.SGD: self._kernels.step_sgd, Family.ADAGRAD: self._kernels.step_adagrad}.get(
             self._rule.family, self._kernels.step_adam
         )
@@ -497,7 +508,7 @@ class RowTable:
 
     def _moves_quiet_rows(self, history: Array) -> bool:
         """Return True if any of these steps moves a row that has no gradient."""
-        if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
+        if self._rule.family in _DECAYING:
             return len(history) > 0
         momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
         return momentum or bool(history[:, _DECAY].any())
@@ -508,7 +519,7 @@ class RowTable:
         since = storage.stamps[rows] - 1
         missed = self._history[since.min() : self.step]
         if self._moves_quiet_rows(missed):
-            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
+            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD) or not self._rule.compiled:
                 self._replay_whole_steps(storage, rows, since)
             else:
                 self._replay(storage, rows, since, missed)
@@ -516,9 +527,35 @@ class RowTable:
 
     def _replay_whole_steps(self, storage: RowStorage, rows: Array, since: Array) -> None:
         run = self._rule_kernel(storage)
+        table = as_tensor(storage.values).view(-1, self._stride)
         for step in range(int(since.min()), self.step):
             late = rows[since <= step]
+            may_rest = not self._rule.compiled and step % _LOOK_EVERY == 0
+            before = table[torch.from_numpy(late)] if may_rest else None
             run(late, np.zeros(late.size * self.spec.width, self._working), self._history[step], 0, late.size)
+            if before is not None:
+                resting = late[self._rests(table[torch.from_numpy(late)], before, self._history[step : self.step])]
+                if resting.size:
+                    awake = ~np.isin(rows, resting)
+                    rows, since = rows[awake], since[awake]
+                    if not rows.size:
+                        return
+
+    def _rests(self, after: Tensor, before: Tensor, history: Array) -> Array:
+        """Return for each row, moved by the first of these steps, whether none of the others would change a bit of it.
+
+        That is so if this one did not, the numbers that moments decay by stay, and what would move weights is 0.
+        """
+        adam = self._rule.family in (Family.ADAM, Family.ADAMW)
+        decays = history[:, _DECAY].any() or (adam and (history[:, _KEEP] != 1).any())
+        steady = (history[:, _SHARE:_STEP] == history[0, _SHARE:_STEP]).all()
+        if decays or not steady:
+            return np.zeros(len(after), np.bool_)
+        quiet = (after == before).all(1)
+        for number, name in enumerate(self._rule.state_names, 1):
+            if name in ("exp_avg", "momentum_buffer"):
+                quiet &= (after[:, number * self.spec.width : (number + 1) * self.spec.width] == 0).all(1)
+        return quiet.numpy()
 
     def _replay(self, storage: RowStorage, rows: Array, since: Array, missed: Array) -> None:
         adam, width = self._rule.family is not Family.SGD, self.spec.width

@@ -196,6 +196,7 @@ class RemoteTables:
         for source in coming:
             rule, spec = source.rule(), source.spec
             grouped = spec.dtype in (torch.float32, torch.float64) and kernels() is not kernels("plain")
+            grouped = grouped and (rule.compiled or not cache.push_bound)
             kind = (rule.family, rule.states) if cache.push_bound else None
             alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
         for key, some in alike.items():
