@@ -12,10 +12,10 @@ import torch
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["ALLOWED_DTYPES", "Eviction", "TableSpec", "check_name"]
+__all__ = ["ALLOWED_DTYPES", "Eviction", "TableSpec", "check_name", "state_dtype"]
 
 Eviction = Literal["age", "frequency"]
-ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _STANDARD_NORMAL = Normal()
 _INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
@@ -34,6 +34,17 @@ def check_name(name: str) -> str:
     return name
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an optimizer's state beside weights of ``dtype``, and of rows that come with it.
+
+    The squares of ordinary gradients underflow in float16, whose state is float32.
+
+    >>> state_dtype(torch.float16), state_dtype(torch.bfloat16)
+    (torch.float32, torch.bfloat16)
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """One table of rows: its shape, its dtype, the first values and the eviction of rows.
@@ -48,7 +59,7 @@ class TableSpec:
         name: a name, never a path.
         rows: ids are ``range(rows)``; ``None`` for a dynamic vocabulary, in which any int64 is an id.
         width: numbers a row.
-        dtype: float32, float64 or bfloat16.
+        dtype: float32, float64, bfloat16 or float16; beside float16 the optimizer's state is float32.
         initial: the first values of rows.
         seed: with the name and the id, fixes the first values of a row.
         every_row_moves: the optimizer moves rows that get no gradient too, as a dense torch optimizer does; a row is
@@ -82,6 +93,12 @@ class TableSpec:
             self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is none of {', '.join(map(str, ALLOWED_DTYPES))}"
         )
         self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
+        kind, low, high = self.initial.numbers()
+        most = max(abs(low), abs(high)) if kind < 2 else abs(low) + 9 * abs(high)
+        self._require(
+            self.dtype != torch.float16 or most <= torch.finfo(torch.float16).max,
+            f"initial={self.initial!r} gives rows that float16 does not hold",
+        )
         self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
         self._require(
             self.eviction in ("age", "frequency"), f"eviction={self.eviction!r} is neither 'age' nor 'frequency'"

@@ -183,6 +183,11 @@ class RemoteTables:
                 module.attach(self._add(module.spec, rule))
 
     def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
+        if spec.dtype == torch.float16 and self._cache is not None and self._cache.push_bound:
+            raise ValueError(
+                f"table {spec.name} is float16, and a cache with push_bound={self._cache.push_bound} would round its "
+                "rows here at other steps than the servers do; use push_bound=0, or another dtype"
+            )
         self._client.init_table(spec, rule())
         source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
         if self._cache is not None:

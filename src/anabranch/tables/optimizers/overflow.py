@@ -30,6 +30,7 @@ from anabranch.tensors.packing import largest_scale
 
 __all__ = ["Bounds", "peak_of"]
 
+_MOST_OF_HALF = 65000.0  # a little less than float16 holds
 _LIMIT = 1e37  # a tenth of what float32 and bfloat16 hold, for what is between two roundings
 _LEAST_RATE = 1e-12  # of FTRL, which divides by it
 _SUMS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "n")
@@ -89,6 +90,14 @@ class Bounds(NamedTuple):
         move = lr / (1 - rule.beta1) * min(_ratio(rule), first / rule.eps)
         return Bounds(self.weights * shrunk + move, first, max(self.sums, grad * grad))
 
+    def within(self, dtype: torch.dtype, peak: float) -> Bounds:
+        """Return these bounds after a step with gradients of at most ``peak``; infinite ones if they may overflow
+        float16.
+        """
+        if dtype == torch.float16 and max(self.weights, peak) > _MOST_OF_HALF:
+            return Bounds(math.inf)
+        return self
+
     def _after_ftrl(self, rule: RowOptimizer, grad: float) -> Bounds:
         """Return the bounds after a step of FTRL: a weight moves by ``grad / Q``, and ``z`` follows from it."""
         if rule.lr < _LEAST_RATE:
@@ -134,7 +143,8 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
             peak += largest_scale(tensor) * 128 * 16 * tensor.numel()
         elif tensor.is_floating_point():
             # |sum of k numbers| <= sqrt(k) * the root of the sum of their squares
-            peak += math.sqrt(tensor.numel() * torch.dot(tensor, tensor).item())
+            wide = tensor.float() if tensor.dtype == torch.float16 else tensor
+            peak += math.sqrt(wide.numel() * torch.dot(wide, wide).item())
     if squares is not None and squares.numel():
         peak *= math.sqrt(max(1.0, squares.max().item()))
     # Numbers that underflow when they are squared are below 1e-19.
