@@ -70,10 +70,10 @@ if TYPE_CHECKING:
         TaskPool,
     )
     from anabranch.graph import Graph, capture, gradients
-    from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding
+    from anabranch.parameter_server import EmbeddingBagCollection, ParameterClient, ParameterServer, RemoteEmbedding
     from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
     from anabranch.tables import FTRL, Cache, RowWiseAdagrad
-    from anabranch.tensors import TensorSpec
+    from anabranch.tensors import KeyedJagged, TensorSpec
 
 __all__ = [
     "AnabranchError",
@@ -84,6 +84,7 @@ __all__ = [
     "DeadlineExceeded",
     "Directory",
     "DirectoryServer",
+    "EmbeddingBagCollection",
     "EvalStep",
     "Executor",
     "ExpertBackend",
@@ -94,6 +95,7 @@ __all__ = [
     "GradManager",
     "Graph",
     "Job",
+    "KeyedJagged",
     "Namespace",
     "NonFinite",
     "NotFound",

@@ -97,6 +97,11 @@ class RemoteEmbedding(nn.Module):
         rule = self._rule
         return None if rule is None else lambda: rule
 
+    @property
+    def source(self) -> RowSource | None:
+        """Where rows are read, if it is connected."""
+        return self._link.source
+
     def attach(self, source: RowSource) -> None:
         """Read from ``source`` from now on, and send gradients there."""
         self.close()
