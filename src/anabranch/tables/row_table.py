@@ -26,6 +26,7 @@ from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.tables.dynamic_vocabulary import DynamicVocabulary
+from anabranch.tables.hot_rows import HotRows
 from anabranch.tables.initial import table_key
 from anabranch.tables.kernels import _plain
 from anabranch.tables.kernels._quantile import QUANTILE
@@ -136,12 +137,17 @@ class RowTable:
         else:
             self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
         with_sums = rule.family is Family.ROW_WISE_ADAGRAD
-        self._storage: RowStorage | FileStorage
+        self._storage: RowStorage | FileStorage | HotRows
         if spec.memory_map:
             self._storage = FileStorage(
                 self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums, directory=scratch,
                 budget=address_space,
             )  # fmt: skip
+            if spec.hot_rows is not None:
+                self._storage = HotRows(
+                    self._storage, -(-spec.hot_rows // shards), spec.dtype, by_frequency=spec.eviction == "frequency",
+                    kind="plain" if self._kernels is kernels("plain") else "compiled",
+                )  # fmt: skip
         else:
             self._storage = RowStorage(self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums)
 
@@ -243,7 +249,7 @@ class RowTable:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._located = self._locate(wanted, training=training)
         memory, apart = as_rows(out, self.spec.width)
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.at_hand(rows, counted=True) as (storage, where):
             self._prepare(storage, where, wanted)
             self._pool.run(
                 lambda first, last: self._movers.gather(
@@ -727,6 +733,16 @@ class RowTable:
     def evictions(self) -> int:
         """The number of ids that have lost their row to another."""
         return self._vocabulary.evictions
+
+    @property
+    def hot_hits(self) -> int:
+        """The number of rows read that were among the hot ones of a table in a file."""
+        return self._storage.hits if isinstance(self._storage, HotRows) else 0
+
+    @property
+    def hot_misses(self) -> int:
+        """The number of rows read that were not, and came from the file."""
+        return self._storage.misses if isinstance(self._storage, HotRows) else 0
 
     def bytes(self) -> int:
         """Bytes of rows, states and stamps that there is room for."""

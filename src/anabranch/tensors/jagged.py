@@ -14,7 +14,7 @@ __all__ = ["Jagged", "KeyedJagged", "bags_of"]
 
 @runtime_checkable
 class Jagged(Protocol):
-    """What a batch of features needs: the methods of ``KeyedJagged``, and of TorchRec's ``KeyedJaggedTensor``."""
+    """The methods of a batch's features: those of ``KeyedJagged``, and of TorchRec's ``KeyedJaggedTensor``."""
 
     def keys(self) -> Sequence[str]: ...
     def values(self) -> Tensor: ...
