@@ -36,7 +36,8 @@ class KeyedJagged:
 
     Args:
         keys: the features' names.
-        values: integer ``[n]``: all ids of the first feature, row by row, then those of the second.
+        values: integer ``[n]``: all ids of the first feature, row by row, then those of the second; a tensor, or like the
+            others an array.
         weights: of each id, floating ``[n]``, or ``None``.
         lengths: integer ``[len(keys) * rows]``: the number of ids of each feature's rows, in the same order.
         offsets: instead of ``lengths``, where each begins, and the end: ``[len(keys) * rows + 1]``.
@@ -58,6 +59,8 @@ class KeyedJagged:
             raise ValueError(f"keys are at least one name, each once, got {self._keys}")
         if (lengths is None) == (offsets is None):
             raise ValueError("give one of lengths= and offsets=")
+        values, weights = torch.as_tensor(values), None if weights is None else torch.as_tensor(weights)
+        lengths, offsets = (part if part is None else torch.as_tensor(part) for part in (lengths, offsets))
         for label, tensor in {"values": values, "lengths": lengths, "offsets": offsets}.items():
             if tensor is not None and (tensor.ndim != 1 or tensor.is_floating_point()):
                 raise ValueError(f"{label} has one dimension of integers, got {tuple(tensor.shape)} {tensor.dtype}")
@@ -68,7 +71,11 @@ class KeyedJagged:
             lengths = offsets.diff()
         if len(lengths) % len(self._keys):
             raise ValueError(f"{len(lengths)} lengths are no whole number of rows of {len(self._keys)} features")
-        if bool((lengths < 0).any()) or int(lengths.sum()) != len(values):
+        if bool((lengths < 0).any()):
+            raise ValueError(
+                f"lengths are at least 0, and offsets never fall; the least length is {int(lengths.min())}"
+            )
+        if int(lengths.sum()) != len(values):
             raise ValueError(f"lengths add up to {int(lengths.sum())}, and there are {len(values)} values")
         if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
             raise ValueError(f"{len(values)} values need as many floating weights, got {tuple(weights.shape)}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.boundary import current_tracer
-from anabranch.errors import SchemaError
+from anabranch.errors import CaptureError, SchemaError
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import read_together
 from anabranch.parameter_server.client.remote_weight import RemoteWeight, RowSource
@@ -71,14 +71,19 @@ class EmbeddingBagCollection(nn.Module):
 
         Raises:
             SchemaError: a feature that has a bag is not there, or has weights and a bag of another mode.
+            CaptureError: a graph is being captured, which cannot read from a batch where a feature's ids end.
         """
+        if current_tracer() is not None:
+            raise CaptureError(
+                "EmbeddingBagCollection reads from each batch where a feature's ids end, and a graph has sizes of its "
+                "own; run the step on the tape: engine='tape' or 'auto'"
+            )
         given = bags_of(features)
         missing = [key for key in self.bags if key not in given]
         if missing:
             raise SchemaError(f"features {missing} are not among {list(given)}")
         wanted = {key: given[key] for key in self.bags}
-        if current_tracer() is None and not torch.compiler.is_compiling():
-            self._read_together({key: ids for key, (ids, _, _) in wanted.items()})
+        self._read_together({key: ids for key, (ids, _, _) in wanted.items()})
         return {key: self._reduce(key, *bag) for key, bag in wanted.items()}
 
     def _reduce(self, key: str, ids: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
