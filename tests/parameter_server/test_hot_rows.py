@@ -12,6 +12,7 @@ import anabranch as ab
 from anabranch.observe import parameter_metrics
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.tables import Constant, RowOptimizer, RowTable, RowWiseAdagrad, TableSpec
+from anabranch.tables.hot_rows import HotRows
 from anabranch.testing import MemoryTransport
 
 RULES = {
@@ -85,6 +86,46 @@ def test_hits_and_misses_are_of_rows_read() -> None:
     assert read(1) == (0, 1)
     assert read(5, 6, 7, 8) == (0, 4)  # more than there is room for: copied, and none leaves for them
     assert read(1) == (1, 0)
+
+
+def test_only_rows_that_changed_are_written_to_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RowOptimizer.from_factory(RULES["adam"])
+    table = RowTable(TableSpec("t", 100, 4, memory_map=True, hot_rows=4), rule)
+    written: list[int] = []
+    write_back = HotRows._write_back
+    monkeypatch.setattr(
+        HotRows, "_write_back", lambda self, slots: (written.append(len(slots)), write_back(self, slots))
+    )
+    for first in (0, 4, 8):  # they begin, and leave changed
+        table.pull(torch.arange(first, first + 4))
+    assert sum(written) == 8
+    for first in (0, 4, 0, 4):
+        table.read(torch.arange(first, first + 4), torch.empty(4, 4))
+    assert sum(written) == 12  # the last of those that began
+    table.push(torch.tensor([4]), torch.ones(1, 4))
+    table.pull(torch.arange(20, 24))
+    assert sum(written) == 13
+
+
+def test_restored_rows_replace_hot_ones() -> None:
+    memory, file = (
+        RowTable(
+            TableSpec("t", 20, 4, memory_map=hot, hot_rows=8 if hot else None), RowOptimizer.from_factory(RULES["adam"])
+        )
+        for hot in (False, True)
+    )
+    everyone = torch.arange(20)
+    memory.push(everyone, torch.ones(20, 4))
+    file.push(everyone[:6], -torch.ones(6, 4))  # the same stamps, other values
+    for block in memory.blocks(5):
+        file.restore(block)
+    file.pull(everyone[12:])  # what was hot leaves
+    assert torch.equal(file.pull_with_state(everyone), memory.pull_with_state(everyone))
+
+
+def test_a_table_described_before_there_were_hot_rows_is_read() -> None:
+    spec = TableSpec("t", 100, 4, memory_map=True)
+    assert TableSpec.from_dict({key: value for key, value in spec.to_dict().items() if key != "hot_rows"}) == spec
 
 
 def test_what_is_used_most_stays_under_frequency() -> None:

@@ -7,7 +7,7 @@ one::
     rows of a request ──> all fit ──> those not hot are read from the file, in the place of the coldest ──> worked on
                     └──> more than fit, or only read for a checkpoint ──> copied out, worked on, copied back
 
-A row that leaves is written to the file if a push may have changed it, or a read began it or brought it up to date.
+A row that leaves is written to the file if it was changed.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class HotRows:
     ) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
 
-        Unless ``changing``, writes to them may be lost. What is ``counted`` is a read, and counts as hits and
-        misses.
+        Unless ``changing``, writes to them may be lost. What is ``counted`` counts as hits and misses.
         """
         distinct, inverse = np.unique(rows, return_inverse=True)
         unknown = int(distinct.size > 0 and distinct[0] < 0)
@@ -104,8 +103,8 @@ class HotRows:
         try:
             yield self._hot, np.append(slots, -1)[places]  # a place of -1 is the last
         finally:
-            # A read changes a row only by beginning it or bringing it up to date, and stamps it then.
-            self._changed[slots] |= self._hot.stamps[slots] != before if counted else True
+            # No row changes without its stamp: it begins, is brought up to date, moves, or was forgotten before.
+            self._changed[slots] |= self._hot.stamps[slots] != before
 
     def bytes(self) -> int:
         """Bytes of all rows; the disk holds only those that were used."""

@@ -704,6 +704,7 @@ class RowTable:
         ids = self._ids(block.ids)
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room()
+        self._storage.forget(rows)
         with self._storage.at_hand(rows) as (storage, where):
             self._write_rows(storage, torch.from_numpy(where), block.values)
             storage.stamps[where] = block.stamps.numpy()

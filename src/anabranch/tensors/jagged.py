@@ -36,8 +36,8 @@ class KeyedJagged:
 
     Args:
         keys: the features' names.
-        values: integer ``[n]``: all ids of the first feature, row by row, then those of the second; a tensor, or like the
-            others an array.
+        values: integer ``[n]``: all ids of the first feature, row by row, then those of the second; a tensor, or like
+            the others an array.
         weights: of each id, floating ``[n]``, or ``None``.
         lengths: integer ``[len(keys) * rows]``: the number of ids of each feature's rows, in the same order.
         offsets: instead of ``lengths``, where each begins, and the end: ``[len(keys) * rows + 1]``.
