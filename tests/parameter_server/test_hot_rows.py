@@ -117,6 +117,8 @@ def test_restored_rows_replace_hot_ones() -> None:
     everyone = torch.arange(20)
     memory.push(everyone, torch.ones(20, 4))
     file.push(everyone[:6], -torch.ones(6, 4))  # the same stamps, other values
+    file.pull(everyone[12:])
+    file.pull(everyone[:6])  # hot again, as they are in the file
     for block in memory.blocks(5):
         file.restore(block)
     file.pull(everyone[12:])  # what was hot leaves

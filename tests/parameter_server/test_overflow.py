@@ -181,6 +181,25 @@ def test_tens_of_thousands_of_ordinary_steps_do_not_reach_the_limit(family: Fami
     assert bounds.safe
 
 
+def test_a_variance_that_rounding_makes_negative_is_refused(
+    serve: Callable[..., tuple[ParameterServer, ParameterClient]],
+) -> None:
+    """Centered RMSprop takes its root, which is NaN in ``torch.optim`` after 14 alike gradients."""
+    _, client = serve()
+    centered = functools.partial(torch.optim.RMSprop, lr=0.1, alpha=0.3, centered=True)
+    client.init_table(TableSpec("t", 6, 64, initial=Constant(0.0)), RowOptimizer.from_factory(centered))
+    ids, alike = torch.tensor([1]), torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    refused = 0
+    for _ in range(40):
+        try:
+            client.sparse_push("t", ids, alike)
+        except NonFinite:
+            refused += 1
+    assert refused
+    assert torch.isfinite(client.sparse_pull("t", ids)).all()
+    client.sparse_push("t", ids, -alike)  # and goes on with others
+
+
 def test_a_table_that_has_reached_the_limit_by_count_alone_is_measured() -> None:
     table = RowTable(TableSpec("t", 6, 4, initial=Constant(1.0)), RowOptimizer(Family.SGD, lr=1.0))
     table.pull(IDS)
