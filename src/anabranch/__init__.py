@@ -70,10 +70,10 @@ if TYPE_CHECKING:
         TaskPool,
     )
     from anabranch.graph import Graph, capture, gradients
-    from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding
+    from anabranch.parameter_server import EmbeddingBagCollection, ParameterClient, ParameterServer, RemoteEmbedding
     from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
-    from anabranch.tables import Cache, RowWiseAdagrad
-    from anabranch.tensors import TensorSpec
+    from anabranch.tables import FTRL, Cache, RowWiseAdagrad
+    from anabranch.tensors import KeyedJagged, TensorSpec
 
 __all__ = [
     "AnabranchError",
@@ -84,15 +84,18 @@ __all__ = [
     "DeadlineExceeded",
     "Directory",
     "DirectoryServer",
+    "EmbeddingBagCollection",
     "EvalStep",
     "Executor",
     "ExpertBackend",
     "ExpertServer",
+    "FTRL",
     "ForkedClient",
     "Grad",
     "GradManager",
     "Graph",
     "Job",
+    "KeyedJagged",
     "Namespace",
     "NonFinite",
     "NotFound",

@@ -24,6 +24,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
     "row_wise_adagrad": lambda p: ab.RowWiseAdagrad(p, lr=0.1, lr_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "ftrl": lambda p: ab.FTRL(p, lr=0.1, l1=0.01),
 }
 
 

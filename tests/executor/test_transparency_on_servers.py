@@ -43,6 +43,8 @@ CASES = [
     case("adam", "PS", routes={"head.weight": "AllReduce"}),
     case("adam", "AllReduce", routes={"table.weight": "PS", "shared.weight": "PS"}),
 ]
+LATER = [case(optimizer, mode) for optimizer in ("rmsprop", "adamax", "amsgrad", "ftrl") for mode in MODES]
+"""Rules that run as PyTorch's operations."""
 
 
 FROM_BOTH = 7  # the last ones of CASES do not come in pairs of one for each mode
@@ -63,8 +65,13 @@ OTHERS = [tried for tried in CASES if tried not in QUICK]
 
 @pytest.mark.parametrize(
     ("workers", "cases"),
-    [(2, QUICK), pytest.param(2, OTHERS, marks=pytest.mark.slow), pytest.param(4, CASES, marks=pytest.mark.slow)],
-    ids=["2", "2, the others", "4"],
+    [
+        (2, QUICK),
+        pytest.param(2, OTHERS, marks=pytest.mark.slow),
+        pytest.param(2, LATER),
+        pytest.param(4, CASES, marks=pytest.mark.slow),
+    ],
+    ids=["2", "2, the others", "2, without kernels", "4"],
 )
 def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int, cases: list[dict[str, object]]) -> None:
     result = LocalJob(workers, servers=2, timeout=110).run(SCRIPT, json.dumps(cases)).check()
@@ -82,7 +89,7 @@ ALONE = [tried for tried in OTHERS if tried["engine"] == "tape"]
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     "cases",
-    [ALONE, pytest.param([tried for tried in CASES if tried not in ALONE], marks=pytest.mark.slow)],
+    [[*ALONE, *LATER], pytest.param([tried for tried in CASES if tried not in ALONE], marks=pytest.mark.slow)],
     ids=["others", "quick"],
 )
 def test_a_worker_alone_has_its_servers_in_memory(cases: list[dict[str, object]]) -> None:

@@ -23,6 +23,10 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "row_wise_adagrad": lambda p: ab.RowWiseAdagrad(p, lr=0.1),
     "sparse_adam": lambda p: torch.optim.SparseAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True, weight_decay=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "ftrl": lambda p: ab.FTRL(p, lr=0.1, l1=0.01),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
 }
 

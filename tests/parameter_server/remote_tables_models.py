@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.parameter_server import ParameterClient
-from anabranch.tables import RowWiseAdagrad
+from anabranch.tables import FTRL, RowWiseAdagrad
 
 ROWS, WIDTH = 20, 16
 
@@ -25,6 +25,10 @@ OPTIMIZERS = {
     "row-wise adagrad": functools.partial(RowWiseAdagrad, lr=0.1),
     "adam": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01, fused=True),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.01, weight_decay=0.01),
+    "ftrl": functools.partial(FTRL, lr=0.1, l1=0.01),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from anabranch.errors import NonFinite
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
-from anabranch.tables import Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
+from anabranch.tables import FTRL, Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
 from anabranch.tables.optimizers.overflow import Bounds, peak_of
 from anabranch.testing import MemoryTransport
 
@@ -21,6 +21,10 @@ RULES = {
     "momentum": functools.partial(torch.optim.SGD, lr=1.0, momentum=0.9),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.5),
     "adam": functools.partial(torch.optim.Adam, lr=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.1, momentum=0.9),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.1),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "ftrl": functools.partial(FTRL, lr=0.1),
 }
 NAMES = ["first", "second"]
 IDS = torch.tensor([1, 3])
@@ -70,6 +74,11 @@ CASES = [
     ("adam", {"size": 3e30}),
     ("adam", {"size": 1.0, "bias": 3e30}),
     ("adagrad", {"size": 1.0, "bias": 3e30}),
+    ("rmsprop", {"size": 3e30}),
+    ("rmsprop", {"size": 1.0, "bias": 3e30}),
+    ("adamax", {"size": 3e38, "ids": torch.tensor([1, 1])}),
+    ("amsgrad", {"size": 3e30}),
+    ("ftrl", {"size": 3e30}),
 ]
 
 
@@ -128,6 +137,9 @@ def test_under_bsp_the_worker_whose_push_is_too_much_is_refused_and_may_push_ano
         assert second.sparse_pull("t", one).tolist() == [[0.0, 0.0]]
 
 
+OF_FAMILY = {Family.FTRL: {"beta": 1.0, "l1": 0.1, "l2": 0.1}, Family.RMSPROP: {"alpha": 0.9}}
+
+
 @pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize("family", list(Family))
 def test_no_number_ever_passes_the_bounds(family: Family, squares: bool) -> None:
@@ -135,8 +147,9 @@ def test_no_number_ever_passes_the_bounds(family: Family, squares: bool) -> None
     for seed in range(6):
         torch.manual_seed(seed)
         rule = RowOptimizer(
-            family, lr=10.0 ** (seed - 4), weight_decay=0.01 * (seed % 2), momentum=0.9 * (family is Family.SGD),
-            beta1=0.9, beta2=0.99, eps=1e-8,
+            family, lr=10.0 ** (seed - 4), weight_decay=0.01 * (seed % 2),
+            momentum=0.9 * (family in (Family.SGD, Family.RMSPROP)), beta1=0.9, beta2=0.99, eps=1e-8,
+            amsgrad=family is Family.ADAM and bool(seed % 2), **OF_FAMILY.get(family, {}),
         )  # fmt: skip
         table = RowTable(TableSpec("t", 6, 4, initial=Normal(0, 10.0), every_row_moves=True), rule)
         for _ in range(20):
@@ -157,14 +170,34 @@ def test_no_number_ever_passes_the_bounds(family: Family, squares: bool) -> None
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize("family", list(Family))
 def test_tens_of_thousands_of_ordinary_steps_do_not_reach_the_limit(family: Family, weight_decay: float) -> None:
-    momentum = 0.9 if family is Family.SGD else 0.0
+    momentum = 0.9 if family in (Family.SGD, Family.RMSPROP) else 0.0
     rule = RowOptimizer(
-        family, lr=0.01, momentum=momentum, weight_decay=weight_decay, beta1=0.9, beta2=0.999, eps=1e-8
+        family, lr=0.01, momentum=momentum, weight_decay=weight_decay, beta1=0.9, beta2=0.999, eps=1e-8,
+        **OF_FAMILY.get(family, {}),
     )  # fmt: skip
     bounds = Bounds(1.0)
     for _ in range(50_000 if weight_decay else 1_000):
         bounds = bounds.after(rule, 1e4, 16)
     assert bounds.safe
+
+
+def test_a_variance_that_rounding_makes_negative_is_refused(
+    serve: Callable[..., tuple[ParameterServer, ParameterClient]],
+) -> None:
+    """Centered RMSprop takes its root, which is NaN in ``torch.optim`` after 14 alike gradients."""
+    _, client = serve()
+    centered = functools.partial(torch.optim.RMSprop, lr=0.1, alpha=0.3, centered=True)
+    client.init_table(TableSpec("t", 6, 64, initial=Constant(0.0)), RowOptimizer.from_factory(centered))
+    ids, alike = torch.tensor([1]), torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    refused = 0
+    for _ in range(40):
+        try:
+            client.sparse_push("t", ids, alike)
+        except NonFinite:
+            refused += 1
+    assert refused
+    assert torch.isfinite(client.sparse_pull("t", ids)).all()
+    client.sparse_push("t", ids, -alike)  # and goes on with others
 
 
 def test_a_table_that_has_reached_the_limit_by_count_alone_is_measured() -> None:

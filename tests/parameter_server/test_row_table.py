@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import anabranch.tables.row_table as row_table
 from anabranch.errors import NotFound, SchemaError
 from anabranch.tables import (
+    FTRL,
     Constant,
     Family,
     KernelThreads,
@@ -35,7 +37,27 @@ DENSE = {
     "adam": functools.partial(torch.optim.Adam, lr=0.01),
     "adam with decay": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "amsgrad with decay": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01, maximize=True),
+    "adamw amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+    "rmsprop with decay": functools.partial(torch.optim.RMSprop, lr=0.01, weight_decay=0.01, maximize=True),
+    "rmsprop with momentum": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, alpha=0.9),
+    "centered rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, alpha=0.9),
+    "centered rmsprop with both": functools.partial(
+        torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9, weight_decay=0.01
+    ),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.01),
+    "adamax with decay": functools.partial(torch.optim.Adamax, lr=0.01, weight_decay=0.01, maximize=True),
+    "ftrl": functools.partial(FTRL, lr=0.1),
+    "ftrl that leaves zeros": functools.partial(FTRL, lr=0.1, beta=0.5, l1=0.3, l2=0.1, maximize=True),
 }
+FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
+
+
+def torch_reference(factory: functools.partial, weight: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """The optimizer in the form whose bits the servers give: fused if torch has it, else the plain one."""
+    return factory([weight], fused=True) if factory.func in FUSED else factory([weight])
 
 
 def begin_with(table: RowTable, weights: torch.Tensor) -> None:
@@ -54,7 +76,7 @@ def begin_with(table: RowTable, weights: torch.Tensor) -> None:
 def test_rows_without_a_gradient_move_as_in_the_plain_loop(name: str, kind: str) -> None:
     torch.manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
-    optimizer = DENSE[name]([weight], fused=True)
+    optimizer = torch_reference(DENSE[name], weight)
     schedule = torch.optim.lr_scheduler.CyclicLR(
         optimizer, 0.001, 0.1, step_size_up=7, cycle_momentum=False
     )  # a rate that falls and rises again
@@ -233,10 +255,58 @@ def test_the_same_bits_come_from_one_thread_and_from_three() -> None:
 def test_a_rule_that_tables_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         RowOptimizer.from_factory(functools.partial(torch.optim.LBFGS, lr=0.1))
-    with pytest.raises(ValueError, match="amsgrad"):
-        RowOptimizer.from_factory(functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True))
-    rule = RowOptimizer.from_factory(DENSE["nesterov with decay"])
-    assert RowOptimizer.from_dict(rule.to_dict()) == rule
+    with pytest.raises(ValueError, match="differentiable=True"):
+        RowOptimizer.from_factory(functools.partial(torch.optim.RMSprop, lr=0.1, differentiable=True))
+    for name in ("nesterov with decay", "centered rmsprop with both", "ftrl that leaves zeros"):
+        rule = RowOptimizer.from_factory(DENSE[name])
+        assert RowOptimizer.from_dict(rule.to_dict()) == rule
+
+
+def test_a_rule_written_before_it_had_all_its_numbers_is_read() -> None:
+    rule = RowOptimizer.from_factory(DENSE["adamw"])
+    later = ("alpha", "centered", "amsgrad", "beta", "l1", "l2")
+    assert RowOptimizer.from_dict({k: v for k, v in rule.to_dict().items() if k not in later}) == rule
+
+
+def test_state_of_other_meaning_is_another_layout() -> None:
+    momentum, centered = (
+        RowOptimizer.from_factory(DENSE[f"{name}"]) for name in ("rmsprop with momentum", "centered rmsprop")
+    )
+    assert momentum.states == centered.states
+    assert not momentum.same_layout(centered)
+    with pytest.raises(ValueError, match="would need another table"):
+        RowTable(TableSpec("t", 8, 4), momentum).rule = centered
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "rmsprop with momentum", "adamax", "amsgrad", "adamw amsgrad"])
+def test_a_rule_without_a_kernel_replays_missed_steps_until_they_change_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missed = 900
+    weight = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
+    optimizer = torch_reference(DENSE[name], weight)
+    table = RowTable(TableSpec("t", ROWS, WIDTH, every_row_moves=True), RowOptimizer.from_torch(optimizer))
+    begin_with(table, weight.detach())
+    everyone = torch.arange(ROWS)
+    for step in range(missed):
+        if step == missed // 2:
+            optimizer.param_groups[0]["lr"] = 0.5
+        ids = everyone[: ROWS // 2] if step < 5 else everyone[:1]
+        grad = torch.randn(len(ids), WIDTH)
+        weight.grad = torch.zeros(ROWS, WIDTH).index_copy(0, ids, grad)
+        table.rule = RowOptimizer.from_torch(optimizer)
+        table.push(ids, grad)
+        optimizer.step()
+    ran = []
+    run = row_table.update_of
+    monkeypatch.setattr(row_table, "update_of", lambda *given: ran.append(given) or run(*given))
+    fresh = everyone[ROWS // 2 :]  # never had a gradient: at rest from the start, unless they decay
+    assert torch.equal(table.pull(fresh), weight.detach()[fresh])
+    assert len(ran) < 70 or name == "adamw amsgrad"
+    assert torch.equal(table.pull(everyone), weight.detach())
+    found = table.pull_with_state(everyone)
+    for number, label in enumerate(table.rule.state_names, 1):
+        assert torch.equal(found[:, number * WIDTH : (number + 1) * WIDTH], optimizer.state[weight][label])
 
 
 @pytest.mark.parametrize(

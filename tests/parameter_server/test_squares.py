@@ -17,6 +17,11 @@ RULES = {
     "adagrad with decay": RowOptimizer(Family.ADAGRAD, lr=0.1, eps=1e-10, weight_decay=0.01, maximize=True),
     "row-wise adagrad": RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=0.1, eps=1e-10),
     "adam": RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8),
+    "amsgrad": RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=True),
+    "rmsprop": RowOptimizer(Family.RMSPROP, lr=0.1, alpha=0.9, eps=1e-8),
+    "centered rmsprop": RowOptimizer(Family.RMSPROP, lr=0.1, alpha=0.9, eps=1e-8, centered=True),
+    "adamax": RowOptimizer(Family.ADAMAX, lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8),
+    "ftrl": RowOptimizer(Family.FTRL, lr=0.1, beta=1.0, l1=0.01),
     "sgd": RowOptimizer(Family.SGD, lr=0.1, momentum=0.9),
 }
 
@@ -45,6 +50,17 @@ def test_alike_gradients_leave_adagrad_the_sum_that_single_steps_leave():
     wanted, found, without = (one.pull_with_state(ids)[:, WIDTH:] for one in (single, summed, naive))
     torch.testing.assert_close(found, wanted)
     assert (without > 40 * wanted).all()
+
+
+def test_alike_gradients_leave_rmsprop_the_average_of_one_gradient_with_their_squares():
+    single, summed = (table(RULES["rmsprop"], torch.float64) for _ in range(2))
+    ids, grad = torch.tensor([3]), torch.full((1, WIDTH), 0.01, dtype=torch.float64)
+    for one in (single, summed):
+        one.push(ids, grad)
+    single.push(ids, grad * STEPS**0.5)  # whose square is that of 50 gradients
+    summed.push(ids, grad * STEPS, torch.tensor([1 / STEPS]))
+    wanted, found = (one.pull_with_state(ids)[:, WIDTH:] for one in (single, summed))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 def test_row_wise_adagrads_sum_is_exact_whatever_the_gradients():

@@ -278,9 +278,18 @@ class RemotePart:
         for moved in self.moved:
             kept = self.client.read_kept(moved.name, moved.rule())
             if state := to_torch(moved.rule(), kept):
-                moved.optimizer.state[moved.parameter] = state
+                moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved.dtype)
             if moved.place is Place.ROWS:
                 self.tables.give_back(moved.name, kept.values)
+
+
+def _as_kept_here(state: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """Return an optimizer's state as its ``load_state_dict`` would take it: servers keep float32 beside float16."""
+    if dtype != torch.float16:
+        return dict(state)
+    return {
+        key: value.to(dtype) if isinstance(value, Tensor) and key != "step" else value for key, value in state.items()
+    }
 
 
 def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:

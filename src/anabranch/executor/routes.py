@@ -28,7 +28,7 @@ __all__ = ["CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"
 
 CommMode = Literal["AllReduce", "PS", "Hybrid"]
 _COMM_MODES: dict[str, CommMode] = {"allreduce": "AllReduce", "ps": "PS", "hybrid": "Hybrid"}
-_SERVED = (torch.float32, torch.float64, torch.bfloat16)
+_SERVED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def comm_mode_of(given: str | None) -> CommMode | None:
@@ -216,7 +216,7 @@ def _place(
 def _check_served(name: str, parameter: nn.Parameter, users: Iterable[tuple[nn.Module, str]]) -> None:
     cure = f"keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
     if parameter.dtype not in _SERVED:
-        raise ValueError(f"{name} is {parameter.dtype}; servers hold float32, float64 and bfloat16. Or {cure}")
+        raise ValueError(f"{name} is {parameter.dtype}; servers hold float32, float64, bfloat16 and float16. Or {cure}")
     for module, _ in users:
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(

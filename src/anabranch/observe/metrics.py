@@ -120,8 +120,13 @@ def expert_metrics(server: ExpertServer) -> list[Metric]:
 def parameter_metrics(server: ParameterServer) -> list[Metric]:
     """Count of a shard."""
     facts = server.statistics()
+    tiered = {name: table for name, table in facts.tables.items() if table.hot_hits + table.hot_misses}
+    hits = [((name,), float(table.hot_hits)) for name, table in sorted(tiered.items())]
+    misses = [((name,), float(table.hot_misses)) for name, table in sorted(tiered.items())]
     return [
         *_transport_metrics(server.transport_statistics()),
+        Metric("table_hot_hits", "counter", "rows read that a table in a file had in memory", ("table",), hits),
+        Metric("table_hot_misses", "counter", "rows read that came from the file", ("table",), misses),
         _refused_values(facts.refused_values),
         Metric("shard_replayed_records", "counter", "records done again from the log", (), [((), facts.replayed)]),
     ]

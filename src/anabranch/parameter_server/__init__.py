@@ -5,6 +5,7 @@ Not the tables themselves, which are ``anabranch.tables``. ``server`` is one sha
 """
 
 from anabranch.parameter_server.client import (
+    EmbeddingBagCollection,
     ParameterClient,
     Pulled,
     RemoteEmbedding,
@@ -27,6 +28,7 @@ from anabranch.parameter_server.server import (
 
 __all__ = [
     "Consistency",
+    "EmbeddingBagCollection",
     "ParameterClient",
     "ParameterServer",
     "Pulled",

@@ -9,7 +9,7 @@ from anabranch.tables.cache import Cache, CacheStatistics, RowCache
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tables.kernels import KernelThreads
-from anabranch.tables.optimizers import Family, ParameterState, RowOptimizer, RowWiseAdagrad, from_torch, to_torch
+from anabranch.tables.optimizers import FTRL, Family, ParameterState, RowOptimizer, RowWiseAdagrad, from_torch, to_torch
 from anabranch.tables.row_table import RowBlock, RowTable
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_group import TableGroup
@@ -20,6 +20,7 @@ __all__ = [
     "CacheStatistics",
     "Constant",
     "DenseParameter",
+    "FTRL",
     "Family",
     "Initial",
     "KernelThreads",

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.tables.kernels import _plain
+from anabranch.tables.kernels._updates import update_of
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
-from anabranch.tables.table_spec import ALLOWED_DTYPES
+from anabranch.tables.table_spec import ALLOWED_DTYPES, state_dtype
 
 __all__ = ["DenseParameter"]
 
@@ -37,7 +37,8 @@ class DenseParameter:
         self.value = value.detach().cpu().clone().contiguous()
         self.step = 0
         self._rule = rule
-        self.states = [torch.full_like(self.value, rule.initial_state) for _ in range(rule.states)]
+        kept_as = state_dtype(value.dtype)
+        self.states = [torch.full_like(self.value, rule.initial_state, dtype=kept_as) for _ in range(rule.states)]
         if rule.family is Family.ROW_WISE_ADAGRAD:
             kind = torch.float64 if value.dtype == torch.float64 else torch.float32
             self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
@@ -47,7 +48,7 @@ class DenseParameter:
 
     def bounds_after(self, peak: float) -> Bounds:
         """Bounds of its numbers after the next step, with a gradient of at most ``peak``."""
-        return self.bounds.after(self._rule, peak, self.width)
+        return self.bounds.after(self._rule, peak, self.width).within(self.value.dtype, peak)
 
     def measure(self) -> None:
         """Set the bounds from the numbers themselves."""
@@ -82,7 +83,7 @@ class DenseParameter:
         grad = grad.to(value.dtype)
         if self._rule.family is Family.ROW_WISE_ADAGRAD:
             self._push_row_wise(value, grad)
-        elif value.dtype == torch.bfloat16:
+        elif value.dtype in (torch.bfloat16, torch.float16):
             wide = [state.float() for state in self.states]
             weights = value.float()
             self._update(weights, grad.float(), wide)
@@ -132,11 +133,7 @@ class DenseParameter:
         self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        constants = self._rule.constants(self.step)
-        update = {Family.SGD: _plain.run_sgd, Family.ADAGRAD: _plain.run_adagrad}.get(
-            self._rule.family, _plain.run_adam
-        )
-        update(constants)(weights, grad, states)
+        update_of(self._rule.family, self._rule.constants(self.step))(weights, grad, states)
 
     def _push_row_wise(self, value: Tensor, grad: Tensor) -> None:
         rule = self._rule

@@ -13,6 +13,7 @@ row that is read has the steps it missed replayed, each with its own numbers.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,15 +26,18 @@ from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.tables.dynamic_vocabulary import DynamicVocabulary
+from anabranch.tables.hot_rows import HotRows
 from anabranch.tables.initial import table_key
+from anabranch.tables.kernels import _plain
 from anabranch.tables.kernels._quantile import QUANTILE
+from anabranch.tables.kernels._updates import update_of
 from anabranch.tables.kernels.selection import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.tables.optimizers.squares import correct_second_moments, merged_squares
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.storage import FileStorage, RowStorage
-from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tables.vocabulary import FixedVocabulary, Vocabulary
 
 __all__ = ["RowBlock", "RowTable"]
@@ -43,7 +47,9 @@ _NONE: Array = np.empty(0, np.int64)
 _AT_ONCE = 16 << 20  # bytes
 _MEASURE_EVERY = 1000  # steps
 # Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
-_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
+_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP, _STEP = 1, 2, 3, 4, 6, 7, 10
+_LOOK_EVERY = 64  # missed steps between two looks for rows that have come to rest
+_DECAYING = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM, Family.RMSPROP, Family.ADAMAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class RowBlock:
 
     Attributes:
         ids: int64 ``[rows]``.
-        values: weights, then states: ``[rows, width * (1 + states)]``.
+        values: weights, then states: ``[rows, width * (1 + states)]``, float32 where weights are float16.
         stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
         sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
         usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` of a fixed table.
@@ -107,9 +113,12 @@ class RowTable:
         self._located: Array = _NONE  # the rows of the last pull
         self._rule = rule
         self._kernels = kernels(kernels_kind)
+        self._movers = kernels("plain") if spec.dtype == torch.float16 else self._kernels  # what reads weights
         self._pool = pool or KernelThreads(1)
         self._key = np.uint64(table_key(spec.seed, spec.name))
-        self._stride = spec.width * (1 + rule.states)
+        self._row = spec.width * (1 + rule.states)
+        self._halves = spec.dtype == torch.float16
+        self._stride = spec.width * (1 + 2 * rule.states) if self._halves else self._row
         self._working = np.dtype(np.float64 if working_dtype(spec.dtype) == torch.float64 else np.float32)
         self._catches_up = spec.every_row_moves
         self._lags = False  # whether a step so far has moved rows that had no gradient
@@ -128,12 +137,17 @@ class RowTable:
         else:
             self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
         with_sums = rule.family is Family.ROW_WISE_ADAGRAD
-        self._storage: RowStorage | FileStorage
+        self._storage: RowStorage | FileStorage | HotRows
         if spec.memory_map:
             self._storage = FileStorage(
                 self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums, directory=scratch,
                 budget=address_space,
             )  # fmt: skip
+            if spec.hot_rows is not None:
+                self._storage = HotRows(
+                    self._storage, -(-spec.hot_rows // shards), spec.dtype, by_frequency=spec.eviction == "frequency",
+                    kind="plain" if self._kernels is kernels("plain") else "compiled",
+                )  # fmt: skip
         else:
             self._storage = RowStorage(self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums)
 
@@ -160,6 +174,8 @@ class RowTable:
         That is a table whose ids have to be looked up, or whose rows are not all in memory.
         """
         if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
+            return None
+        if not self._rule.compiled or self._halves:
             return None
         return (
             self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
@@ -203,14 +219,14 @@ class RowTable:
 
     def bounds_after(self, peak: float) -> Bounds:
         """Bounds of its numbers after the next step, with gradients, merged, of at most ``peak``."""
-        return self.bounds.after(self._rule, peak, self.width)
+        return self.bounds.after(self._rule, peak, self.width).within(self.spec.dtype, peak)
 
     def measure(self) -> None:
         """Set the bounds from the numbers themselves, now and then, because it scans all of them."""
         whole = self._storage.whole
         if whole is not None and self.step >= self._measure_from:
             self._measure_from = self.step + _MEASURE_EVERY
-            values = as_tensor(whole.values)[: whole.rows * self._stride].view(-1, self._stride)
+            values = self._rows_in(whole, slice(whole.rows))
             started = Bounds(self._first_value, 0.0, self._rule.initial_state)
             self.bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
 
@@ -233,10 +249,10 @@ class RowTable:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._located = self._locate(wanted, training=training)
         memory, apart = as_rows(out, self.spec.width)
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.at_hand(rows, counted=True) as (storage, where):
             self._prepare(storage, where, wanted)
             self._pool.run(
-                lambda first, last: self._kernels.gather(
+                lambda first, last: self._movers.gather(
                     storage.values, self._stride, self.spec.width, where, memory, apart, first, last
                 ),
                 where.size,
@@ -285,13 +301,15 @@ class RowTable:
         wanted = self._ids(ids)
         rows = self._locate(wanted, training=False)
         out = torch.full(
-            (rows.size, self._rule.row_width(self.spec.width)), self._rule.initial_state, dtype=self.spec.dtype
+            (rows.size, self._rule.row_width(self.spec.width)),
+            self._rule.initial_state,
+            dtype=state_dtype(self.spec.dtype),
         )
         with self._storage.at_hand(rows) as (storage, where):
             self._prepare(storage, where, wanted)
             known = np.flatnonzero(where >= 0)
             there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
-            out[at, : self._stride] = as_tensor(storage.values).view(-1, self._stride)[there]
+            out[at, : self._row] = self._rows_in(storage, there)
             if storage.with_sums:
                 out[at, self._stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
         if self._may_miss(rows):
@@ -377,24 +395,27 @@ class RowTable:
     def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
         with self._storage.at_hand(rows, changing=False) as (storage, where):
             there = torch.from_numpy(where)
-            values = as_tensor(storage.values).view(-1, self._stride)[there]
+            values = self._rows_in(storage, there)
             sums = torch.from_numpy(storage.sums[where] if storage.with_sums else storage.sums[:0].copy())
             return values, torch.from_numpy(storage.stamps[where]), sums
 
     def _put_back(self, rows: Array, before: tuple[Tensor, Tensor, Tensor]) -> None:
         values, stamps, sums = before
         with self._storage.at_hand(rows) as (storage, where):
-            as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)] = values
+            self._write_rows(storage, torch.from_numpy(where), values)
             storage.stamps[where] = stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = sums.numpy()
 
     def _correct_second_moments(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
-        everything, there = as_tensor(storage.values).view(-1, self._stride), torch.from_numpy(unique)
-        rows, sums = everything[there], torch.from_numpy(storage.sums[unique]) if storage.with_sums else None
+        there = torch.from_numpy(unique)
+        rows, sums = (
+            self._rows_in(storage, there),
+            torch.from_numpy(storage.sums[unique]) if storage.with_sums else None,
+        )
         grads = torch.from_numpy(merged).view(-1, self.spec.width)
         correct_second_moments(rows, sums, grads, squares, self._rule, self._rule.constants(self.step + 1))
-        everything[there] = rows
+        self._write_rows(storage, there, rows)
         if sums is not None:
             storage.sums[unique] = sums.numpy()
 
@@ -420,8 +441,8 @@ class RowTable:
             count,
             rows.size * self.spec.width,
         )
-        if self.spec.dtype == torch.bfloat16:  # a gradient has its parameter's dtype
-            merged = torch.from_numpy(merged).bfloat16().float().numpy()
+        if self.spec.dtype in (torch.bfloat16, torch.float16):  # a gradient has its parameter's dtype
+            merged = torch.from_numpy(merged).to(self.spec.dtype).float().numpy()
         first = np.empty(count, np.int64)
         first[inverse[::-1]] = np.arange(rows.size)[::-1]
         return unique[:count], merged, source[first] if source.size else first, inverse
@@ -434,13 +455,60 @@ class RowTable:
         storage.stamps[unique] = self.step + 1
 
     def _rule_kernel(self, storage: RowStorage) -> Any:
-        stride, width = self._stride, self.spec.width
+        if self._halves:
+            return functools.partial(self._step_halves, storage)
+        return self._kernel_on(storage.values, storage.sums)
+
+    def _step_halves(
+        self, storage: RowStorage, rows: Array, grads: Array, constants: Array, first: int, last: int
+    ) -> None:
+        """One step of float16 rows, computed in float32 and rounded."""
+        mine, there = rows[first:last], torch.from_numpy(rows[first:last])
+        wide, sums = self._rows_in(storage, there), storage.sums[mine] if storage.with_sums else storage.sums
+        grads = grads[first * self.spec.width : last * self.spec.width]
+        self._kernel_on(as_array(wide), sums)(np.arange(mine.size), grads, constants, 0, mine.size)
+        self._write_rows(storage, there, wide)
+        if storage.with_sums:
+            storage.sums[mine] = sums
+
+    def _kernel_on(self, values: Array, sums: Array) -> Any:
+        stride, width = self._row, self.spec.width
         if self._rule.family is Family.ROW_WISE_ADAGRAD:
-            return lambda *work: self._kernels.step_row_wise_adagrad(storage.values, stride, width, storage.sums, *work)
+            return lambda *work: self._kernels.step_row_wise_adagrad(values, stride, width, sums, *work)
+        if not self._rule.compiled:
+            return lambda rows, grads, constants, first, last: _plain.on_rows(
+                values, stride, width, rows, grads, slice(first, last),
+                update_of(self._rule.family, constants),
+            )  # fmt: skip
         kernel = {Family.SGD: self._kernels.step_sgd, Family.ADAGRAD: self._kernels.step_adagrad}.get(
             self._rule.family, self._kernels.step_adam
         )
-        return lambda *work: kernel(storage.values, stride, width, *work)
+        return lambda *work: kernel(values, stride, width, *work)
+
+    # --- rows and their states --------------------------------------------------------------------------------------
+
+    def _rows_in(self, storage: RowStorage, where: Tensor | slice) -> Tensor:
+        """Return rows with their states, ``[n, width * (1 + states)]``, in the dtype of the states.
+
+        A float16 row is stored as its weights, and then each number of state in the place of two weights.
+        """
+        rows = as_tensor(storage.values)[: storage.rows * self._stride].view(-1, self._stride)[where]
+        if not self._halves:
+            return rows
+        weights, states = rows[:, : self.spec.width], rows[:, self.spec.width :]
+        if not self._rule.states:
+            return weights.float()
+        aligned = states.clone(memory_format=torch.contiguous_format)
+        return torch.cat([weights.float(), aligned.view(torch.float32)], dim=1)
+
+    def _write_rows(self, storage: RowStorage, where: Tensor, rows: Tensor) -> None:
+        """Put rows with their states back; float16 weights are rounded."""
+        if self._halves:
+            weights, states = rows[:, : self.spec.width], rows[:, self.spec.width :]
+            rows = weights.half()
+            if self._rule.states:
+                rows = torch.cat([rows, states.contiguous().view(torch.float16)], dim=1)
+        as_tensor(storage.values).view(-1, self._stride)[where] = rows
 
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
@@ -467,7 +535,12 @@ class RowTable:
 
     def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         rows, first = np.unique(rows, return_index=True)
-        self._write_first_values(storage.values, self._stride, rows, ids[first])
+        if self._halves:
+            begun = torch.full((rows.size, self._row), self._rule.initial_state)
+            begun[:, : self.spec.width] = self._first_values(ids[first])
+            self._write_rows(storage, torch.from_numpy(rows), begun)
+        else:
+            self._write_first_values(storage.values, self._stride, rows, ids[first])
         if storage.with_sums:
             storage.sums[rows] = self._rule.initial_state
         storage.stamps[rows] = 1
@@ -475,7 +548,7 @@ class RowTable:
     def _write_first_values(self, values: Array, stride: int, rows: Array, ids: Array) -> None:
         kind, low, high = self.spec.initial.numbers()
         self._pool.run(
-            lambda first, last: self._kernels.initialise(
+            lambda first, last: self._movers.initialise(
                 values, stride, self.spec.width, rows, ids, self._key, kind, low, high, self._rule.initial_state,
                 QUANTILE, first, last,
             ),
@@ -485,9 +558,12 @@ class RowTable:
 
     def _read_first_values(self, out: Tensor, rows: Array, ids: Array) -> None:
         unknown = np.flatnonzero(rows < 0)
-        values = torch.empty(unknown.size, self.spec.width, dtype=self.spec.dtype)
-        self._write_first_values(as_array(values), self.spec.width, np.arange(unknown.size), ids[unknown])
-        out[torch.from_numpy(unknown)] = values
+        out[torch.from_numpy(unknown)] = self._first_values(ids[unknown]).to(out.dtype)
+
+    def _first_values(self, ids: Array) -> Tensor:
+        values = torch.empty(ids.size, self.spec.width, dtype=self.spec.dtype)
+        self._write_first_values(as_array(values), self.spec.width, np.arange(ids.size), ids)
+        return values
 
     def _remember(self, constants: Array) -> None:
         if self.step == len(self._history):
@@ -497,7 +573,7 @@ class RowTable:
 
     def _moves_quiet_rows(self, history: Array) -> bool:
         """Return True if any of these steps moves a row that has no gradient."""
-        if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
+        if self._rule.family in _DECAYING:
             return len(history) > 0
         momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
         return momentum or bool(history[:, _DECAY].any())
@@ -508,7 +584,7 @@ class RowTable:
         since = storage.stamps[rows] - 1
         missed = self._history[since.min() : self.step]
         if self._moves_quiet_rows(missed):
-            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
+            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD) or not self._replays:
                 self._replay_whole_steps(storage, rows, since)
             else:
                 self._replay(storage, rows, since, missed)
@@ -518,7 +594,38 @@ class RowTable:
         run = self._rule_kernel(storage)
         for step in range(int(since.min()), self.step):
             late = rows[since <= step]
+            there = torch.from_numpy(late)
+            may_rest = not self._replays and step % _LOOK_EVERY == 0
+            before = self._rows_in(storage, there) if may_rest else None
             run(late, np.zeros(late.size * self.spec.width, self._working), self._history[step], 0, late.size)
+            if before is not None:
+                resting = late[self._rests(self._rows_in(storage, there), before, self._history[step : self.step])]
+                if resting.size:
+                    awake = ~np.isin(rows, resting)
+                    rows, since = rows[awake], since[awake]
+                    if not rows.size:
+                        return
+
+    @property
+    def _replays(self) -> bool:
+        """True if one kernel replays all steps that a row missed; it would not round float16 between two of them."""
+        return self._rule.compiled and not self._halves
+
+    def _rests(self, after: Tensor, before: Tensor, history: Array) -> Array:
+        """Return for each row, moved by the first of these steps, whether none of the others would change a bit of it.
+
+        That is so if this one did not, the numbers that moments decay by stay, and what would move weights is 0.
+        """
+        adam = self._rule.family in (Family.ADAM, Family.ADAMW)
+        decays = history[:, _DECAY].any() or (adam and (history[:, _KEEP] != 1).any())
+        steady = (history[:, _SHARE:_STEP] == history[0, _SHARE:_STEP]).all()
+        if decays or not steady:
+            return np.zeros(len(after), np.bool_)
+        quiet = (after == before).all(1)
+        for number, name in enumerate(self._rule.state_names, 1):
+            if name in ("exp_avg", "momentum_buffer"):
+                quiet &= (after[:, number * self.spec.width : (number + 1) * self.spec.width] == 0).all(1)
+        return quiet.numpy()
 
     def _replay(self, storage: RowStorage, rows: Array, since: Array, missed: Array) -> None:
         adam, width = self._rule.family is not Family.SGD, self.spec.width
@@ -553,7 +660,7 @@ class RowTable:
             part, where = part[begun], where[begun]
             return RowBlock(
                 _owned(self._vocabulary.ids(part)),
-                as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)],
+                self._rows_in(storage, torch.from_numpy(where)),
                 _owned(storage.stamps[where]),
                 _owned(storage.sums[where] if storage.with_sums else storage.sums[:0]),
                 _owned(self._vocabulary.usage(part)),
@@ -570,7 +677,7 @@ class RowTable:
         sums = torch.from_numpy(np.empty(0, self._working)).dtype
         wanted = {
             "ids": ((count,), torch.int64),
-            "values": ((count, self._stride), self.spec.dtype),
+            "values": ((count, self._row), state_dtype(self.spec.dtype)),
             "stamps": ((count,), torch.int64),
             "sums": ((count if self._rule.family is Family.ROW_WISE_ADAGRAD else 0,), sums),
             "usage": ((usage, 2), torch.int64),
@@ -597,8 +704,9 @@ class RowTable:
         ids = self._ids(block.ids)
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room()
+        self._storage.forget(rows)
         with self._storage.at_hand(rows) as (storage, where):
-            as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)] = block.values
+            self._write_rows(storage, torch.from_numpy(where), block.values)
             storage.stamps[where] = block.stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = block.sums.numpy()
@@ -626,6 +734,16 @@ class RowTable:
     def evictions(self) -> int:
         """The number of ids that have lost their row to another."""
         return self._vocabulary.evictions
+
+    @property
+    def hot_hits(self) -> int:
+        """The number of rows read that were among the hot ones of a table in a file."""
+        return self._storage.hits if isinstance(self._storage, HotRows) else 0
+
+    @property
+    def hot_misses(self) -> int:
+        """The number of rows read that were not, and came from the file."""
+        return self._storage.misses if isinstance(self._storage, HotRows) else 0
 
     def bytes(self) -> int:
         """Bytes of rows, states and stamps that there is room for."""

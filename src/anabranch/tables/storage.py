@@ -71,10 +71,12 @@ class RowStorage:
         self.stamps[rows] = 0
 
     @contextmanager
-    def at_hand(self, rows: Array, *, changing: bool = True) -> Iterator[tuple[RowStorage, Array]]:
+    def at_hand(
+        self, rows: Array, *, changing: bool = True, counted: bool = False
+    ) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
 
-        Unless ``changing``, writes to them may be lost.
+        Unless ``changing``, writes to them may be lost. What is ``counted`` counts as hits and misses of ``HotRows``.
         """
         yield self, rows
 
@@ -139,10 +141,12 @@ class FileStorage:
                 storage.stamps[where] = 0
 
     @contextmanager
-    def at_hand(self, rows: Array, *, changing: bool = True) -> Iterator[tuple[RowStorage, Array]]:
+    def at_hand(
+        self, rows: Array, *, changing: bool = True, counted: bool = False
+    ) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
 
-        Unless ``changing``, writes to them may be lost.
+        Unless ``changing``, writes to them may be lost. What is ``counted`` counts as hits and misses of ``HotRows``.
         """
         if self.whole is not None:
             yield self.whole, rows

@@ -12,10 +12,10 @@ import torch
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["ALLOWED_DTYPES", "Eviction", "TableSpec", "check_name"]
+__all__ = ["ALLOWED_DTYPES", "Eviction", "TableSpec", "check_name", "state_dtype"]
 
 Eviction = Literal["age", "frequency"]
-ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _STANDARD_NORMAL = Normal()
 _INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
@@ -34,6 +34,17 @@ def check_name(name: str) -> str:
     return name
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an optimizer's state beside weights of ``dtype``, and of rows that come with it.
+
+    The squares of ordinary gradients underflow in float16, whose state is float32.
+
+    >>> state_dtype(torch.float16), state_dtype(torch.bfloat16)
+    (torch.float32, torch.bfloat16)
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """One table of rows: its shape, its dtype, the first values and the eviction of rows.
@@ -48,15 +59,18 @@ class TableSpec:
         name: a name, never a path.
         rows: ids are ``range(rows)``; ``None`` for a dynamic vocabulary, in which any int64 is an id.
         width: numbers a row.
-        dtype: float32, float64 or bfloat16.
+        dtype: float32, float64, bfloat16 or float16; beside float16 the optimizer's state is float32.
         initial: the first values of rows.
         seed: with the name and the id, fixes the first values of a row.
         every_row_moves: the optimizer moves rows that get no gradient too, as a dense torch optimizer does; a row is
             brought up to date when it is next read.
         capacity: most rows in a dynamic table, ``None`` for no limit. A server's shard takes its share of it.
-        eviction: the row that leaves a full table for a new one: the one unused longest, or used in the fewest steps.
+        eviction: the row that leaves a full table, or the hot rows, for a new one: the one unused longest, or used in
+            the fewest steps.
         admission: probability that a training use admits a new id.
         memory_map: each shard keeps its rows in a file and maps it.
+        hot_rows: of such a table, the rows kept in memory beside the file, over all shards: those used lately, or under
+            ``eviction="frequency"`` most often. ``None`` leaves it to the system which parts of the file are in memory.
 
     Raises:
         ValueError: names the table, the value and what is allowed.
@@ -73,6 +87,7 @@ class TableSpec:
     eviction: Eviction = "age"
     admission: float = 1.0
     memory_map: bool = False
+    hot_rows: int | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -82,6 +97,12 @@ class TableSpec:
             self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is none of {', '.join(map(str, ALLOWED_DTYPES))}"
         )
         self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
+        kind, low, high = self.initial.numbers()
+        most = max(abs(low), abs(high)) if kind < 2 else abs(low) + 9 * abs(high)
+        self._require(
+            self.dtype != torch.float16 or most <= torch.finfo(torch.float16).max,
+            f"initial={self.initial!r} gives rows that float16 does not hold",
+        )
         self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
         self._require(
             self.eviction in ("age", "frequency"), f"eviction={self.eviction!r} is neither 'age' nor 'frequency'"
@@ -90,6 +111,10 @@ class TableSpec:
             isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
         )
         self._require(0 < self.admission <= 1, f"admission={self.admission} must lie above 0 and at most at 1")
+        self._require(
+            self.hot_rows is None or (_counts(self.hot_rows) and self.memory_map),
+            f"hot_rows={self.hot_rows!r} must be at least 1, and needs memory_map=True",
+        )
         if self.rows is not None:
             self._require(
                 self.capacity is None and self.admission == 1,

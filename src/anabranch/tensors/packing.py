@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Compression = Literal["bfloat16", "int8"]
-FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BLOCK = 16
 _UNIT = 144
 _NO_NUMBER = 255
@@ -42,6 +42,7 @@ _SCALES = torch.cat([torch.zeros(1), torch.exp2((torch.arange(1, 255) - _UNIT) /
 _LARGEST_SCALE = _SCALES[_NO_NUMBER - 1].item()
 _LARGEST_CODE = 127
 _MOST = torch.finfo(torch.bfloat16).max
+_MOST_OF_HALF = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ class Share:
         """Return the dtype of its numbers on the wire."""
         if compression is None or self.kind == "exact":
             return self.dtype
-        return torch.int8 if compression == "int8" and self.kind == "rows" else torch.bfloat16
+        if compression == "int8" and self.kind == "rows":
+            return torch.int8
+        return self.dtype if self.dtype == torch.float16 else torch.bfloat16
 
     def bytes(self, compression: Compression | None) -> int:
         """Return the number of bytes that its numbers take in the message."""
@@ -130,7 +133,10 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
     for share in shares:
         kind = share.travels_as(compression)
         first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
-        found.append(whole[kind][first : places[kind]].to(share.dtype).view(share.shape))
+        mine = whole[kind][first : places[kind]]
+        if kind == torch.int8 and share.dtype == torch.float16:  # which the rounding may have passed
+            mine = mine.clamp(-_MOST_OF_HALF, _MOST_OF_HALF)
+        found.append(mine.to(share.dtype).view(share.shape))
     return found
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.tensors.jagged import KeyedJagged
 from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
 
 __all__ = ["as_tensors", "count_rows"]
@@ -83,26 +84,31 @@ def count_rows(batch: Structure) -> int:
     >>> count_rows({"x": torch.zeros(4, 2), "y": torch.zeros(4)})
     4
 
-    Tensors of no dimensions, and leaves that are no tensors, have no rows and no say.
+    Tensors of no dimensions, and leaves that are no tensors, have no rows and no say. A ``KeyedJagged`` has the rows of
+    its features.
 
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
     leaves: Sequence[object] = _tensors_of(batch)
     if not leaves:
-        leaves = flatten(batch)[0]
+        leaves = flatten(batch, _is_jagged)[0]
         if any(not isinstance(leaf, Tensor) and isinstance(leaf, Mapping) for leaf in leaves):
             batch = map_structure(_opened, batch)
-            leaves = flatten(batch)[0]
+            leaves = flatten(batch, _is_jagged)[0]
     rows = -1
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            if rows not in (-1, leaf.shape[0]):
-                raise ValueError(_disagreement(batch, leaves))
-            rows = leaf.shape[0]
+        own = len(leaf) if isinstance(leaf, KeyedJagged) or (isinstance(leaf, Tensor) and leaf.ndim) else rows
+        if rows not in (-1, own):
+            raise ValueError(_disagreement(batch, leaves))
+        rows = own
     if rows < 0:
         raise ValueError("the batch holds no tensor with rows (dim 0); give TrainStep rows=callable(batch) -> weight")
     return rows
+
+
+def _is_jagged(node: object) -> bool:
+    return isinstance(node, KeyedJagged)
 
 
 def _opened(leaf: object) -> object:
@@ -112,9 +118,9 @@ def _opened(leaf: object) -> object:
 
 def _disagreement(batch: Structure, leaves: Sequence[object]) -> str:
     shapes = ", ".join(
-        f"{path or 'batch'} {tuple(leaf.shape)}"
-        for path, leaf in zip(paths(batch), leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.ndim
+        f"{path or 'batch'} {leaf if isinstance(leaf, KeyedJagged) else tuple(leaf.shape)}"
+        for path, leaf in zip(paths(batch, _is_jagged), leaves, strict=True)
+        if isinstance(leaf, KeyedJagged) or (isinstance(leaf, Tensor) and leaf.ndim)
     )
     return (
         f"the batch's tensors disagree in rows (dim 0): {shapes}; make them agree, or give TrainStep "

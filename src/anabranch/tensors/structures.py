@@ -19,8 +19,8 @@ Structure: TypeAlias = object
 """Tensors in any nesting of dict, list, tuple, named tuple and registered dataclass."""
 
 
-def flatten(structure: Structure) -> tuple[list[object], PyTreeSpec]:
-    """Return the leaves, and the treedef that puts them back.
+def flatten(structure: Structure, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[object], PyTreeSpec]:
+    """Return the leaves, those for which ``is_leaf`` holds whole, and the treedef that puts them back.
 
     >>> leaves, treedef = flatten({"a": 1, "b": (2, None)})
     >>> leaves
@@ -28,7 +28,7 @@ def flatten(structure: Structure) -> tuple[list[object], PyTreeSpec]:
     >>> unflatten(treedef, leaves)
     {'a': 1, 'b': (2, None)}
     """
-    return optree.tree_flatten(structure, none_is_leaf=True)  # type: ignore[arg-type]
+    return optree.tree_flatten(structure, is_leaf, none_is_leaf=True)  # type: ignore[arg-type]
 
 
 def unflatten(treedef: PyTreeSpec, leaves: list[object]) -> Structure:
@@ -41,11 +41,11 @@ def map_structure(function: Callable[[object], object], structure: Structure) ->
     return optree.tree_map(function, structure, none_is_leaf=True)  # type: ignore[arg-type]
 
 
-def paths(structure: Structure) -> list[str]:
+def paths(structure: Structure, is_leaf: Callable[[object], bool] | None = None) -> list[str]:
     """Each leaf's path, joined by dots, in the order of ``flatten``.
 
     >>> paths({"ids": 0, "pair": (1, [2])})
     ['ids', 'pair.0', 'pair.1.0']
     """
-    found, _, _ = optree.tree_flatten_with_path(structure, none_is_leaf=True)  # type: ignore[arg-type]
+    found, _, _ = optree.tree_flatten_with_path(structure, is_leaf, none_is_leaf=True)  # type: ignore[arg-type]
     return [".".join(str(entry) for entry in path) for path in found]

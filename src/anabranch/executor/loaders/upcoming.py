@@ -41,7 +41,7 @@ _PURE = frozenset({
     "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand", "select", "narrow", "index_select",
     "gather", "take", "unbind", "chunk", "split", "tensor_split", "cat", "stack", "hstack", "concat", "to", "long",
     "int", "contiguous", "clone", "detach", "repeat_interleave", "flip", "movedim", "masked_select", "type", "cpu",
-    "cuda", "unique",
+    "cuda", "unique", "sum", "cumsum",
 })
 # fmt: on
 

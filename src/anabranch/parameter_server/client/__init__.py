@@ -5,12 +5,14 @@ step, with caches) and ``whole_parameters.py``; ``remote_weight.py`` and ``remot
 in place of a table. ``routing.py`` and ``row_messages.py`` say what is sent to which shard.
 """
 
+from anabranch.parameter_server.client.embedding_bags import EmbeddingBagCollection
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled, Traffic, Worker
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of, users_of
 from anabranch.parameter_server.client.whole_parameters import WholeParameters
 
 __all__ = [
+    "EmbeddingBagCollection",
     "ParameterClient",
     "Pulled",
     "RemoteEmbedding",

@@ -65,7 +65,7 @@ from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, Optimi
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tables.shard_placement import Placement
-from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
 from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
@@ -264,7 +264,7 @@ class ParameterClient:
             name: letters, digits, ``_ - .``; never a path.
             shape: of the whole.
             kind: ``"dense"``: one tensor on one shard; ``"rows"``: rows over all shards, read and changed by id.
-            dtype: float32, float64 or bfloat16.
+            dtype: float32, float64, bfloat16 or float16.
             init: a number, a tensor, a function of the shape, or ``Constant``, ``Uniform`` or ``Normal``, which the
                 shards draw themselves, so that no worker ever holds the whole.
             optimizer: makes the optimizer of a parameter; the shards run it.
@@ -277,7 +277,7 @@ class ParameterClient:
         if not isinstance(name, str):
             raise TypeError(f"name is a text, got {name!r}")
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype is torch.float32, torch.float64 or torch.bfloat16, got {dtype!r}")
+            raise TypeError(f"dtype is torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype!r}")
         if not (isinstance(init, (int, float, Tensor, Initial)) or callable(init)):
             raise TypeError(f"init is a number, a tensor, a function of the shape or an Initial, got {init!r}")
         rule = RowOptimizer.from_factory(optimizer)
@@ -336,7 +336,8 @@ class ParameterClient:
         for first in range(0, len(flat), _CHUNK):
             some = slice(first, first + _CHUNK)
             count = len(flat[some])
-            block = torch.full((count, holding.width * (1 + rule.states)), rule.initial_state, dtype=flat.dtype)
+            row = (count, holding.width * (1 + rule.states))
+            block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype))
             block[:, : holding.width] = flat[some]
             sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind)
             for number, state in enumerate(kept.states):
@@ -361,14 +362,14 @@ class ParameterClient:
             step, parts = self._export(self._home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
         rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
-        everything = torch.empty(rows, row_width, dtype=holding.dtype)
+        everything = torch.empty(rows, row_width, dtype=state_dtype(holding.dtype))
         for first in range(0, rows, _CHUNK):
             ids = torch.arange(first, min(first + _CHUNK, rows))
             with_state = torch.full((len(ids),), WITH_STATE)
             found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
             everything[first + found.positions] = found.rows
         step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
-        values = everything[:, :width].reshape(holding.shape)
+        values = everything[:, :width].to(holding.dtype).reshape(holding.shape)
         if rule.family is Family.ROW_WISE_ADAGRAD:
             return ParameterState(values, [everything[:, width]], step)
         states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
@@ -378,7 +379,8 @@ class ParameterClient:
         """Make the dense parameter ``name`` from its kept state; an existing one is overwritten."""
         self.init_dense(name, kept.values, rule)
         if kept.step:
-            parts = [part.detach().cpu().contiguous() for part in (kept.values, *kept.states)]
+            states = [state.to(state_dtype(kept.values.dtype)) for state in kept.states]
+            parts = [part.detach().cpu().contiguous() for part in (kept.values, *states)]
             message = pack(RestoreMessage(name, kept.step))
             self._call(self._home(name), "restore", message, parts, once=True)
 
@@ -984,7 +986,7 @@ def _check_table(entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, 
 def _at_once(table: Mapping[str, Any]) -> int:
     """Return the number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
     spec = TableSpec.from_dict(table["spec"])
-    row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * spec.dtype.itemsize
+    row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * state_dtype(spec.dtype).itemsize
     return max(1, min(_CHUNK, _AT_ONCE // row))
 
 

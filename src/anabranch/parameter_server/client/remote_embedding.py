@@ -50,7 +50,8 @@ class RemoteEmbedding(nn.Module):
         eviction: the row to evict from a full table: the one unused longest (``"age"``) or used in the fewest steps.
         admission: probability that a training use admits a new id; until then it reads as its first values.
         memory_map: the servers keep the table in a mapped file of theirs, for tables larger than memory.
-        dtype: float32, float64 or bfloat16.
+        hot_rows: of such a table, rows that the servers keep in memory beside the file, over all of them.
+        dtype: float32, float64, bfloat16 or float16, of the rows here and on the servers.
         seed: with the name, fixes the first values of all rows.
 
     Raises:
@@ -70,6 +71,7 @@ class RemoteEmbedding(nn.Module):
         eviction: Eviction = "age",
         admission: float = 1.0,
         memory_map: bool | None = None,
+        hot_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
@@ -79,7 +81,7 @@ class RemoteEmbedding(nn.Module):
         initial = Constant(float(init)) if isinstance(init, (int, float)) else init
         self.spec = TableSpec(
             name, num_embeddings, embedding_dim, dtype, initial, seed, capacity=capacity, eviction=eviction,
-            admission=admission, memory_map=bool(memory_map),
+            admission=admission, memory_map=bool(memory_map), hot_rows=hot_rows,
         )  # fmt: skip
         self.name = name
         self.mode = mode
@@ -96,6 +98,11 @@ class RemoteEmbedding(nn.Module):
         """The optimizer that it was given, if any."""
         rule = self._rule
         return None if rule is None else lambda: rule
+
+    @property
+    def source(self) -> RowSource | None:
+        """The source of its rows, if it is connected."""
+        return self._link.source
 
     def attach(self, source: RowSource) -> None:
         """Read from ``source`` from now on, and send gradients there."""

@@ -35,7 +35,7 @@ from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, Ca
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_weight import RemoteWeight
+from anabranch.parameter_server.client.remote_weight import RemoteWeight, RowSource
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -43,7 +43,7 @@ from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import all_carried, all_finite
 
-__all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "rule_of", "users_of"]
+__all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "read_together", "rule_of", "users_of"]
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.
@@ -183,6 +183,11 @@ class RemoteTables:
                 module.attach(self._add(module.spec, rule))
 
     def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
+        if spec.dtype == torch.float16 and self._cache is not None and self._cache.push_bound:
+            raise ValueError(
+                f"table {spec.name} is float16, and a cache with push_bound={self._cache.push_bound} would round its "
+                "rows here at other steps than the servers do; use push_bound=0, or another dtype"
+            )
         self._client.init_table(spec, rule())
         source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
         if self._cache is not None:
@@ -196,6 +201,7 @@ class RemoteTables:
         for source in coming:
             rule, spec = source.rule(), source.spec
             grouped = spec.dtype in (torch.float32, torch.float64) and kernels() is not kernels("plain")
+            grouped = grouped and (rule.compiled or not cache.push_bound)
             kind = (rule.family, rule.states) if cache.push_bound else None
             alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
         for key, some in alike.items():
@@ -256,6 +262,27 @@ class RemoteTables:
         if found:
             for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
                 self._sources[name].at_hand = found[name], rows
+
+    def read_together(self, wanted: Mapping[str, Tensor]) -> None:
+        """Read the rows of lookups that follow at once, of all tables together: one message a shard.
+
+        As ``expect``, for ids that are certain: those of dynamic vocabularies are read, and admitted, too.
+
+        Args:
+            wanted: ids by table; ids outside a table are left to the lookup that names them.
+        """
+        distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in wanted.items()}
+        missing = [name for name, ids in distinct.items() if self._sources[name]._expected(ids) is None]
+        if len(missing) < 2:
+            return
+        limits = {name: self._sources[name].spec.rows for name in missing}
+        found = distinct_ids({n: wanted[n] for n in missing if limits[n] is not None}, _without_none(limits))
+        for name in missing:
+            if limits[name] is None:
+                given = wanted[name].detach().cpu().long().reshape(-1)
+                found[name] = Distinct(given, *unique_of(given))
+        for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
+            self._sources[name].at_hand = found[name], rows
 
     def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
         """Return the distinct ids of fixed tables, unless they are known from asking ahead."""
@@ -612,6 +639,23 @@ class _Push:
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
             report("tables.thread_left_behind", thread=self._thread.name)
+
+
+def read_together(lookups: Sequence[tuple[RowSource, Tensor]]) -> None:
+    """Read the rows of several lookups that follow, those of the tables of one ``RemoteTables`` in one message a shard.
+
+    Sources of other kinds are left to the lookups.
+    """
+    alike: dict[RemoteTables, dict[str, list[Tensor]]] = {}
+    for source, ids in lookups:
+        if isinstance(source, _Source):
+            alike.setdefault(source.tables, {}).setdefault(source.name, []).append(ids)
+    for tables, wanted in alike.items():
+        tables.read_together({name: torch.cat(parts) for name, parts in wanted.items()})
+
+
+def _without_none(limits: Mapping[str, int | None]) -> dict[str, int]:
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from anabranch.parameter_server.messages import Part, PullPart, PullReply
 from anabranch.tables.row_versions import OLDEST, WITH_STATE
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_group import side_by_side
+from anabranch.tables.table_spec import state_dtype
 from anabranch.tensors.packing import Compression, Share, join, split
 
 __all__ = ["Layout", "Pull", "Pulled", "Push", "Routed", "VersionClock"]
@@ -276,7 +277,7 @@ class Pull:
         if len(alike) == 1:  # the shares of all tables form one
             dtype, width, whole, _ = alike[0]
             if whole is not None and sum(sizes[0]):
-                shares.append(Share(dtype, (sum(sizes[0]), whole), "states"))
+                shares.append(Share(state_dtype(dtype), (sum(sizes[0]), whole), "states"))
             if len(concerned):
                 shares.append(Share(dtype, (sum(sizes[1]), width), "rows"))
             found = split(tensors, [*shares, *dense.values()], self._compression)
@@ -288,7 +289,7 @@ class Pull:
         for t in own:
             dtype, whole = kinds[t][0], self._wide[t]
             assert whole is not None
-            shares.append(Share(dtype, (sizes[0][t], whole), "states"))
+            shares.append(Share(state_dtype(dtype), (sizes[0][t], whole), "states"))
         shares += [Share(kinds[t][0], (sizes[1][t], kinds[t][1]), "rows") for t in asked]
         found = split(tensors, [*shares, *dense.values()], self._compression)
         states = dict(zip(own, found, strict=False))
@@ -332,7 +333,7 @@ class Pull:
         ):
             numbers = Share(dtype, (others, width), "rows").bytes(self._compression)
             if whole is not None:
-                numbers += Share(dtype, (with_state, whole), "states").bytes(self._compression)
+                numbers += Share(state_dtype(dtype), (with_state, whole), "states").bytes(self._compression)
             found.append(ids * size + known * torch.int16.itemsize + changed * torch.int32.itemsize + numbers)
         return found
 
@@ -462,7 +463,7 @@ def _together(parts: Sequence[tuple[Tensor, Tensor]], width: int, whole: int | N
     if whole is None or whole == width:
         some = [one for pair in parts for one in pair if len(one)]
         return side_by_side(some) if some else torch.empty(0, whole or width, dtype=dtype)
-    found = torch.empty(sum(len(one) for pair in parts for one in pair), whole, dtype=dtype)
+    found = torch.empty(sum(len(one) for pair in parts for one in pair), whole, dtype=state_dtype(dtype))
     at = 0
     for with_state, others in parts:
         found[at : at + len(with_state)] = with_state

@@ -114,7 +114,11 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class TableStatistics:
-    """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted."""
+    """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted.
+
+    Of a table in a file with ``hot_rows``, ``hot_hits`` of the rows read were in memory, and ``hot_misses`` came from
+    the file.
+    """
 
     pulls: int
     pushes: int
@@ -124,6 +128,8 @@ class TableStatistics:
     evictions: int
     bytes: int
     step: int
+    hot_hits: int = 0
+    hot_misses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +367,8 @@ class Shard:
                     table.evictions if table else 0,
                     table.bytes() if table else self._dense[name].value.nbytes,
                     table.step if table else self._dense[name].step,
+                    table.hot_hits if table else 0,
+                    table.hot_misses if table else 0,
                 )
             return ShardStatistics(tables, dict(self._refused_values), self._replayed)
 

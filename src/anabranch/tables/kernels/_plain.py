@@ -1,18 +1,19 @@
 """The table kernels in plain PyTorch and NumPy: used without Numba, and the reference for ``_compiled``.
 
-The update rules are torch's own fused optimizers, run on copies of the rows. Those copies are padded to whole vector
+The update rules are those of ``_updates``, run on copies of the rows. Those copies are padded to whole vector
 registers, because torch's kernels treat the last few elements of a tensor in another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from anabranch.tables.kernels._updates import Update, run_adagrad, run_adam, run_sgd
 
 Array = NDArray[Any]
 _REGISTER = 64  # elements; a multiple of every vector register's
@@ -243,10 +244,8 @@ def initialise(
 
 # --- the update rules -----------------------------------------------------------------------------------------------
 
-Update = Callable[[Tensor, Tensor, list[Tensor]], None]
 
-
-def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: Update) -> None:
+def on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: Update) -> None:
     """Run ``update(weights, grads, states)`` on widened, padded copies of the rows, and put them back."""
     table, where = _table(storage, stride), torch.from_numpy(rows[part])
     grad = torch.from_numpy(grads).view(-1, width)[part].to(table.dtype).to(_working(storage))
@@ -265,81 +264,11 @@ def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array,
     table[where] = block.to(table.dtype)
 
 
-def run_sgd(constants: Array) -> Update:
-    c = constants.tolist()
-
-    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        torch._fused_sgd_(
-            [weights],
-            [grad],
-            states,
-            weight_decay=c[4],
-            momentum=c[1] if states else 0.0,
-            lr=c[0],
-            dampening=1 - c[2],
-            nesterov=bool(c[3]) and bool(states),
-            maximize=c[5] < 0,
-            is_first_step=bool(c[6]),
-        )
-
-    return update
-
-
-def run_adagrad(constants: Array) -> Update:
-    c = constants.tolist()
-
-    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        torch._fused_adagrad_(
-            [weights],
-            [grad],
-            states,
-            [torch.tensor(1.0)],
-            lr=c[0],
-            lr_decay=0.0,
-            weight_decay=c[4],
-            eps=c[1],
-            maximize=c[5] < 0,
-        )
-
-    return update
-
-
-def run_adam(constants: Array) -> Update:
-    c = constants.tolist()
-
-    def fused(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        decoupled = c[7] != 1.0
-        run = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        run(
-            [weights],
-            [grad],
-            states[:1],
-            states[1:],
-            [],
-            [torch.tensor(c[10], dtype=torch.float32)],
-            lr=c[11],
-            beta1=c[9],
-            beta2=c[3],
-            weight_decay=(1 - c[7]) / c[11] if decoupled else c[4],
-            eps=c[6],
-            amsgrad=False,
-            maximize=c[5] < 0,
-        )
-
-    def sparse(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        grad = grad * c[5]
-        states[0] += c[2] * (grad - states[0])
-        states[1] += c[8] * (grad * grad - states[1])
-        weights += c[0] * states[0] / (states[1].sqrt() + c[6])
-
-    return fused if c[10] else sparse
-
-
 def step_sgd(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
 ) -> None:
     """SGD with momentum, dampening, Nesterov and L2 decay on distinct rows."""
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_sgd(c))
+    on_rows(storage, stride, width, rows, grads, slice(first, last), run_sgd(c))
 
 
 def step_adagrad(
@@ -348,14 +277,14 @@ def step_adagrad(
     """Adagrad on distinct rows."""
     rounded = c.copy()
     rounded[0] = float(torch.tensor(c[0]).to(_tensor(storage).dtype))  # as torch's kernel does, to bfloat16
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adagrad(rounded))
+    on_rows(storage, stride, width, rows, grads, slice(first, last), run_adagrad(rounded))
 
 
 def step_adam(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
 ) -> None:
     """Adam, AdamW and SparseAdam on distinct rows."""
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adam(c))
+    on_rows(storage, stride, width, rows, grads, slice(first, last), run_adam(c))
 
 
 def step_row_wise_adagrad(
@@ -373,7 +302,7 @@ def step_row_wise_adagrad(
         totals[where] = total
         w -= g * (c[0] / (total.double().sqrt() + c[1])).to(g.dtype)[:, None]
 
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), update)
+    on_rows(storage, stride, width, rows, grads, slice(first, last), update)
 
 
 # --- steps that a row missed ----------------------------------------------------------------------------------------
@@ -399,4 +328,4 @@ def replay(
     for k in range(int(start.min(initial=len(history))), len(history)):
         late = mine[start <= k]
         update = run_adam(history[k]) if adam else run_sgd(history[k])
-        _on_rows(storage, stride, width, late, np.zeros(late.size * width, before.dtype), slice(None), update)
+        on_rows(storage, stride, width, late, np.zeros(late.size * width, before.dtype), slice(None), update)

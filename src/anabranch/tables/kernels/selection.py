@@ -106,8 +106,8 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of arithmetic on rows of ``dtype``: float32 for bfloat16, else the same."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype
+    """Return the dtype of arithmetic on rows of ``dtype``: float32 for the half types, else the same."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class KernelThreads:

@@ -30,7 +30,10 @@ from anabranch.tensors.packing import largest_scale
 
 __all__ = ["Bounds", "peak_of"]
 
+_MOST_OF_HALF = 65000.0  # a little less than float16 holds
 _LIMIT = 1e37  # a tenth of what float32 and bfloat16 hold, for what is between two roundings
+_LEAST_RATE = 1e-12  # of FTRL, which divides by it
+_SUMS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "n")
 _MOST_SHRUNK = 256.0  # squares.py may take all but 2^-16 off a square that is added
 
 
@@ -43,7 +46,7 @@ class Bounds(NamedTuple):
 
     Attributes:
         weights: of the weights.
-        first: of momentum, or Adam's first moments.
+        first: of momentum, Adam's first moments, or FTRL's ``z``.
         sums: of second moments and sums of squares.
     """
 
@@ -68,8 +71,17 @@ class Bounds(NamedTuple):
             momentum = abs(rule.momentum)
             first = max(grad, abs(1 - rule.dampening) * grad + momentum * self.first)
             return Bounds(self.weights + lr * (grad + momentum * first if rule.nesterov else first), first)
-        if not rule.eps:
-            return Bounds(math.inf)  # 0 / 0 is NaN
+        if rule.family is Family.FTRL:
+            return self._after_ftrl(rule, grad)
+        if not rule.eps or rule.centered:
+            return Bounds(math.inf)  # 0 / 0 is NaN, and so is the root of a variance that rounding makes negative
+        if rule.family is Family.RMSPROP:
+            move = min(_MOST_SHRUNK / math.sqrt(max(1 - rule.alpha, 1e-30)), grad / rule.eps)
+            first = move + abs(rule.momentum) * self.first
+            return Bounds(self.weights + lr * first, first, max(self.sums, grad * grad))
+        if rule.family is Family.ADAMAX:
+            first = max(self.first, grad + rule.eps)
+            return Bounds(self.weights + lr / (1 - rule.beta1) * min(_ratio(rule), first / rule.eps), first)
         if rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
             ratio = min(_MOST_SHRUNK * math.sqrt(width), grad / rule.eps)
             return Bounds(self.weights + lr * ratio, 0.0, self.sums + grad * grad)
@@ -78,6 +90,23 @@ class Bounds(NamedTuple):
         move = lr / (1 - rule.beta1) * min(_ratio(rule), first / rule.eps)
         return Bounds(self.weights * shrunk + move, first, max(self.sums, grad * grad))
 
+    def within(self, dtype: torch.dtype, peak: float) -> Bounds:
+        """Return these bounds after a step with gradients of at most ``peak``; infinite ones if they may overflow
+        float16.
+        """
+        if dtype == torch.float16 and max(self.weights, peak) > _MOST_OF_HALF:
+            return Bounds(math.inf)
+        return self
+
+    def _after_ftrl(self, rule: RowOptimizer, grad: float) -> Bounds:
+        """Return the bounds after a step of FTRL: a weight moves by ``grad / Q``, and ``z`` follows from it."""
+        if rule.lr < _LEAST_RATE:
+            return self if not rule.lr else Bounds(math.inf)
+        sums = self.sums + grad * grad
+        weights = self.weights + rule.lr * min(_MOST_SHRUNK, grad / rule.beta)
+        led = weights * ((rule.beta + math.sqrt(sums)) / rule.lr + rule.l2) + rule.l1 + grad
+        return Bounds(weights, max(self.first, led), sums)
+
     def joined(self, other: Bounds) -> Bounds:
         """Return the larger bounds of both."""
         return Bounds(max(self.weights, other.weights), max(self.first, other.first), max(self.sums, other.sums))
@@ -85,13 +114,15 @@ class Bounds(NamedTuple):
     @classmethod
     def of(cls, rule: RowOptimizer, weights: Tensor, states: Sequence[Tensor]) -> Bounds:
         """Return the bounds of existing numbers; ``states`` in the order in which the rule keeps them."""
-        found = [_largest(state) for state in states]
-        if rule.beta2 and len(states) == 2 and not _is_of_one_history(rule, *states):
+        if "exp_avg" in rule.state_names and not _is_of_one_history(rule, *states[:2]):
             return cls(math.inf)
-        if rule.family is Family.SGD:
-            return cls(_largest(weights), *found)
-        first = found[0] if len(found) == 2 else 0.0
-        return cls(_largest(weights), first, found[-1] if found else 0.0)
+        first = sums = 0.0
+        for name, state in zip(rule.state_names, states, strict=False):
+            if name in _SUMS:
+                sums = max(sums, _largest(state))
+            else:
+                first = max(first, _largest(state))
+        return cls(_largest(weights), first, sums)
 
 
 def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
@@ -112,7 +143,8 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
             peak += largest_scale(tensor) * 128 * 16 * tensor.numel()
         elif tensor.is_floating_point():
             # |sum of k numbers| <= sqrt(k) * the root of the sum of their squares
-            peak += math.sqrt(tensor.numel() * torch.dot(tensor, tensor).item())
+            wide = tensor.float() if tensor.dtype == torch.float16 else tensor
+            peak += math.sqrt(wide.numel() * torch.dot(wide, wide).item())
     if squares is not None and squares.numel():
         peak *= math.sqrt(max(1.0, squares.max().item()))
     # Numbers that underflow when they are squared are below 1e-19.
@@ -120,7 +152,12 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
 
 
 def _ratio(rule: RowOptimizer) -> float:
-    """Return the most that Adam's first moment can be in units of its second moment's root, by Cauchy and Schwarz."""
+    """Return the most that the first moment can be in units of what it is divided by.
+
+    That is the second moment's root in Adam, by Cauchy and Schwarz, and a geometric series in Adamax.
+    """
+    if rule.family is Family.ADAMAX:
+        return 2 * (1 - rule.beta1) / (1 - rule.beta1 / rule.beta2) if rule.beta1 < rule.beta2 else math.inf
     shrinks = rule.beta1 * rule.beta1 / rule.beta2 if rule.beta2 else 1.0
     if shrinks >= 1:
         return math.inf
@@ -129,7 +166,9 @@ def _ratio(rule: RowOptimizer) -> float:
 
 def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> bool:
     """Return True if ``_ratio`` holds for loaded moments; first moments below 1e-15 are too small to matter."""
-    return bool((first.abs().float() <= _ratio(rule) * second.float().clamp(min=0).sqrt() + 1e-15).all())
+    scale = second.float().clamp(min=0)
+    scale = scale if rule.family is Family.ADAMAX else scale.sqrt()
+    return bool((first.abs().float() <= _ratio(rule) * scale + 1e-15).all())
 
 
 def _largest(numbers: Tensor) -> float:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.tables.optimizers.ftrl import FTRL
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
 
 __all__ = ["CONSTANTS", "Family", "OptimizerFactory", "RowOptimizer"]
@@ -38,6 +39,25 @@ class Family(StrEnum):
     ADAM = "Adam"
     ADAMW = "AdamW"
     SPARSE_ADAM = "SparseAdam"
+    RMSPROP = "RMSprop"
+    ADAMAX = "Adamax"
+    FTRL = "FTRL"
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES: dict[Family, tuple[str, ...]] = {
+    Family.ADAGRAD: ("sum",),
+    Family.ROW_WISE_ADAGRAD: ("sum",),
+    Family.ADAM: _MOMENTS,
+    Family.ADAMW: _MOMENTS,
+    Family.SPARSE_ADAM: _MOMENTS,
+    Family.ADAMAX: ("exp_avg", "exp_inf"),
+    Family.FTRL: ("z", "n"),
+}
+_COMPILED = (
+    Family.SGD, Family.ADAGRAD, Family.ROW_WISE_ADAGRAD, Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM,
+)  # fmt: skip
+_DECAYING = (Family.ADAM, Family.ADAMW, Family.RMSPROP, Family.ADAMAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +70,10 @@ class RowOptimizer:
 
     Attributes:
         family: the update rule.
-        lr, weight_decay, momentum, dampening, nesterov, beta1, beta2, eps, lr_decay, maximize: as torch names them;
-            those that the family does not use keep their defaults.
+        lr, weight_decay, momentum, dampening, nesterov, beta1, beta2, eps, lr_decay, maximize, alpha, centered,
+            amsgrad: as torch names them; those that the family does not use keep their defaults.
         initial_accumulator_value: the first value of Adagrad's sum of squares.
+        beta, l1, l2: of ``FTRL``.
     """
 
     family: Family
@@ -67,6 +88,12 @@ class RowOptimizer:
     lr_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     maximize: bool = False
+    alpha: float = 0.0
+    centered: bool = False
+    amsgrad: bool = False
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -79,16 +106,33 @@ class RowOptimizer:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{self.family} takes {name} from 0 to below 1, got {getattr(self, name)!r}")
-        for name in ("eps", "lr_decay", "initial_accumulator_value"):
+        for name in ("eps", "lr_decay", "initial_accumulator_value", "l1", "l2"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{self.family} takes no {name} below 0, got {getattr(self, name)!r}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"{self.family} takes alpha from 0 to 1, got {self.alpha!r}")
+        if self.family is Family.FTRL and not (self.beta > 0 and self.lr >= 0):
+            raise ValueError(f"FTRL takes beta > 0 and lr >= 0, got {self.beta!r} and {self.lr!r}")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors that ``torch.optim`` keeps of each parameter, in the order in which a row has them."""
+        if self.family is Family.SGD:
+            return ("momentum_buffer",) if self.momentum else ()
+        if self.family is Family.RMSPROP:
+            buffer = ("momentum_buffer",) if self.momentum else ()
+            return ("square_avg", *buffer, *(("grad_avg",) if self.centered else ()))
+        return (*_STATES[self.family], *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
     @property
     def states(self) -> int:
         """State numbers per weight; row-wise Adagrad's one number for a whole row is not counted."""
-        if self.family is Family.SGD:
-            return 1 if self.momentum else 0
-        return {Family.ADAGRAD: 1, Family.ROW_WISE_ADAGRAD: 0}.get(self.family, 2)
+        return 0 if self.family is Family.ROW_WISE_ADAGRAD else len(self.state_names)
+
+    @property
+    def compiled(self) -> bool:
+        """True if there are compiled kernels of it; other rules run as PyTorch's operations on copies of the rows."""
+        return self.family in _COMPILED and not self.amsgrad
 
     def row_width(self, width: int) -> int:
         """Numbers of a row of ``width`` weights with all its state."""
@@ -102,7 +146,7 @@ class RowOptimizer:
     @property
     def moves_quiet_rows(self) -> bool:
         """True if the dense optimizer also moves a row, or its state, in a step that gives it no gradient."""
-        if self.family in (Family.ADAM, Family.ADAMW):
+        if self.family in _DECAYING:
             return True
         return bool(self.weight_decay) or (self.family is Family.SGD and bool(self.momentum))
 
@@ -110,7 +154,7 @@ class RowOptimizer:
         """Return True if rows kept for this rule can be updated by ``other``: only numbers differ, not the state
         stored.
         """
-        return self.family is other.family and self.states == other.states
+        return self.family is other.family and self.state_names == other.state_names
 
     def constants(self, step: int) -> NDArray[np.float64]:
         """Return the constants for step number ``step`` (from 1) of this rule, computed in doubles as torch computes
@@ -120,6 +164,9 @@ class RowOptimizer:
         Adagrad, row-wise Adagrad: decayed lr, eps, -, -, weight decay, sign.
         Adam family: -lr/bc1, sqrt(bc2), 1 - beta1, beta2, weight decay (L2), sign, eps, 1 - lr * decoupled decay,
         1 - beta2, beta1, step, lr; the step is 0 where torch has no fused form.
+        RMSprop: lr, momentum, alpha, centered, weight decay, sign, eps.
+        Adamax: lr/bc1, -, beta1, beta2, weight decay, sign, eps.
+        FTRL: lr, -, beta, l1, -, sign, l2.
         """
         sign = -1.0 if self.maximize else 1.0
         numbers: tuple[float, ...]
@@ -130,6 +177,15 @@ class RowOptimizer:
             )  # fmt: skip
         elif self.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
             numbers = (self.lr / (1 + (step - 1) * self.lr_decay), self.eps, 0.0, 0.0, self.weight_decay, sign)
+        elif self.family is Family.RMSPROP:
+            numbers = (
+                self.lr, self.momentum, self.alpha, float(self.centered), self.weight_decay, sign, self.eps,
+            )  # fmt: skip
+        elif self.family is Family.ADAMAX:
+            rate = self.lr / (1 - self.beta1**step)
+            numbers = (rate, 0.0, self.beta1, self.beta2, self.weight_decay, sign, self.eps)
+        elif self.family is Family.FTRL:
+            numbers = (self.lr, 0.0, self.beta, self.l1, 0.0, sign, self.l2)
         else:
             numbers = self._adam_constants(step, sign)
         return np.array(numbers + (0.0,) * (CONSTANTS - len(numbers)))
@@ -171,15 +227,20 @@ class RowOptimizer:
             torch.optim.Adam: Family.ADAM,
             torch.optim.AdamW: Family.ADAMW,
             torch.optim.SparseAdam: Family.SPARSE_ADAM,
+            torch.optim.RMSprop: Family.RMSPROP,
+            torch.optim.Adamax: Family.ADAMAX,
             RowWiseAdagrad: Family.ROW_WISE_ADAGRAD,
+            FTRL: Family.FTRL,
         }
         family = known.get(type(optimizer))
         if family is None:
             names = ", ".join(kind.__name__ for kind in known)
             raise ValueError(f"tables cannot run {type(optimizer).__name__}; use one of {names}")
         numbers = cast(Mapping[str, object], optimizer.param_groups[group])
-        if numbers.get("amsgrad"):
-            raise ValueError(f"tables cannot run {family} with amsgrad=True; leave it False")
+        if numbers.get("differentiable"):
+            raise ValueError(
+                f"{family} has differentiable=True, and no gradient flows through a step on the servers; leave it False"
+            )
         if family is Family.ADAM and numbers.get("decoupled_weight_decay"):
             family = Family.ADAMW
         return cls(family=family, **_numbers_of(numbers))  # type: ignore[arg-type]

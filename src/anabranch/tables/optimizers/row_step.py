@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.tables.kernels import _plain
+from anabranch.tables.kernels._updates import update_of
 from anabranch.tables.kernels.selection import as_array, kernels, working_dtype
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.squares import correct_second_moments
@@ -45,6 +47,10 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, square
         return torch.cat([storage, sums[:, None].to(rows.dtype)], dim=1)
     if squares is not None:
         correct_second_moments(storage, None, grads, squares, rule, constants)
+    if not rule.compiled:
+        update = update_of(rule.family, constants)
+        _plain.on_rows(as_array(storage), stride, width, everyone, given, slice(None), update)
+        return storage
     run = {Family.SGD: module.step_sgd, Family.ADAGRAD: module.step_adagrad}.get(rule.family, module.step_adam)
     run(as_array(storage), stride, width, everyone, given, constants, 0, count)
     return storage

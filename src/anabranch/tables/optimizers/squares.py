@@ -4,7 +4,8 @@ Adagrad and Adam scale a step by the squares of the gradients so far. Fifty equa
 2,500 times the square of one, not 50 times: taken as one gradient they would slow a row down for good, most of all the
 most used rows. So a sum comes with its *squares*, the sum of its gradients' squares divided by the square of their sum:
 1 for a gradient of one step, 1/50 for 50 equal ones, 1 again for 50 in random directions. The kernels do not handle it:
-they add the square of the sum, and the excess is subtracted beforehand.
+they add the square of the sum, and the excess is subtracted beforehand. Adamax, FTRL and centered RMSprop, whose
+state cannot be corrected so, take a sum as one gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 
 __all__ = ["correct_second_moments", "merged_squares"]
 
-_DECAY, _SIGN, _BETA2, _REST = 4, 5, 3, 8  # where ``RowOptimizer.constants`` has them
+_WITHOUT_SQUARES = (Family.SGD, Family.ADAMAX, Family.FTRL)
+_ALPHA, _DECAY, _SIGN, _BETA2, _REST = 2, 4, 5, 3, 8  # where ``RowOptimizer.constants`` has them
 _LEAST = 2.0**-16
 _LEAST_OF_BFLOAT16 = 2.0**-7  # less would be lost in the rounding of what is taken off
 
@@ -42,7 +44,7 @@ def correct_second_moments(
         constants: of that step, as ``rule.constants`` gives them.
     """
     width = grads.shape[1]
-    if not len(rows) or rule.family is Family.SGD:
+    if not len(rows) or rule.family in _WITHOUT_SQUARES or rule.centered:
         return
     working = torch.float64 if rows.dtype == torch.float64 else torch.float32
     gradient = grads.to(working) * constants[_SIGN]
@@ -54,6 +56,9 @@ def correct_second_moments(
         sums += excess.double().mean(1).to(sums.dtype)
     elif rule.family is Family.ADAGRAD:
         rows[:, width : 2 * width] += excess.to(rows.dtype)
+    elif rule.family is Family.RMSPROP:
+        if constants[_ALPHA]:
+            rows[:, width : 2 * width] += (excess * ((1 - constants[_ALPHA]) / constants[_ALPHA])).to(rows.dtype)
     elif constants[_BETA2]:
         rows[:, 2 * width : 3 * width] += (excess * (constants[_REST] / constants[_BETA2])).to(rows.dtype)
 

@@ -13,15 +13,6 @@ from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 
 __all__ = ["ParameterState", "from_torch", "to_torch"]
 
-_NAMES: dict[Family, tuple[str, ...]] = {
-    Family.SGD: ("momentum_buffer",),
-    Family.ADAGRAD: ("sum",),
-    Family.ROW_WISE_ADAGRAD: ("sum",),
-    Family.ADAM: ("exp_avg", "exp_avg_sq"),
-    Family.ADAMW: ("exp_avg", "exp_avg_sq"),
-    Family.SPARSE_ADAM: ("exp_avg", "exp_avg_sq"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
@@ -47,7 +38,7 @@ def to_torch(rule: RowOptimizer, kept: ParameterState) -> dict[str, object]:
     """
     if not kept.step and rule.family is not Family.ADAGRAD:  # torch makes Adagrad's before the first step
         return {}
-    state: dict[str, object] = dict(zip(_NAMES[rule.family], kept.states, strict=False))
+    state: dict[str, object] = dict(zip(rule.state_names, kept.states, strict=False))
     if rule.family is Family.SPARSE_ADAM:
         state["step"] = kept.step
     elif rule.family is not Family.SGD:
@@ -61,7 +52,7 @@ def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) 
     Raises:
         ValueError: a state of another optimizer, or of another shape.
     """
-    names = _NAMES[rule.family][: max(rule.states, rule.family is Family.ROW_WISE_ADAGRAD)]
+    names = rule.state_names
     found = [tensor.to_dense() for name in names if isinstance(tensor := state.get(name), Tensor)]
     if not found and not state.get("step"):
         return ParameterState(values)

@@ -1,0 +1,109 @@
+"""``EmbeddingBagCollection``: one call for the bags of several features, and one message to the servers for their rows.
+
+::
+
+    KeyedJagged ──split──> ids of "user" ──┐                        ┌──> bag of "user" ──> (rows, width)
+                           ids of "seen" ──┼──> read all at once ───┼──> bag of "seen" ──> (rows, width)
+                           ids of "ad"   ──┘    (tables on servers) └──> bag of "ad"   ──> (rows, width)
+
+Each bag is the module that the user would call by itself, so its numbers, modes and gradients are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.boundary import current_tracer
+from anabranch.errors import CaptureError, SchemaError
+from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
+from anabranch.parameter_server.client.remote_tables import read_together
+from anabranch.parameter_server.client.remote_weight import RemoteWeight, RowSource
+from anabranch.tensors import Jagged, bags_of
+
+__all__ = ["EmbeddingBagCollection"]
+
+
+class EmbeddingBagCollection(nn.Module):
+    """Reduces the ids of each feature to one row a batch's row, by a bag of its own.
+
+    >>> from anabranch.tensors import KeyedJagged
+    >>> bags = EmbeddingBagCollection(
+    ...     {"user": nn.EmbeddingBag(10, 4, mode="sum"), "seen": nn.EmbeddingBag(50, 8, mode="mean")}
+    ... )
+    >>> pooled = bags(KeyedJagged.from_lists({"user": [[7], [8]], "seen": [[1, 2, 3], []]}))
+    >>> {key: tuple(rows.shape) for key, rows in pooled.items()}
+    {'user': (2, 4), 'seen': (2, 8)}
+
+    The result for a feature is that of its module on the feature's ids and offsets, gradients included. Rows that live
+    on servers (a ``RemoteEmbedding``, or an ``nn.EmbeddingBag`` that an ``Executor`` has moved there) come in one
+    message a shard for all features.
+
+    Args:
+        bags: for each feature an ``nn.EmbeddingBag``, or a ``RemoteEmbedding`` with a ``mode``; features may share one.
+
+    Raises:
+        TypeError, ValueError: a module that is no bag, or a feature's name that no submodule can have.
+    """
+
+    def __init__(self, bags: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.bags = nn.ModuleDict()
+        for key, bag in bags.items():
+            if not isinstance(bag, nn.EmbeddingBag | RemoteEmbedding):
+                raise TypeError(
+                    f"feature {key!r} needs an nn.EmbeddingBag or a RemoteEmbedding, got {type(bag).__name__}"
+                )
+            if bag.mode is None:
+                raise ValueError(f"feature {key!r}: RemoteEmbedding {bag.name} reduces no bags; give it a mode=")
+            try:
+                self.bags[key] = bag
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"feature {key!r} names no submodule ({error}); give it another name") from None
+
+    def forward(self, features: Jagged) -> dict[str, Tensor]:
+        """Return ``{feature: (rows, width)}`` of a ``KeyedJagged``, or of TorchRec's ``KeyedJaggedTensor``.
+
+        Weights of ids go to bags as ``per_sample_weights``, which need ``mode="sum"``. Features without a bag are
+        passed over.
+
+        Raises:
+            SchemaError: a feature that has a bag is not there, or has weights and a bag of another mode.
+            CaptureError: a graph is being captured, which cannot read from a batch where a feature's ids end.
+        """
+        if current_tracer() is not None:
+            raise CaptureError(
+                "EmbeddingBagCollection reads from each batch where a feature's ids end, and a graph has sizes of its "
+                "own; run the step on the tape: engine='tape' or 'auto'"
+            )
+        given = bags_of(features)
+        missing = [key for key in self.bags if key not in given]
+        if missing:
+            raise SchemaError(f"features {missing} are not among {list(given)}")
+        wanted = {key: given[key] for key in self.bags}
+        self._read_together({key: ids for key, (ids, _, _) in wanted.items()})
+        return {key: self._reduce(key, *bag) for key, bag in wanted.items()}
+
+    def _reduce(self, key: str, ids: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
+        bag = self.bags[key]
+        if weights is not None and bag.mode != "sum":
+            raise SchemaError(f"feature {key!r} has weights, and its bag's mode is {bag.mode!r}; weights need 'sum'")
+        if getattr(bag, "include_last_offset", False):
+            starts = torch.cat([starts, starts.new_full((1,), len(ids))])
+        found: Tensor = bag(ids, starts, per_sample_weights=weights)
+        return found
+
+    def _read_together(self, ids: Mapping[str, Tensor]) -> None:
+        sources = [(source, ids[key]) for key, bag in self.bags.items() if (source := _source_of(bag)) is not None]
+        if len(sources) > 1:
+            read_together(sources)
+
+
+def _source_of(bag: nn.Module) -> RowSource | None:
+    """Return where a bag's rows come from, if that is known before they are asked for."""
+    if isinstance(bag, RemoteEmbedding):
+        return bag.source
+    weight = bag.weight
+    return weight.source if isinstance(weight, RemoteWeight) else None

@@ -1,0 +1,266 @@
+"""Several ragged features in one call: each is its own ``nn.EmbeddingBag``, and the servers are asked once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.errors import NotFound, SchemaError
+from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.parameter_server import ParameterClient
+from anabranch.tables import Normal
+from anabranch.tensors import bags_of, count_rows, flatten, unflatten
+
+ROWS, WIDTH = 30, 4
+
+
+class TorchRecLike:
+    """The methods of TorchRec's ``KeyedJaggedTensor`` that are documented, and nothing else."""
+
+    def __init__(self, of: ab.KeyedJagged) -> None:
+        self._of = of
+
+    def keys(self) -> list[str]:
+        return self._of.keys()
+
+    def values(self) -> Tensor:
+        return self._of.values()
+
+    def lengths(self) -> Tensor:
+        return self._of.lengths()
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._of.weights_or_none()
+
+
+def ragged(seed: int, rows: int = 6, *, weighted: bool = False, limit: int = ROWS) -> ab.KeyedJagged:
+    """Three features; the last has no ids in this batch at all, and others have empty rows."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = {"user": 1, "seen": 4, "bought": 0}
+    lists = {
+        key: [
+            torch.randint(0, limit, (int(torch.randint(0, most + 1, (), generator=draw)),), generator=draw).tolist()
+            for _ in range(rows)
+        ]
+        for key, most in sizes.items()
+    }
+    weights = {key: [[0.5 + number for number in range(len(row))] for row in each] for key, each in lists.items()}
+    return ab.KeyedJagged.from_lists(lists, weights if weighted else None)
+
+
+class Model(nn.Module):
+    """``seen`` and ``bought`` share a table, under bags of different modes."""
+
+    def __init__(self, modes: tuple[str, str, str] = ("sum", "mean", "max")) -> None:
+        super().__init__()
+        user, seen, bought = (nn.EmbeddingBag(ROWS, WIDTH, mode=mode) for mode in modes)
+        bought.weight = seen.weight
+        self.bags = ab.EmbeddingBagCollection({"user": user, "seen": seen, "bought": bought})
+        self.head = nn.Linear(3 * WIDTH, 1)
+
+    def forward(self, features: Any) -> Tensor:
+        pooled = self.bags(features)
+        return self.head(torch.cat([pooled[key] for key in ("user", "seen", "bought")], 1))
+
+
+def by_hand(model: Model, features: ab.KeyedJagged) -> Tensor:
+    """The same with ``nn.EmbeddingBag`` on each feature's own lists."""
+    pooled, at = [], 0
+    lengths = features.lengths().view(3, -1).tolist()
+    for key, each in zip(features.keys(), lengths, strict=True):
+        ids, weights = features.values()[at : at + sum(each)], features.weights_or_none()
+        offsets = torch.tensor([sum(each[:row]) for row in range(len(each))])
+        own = None if weights is None else weights[at : at + sum(each)]
+        pooled.append(model.bags.bags[key](ids, offsets, per_sample_weights=own))
+        at += sum(each)
+    return model.head(torch.cat(pooled, 1))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_feature_is_its_own_bag(weighted: bool) -> None:
+    model = Model(("sum", "sum", "sum") if weighted else ("sum", "mean", "max"))
+    twin = copy.deepcopy(model)
+    features = ragged(1, weighted=weighted)
+    if weighted:
+        features.weights_or_none().requires_grad_()
+    given = [features, TorchRecLike(features)][weighted]
+    (ours,) = torch.autograd.grad(model(given).square().sum(), model.bags.bags["seen"].weight)
+    (theirs,) = torch.autograd.grad(by_hand(twin, features).square().sum(), twin.bags.bags["seen"].weight)
+    assert torch.equal(model(given), by_hand(twin, features))
+    assert torch.equal(ours, theirs)
+    if weighted:
+        model(given).square().sum().backward()
+        assert features.weights_or_none().grad.abs().sum() > 0
+
+
+def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return (model(batch["ids"])[:, 0] - batch["y"]).square().mean()
+
+
+def batches(count: int = 6) -> Iterator[dict[str, Any]]:
+    for seed in range(count):
+        yield {"ids": ragged(seed, 4 + seed % 2), "y": torch.linspace(-1, 1, 4 + seed % 2)}
+
+
+def trained_plainly(model: Model, count: int = 6) -> Model:
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
+    for batch in batches(count):
+        optimizer.zero_grad()
+        (by_hand(model, batch["ids"])[:, 0] - batch["y"]).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("cache", [None, ab.Cache("LFU", capacity=10)], ids=["uncached", "cached"])
+@pytest.mark.parametrize("mode", [None, "PS", "Hybrid"])
+def test_a_step_trains_as_the_plain_loop(mode: str | None, cache: ab.Cache | None) -> None:
+    model = Model()
+    expected = trained_plainly(copy.deepcopy(model))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
+    options = {} if mode is None else {"cache": cache}
+    with ab.Executor(ab.TrainStep(model, loss, optimizer), mode, **options) as executor:
+        for batch in batches():
+            executor.run(batch=batch)
+        assert executor.engine() == "tape"
+    for (name, found), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def remote(key: str, **changes: Any) -> ab.RemoteEmbedding:
+    return ab.RemoteEmbedding(
+        key, **{"num_embeddings": ROWS, "embedding_dim": WIDTH, "mode": "sum", "init": Normal(0, 1), **changes}
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_servers_are_asked_once_for_all_features(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = None if dynamic else ROWS
+    bags = {key: remote(key, num_embeddings=rows) for key in ("user", "seen", "bought")}
+    model = nn.ModuleList([ab.EmbeddingBagCollection(bags), nn.Linear(3 * WIDTH, 1)])
+    step = ab.TrainStep(
+        model,
+        lambda model, ids: model[1](torch.cat(list(model[0](ids).values()), 1)).square().mean(),
+        torch.optim.Adagrad(model.parameters(), lr=0.1),
+    )
+    asked: list[list[str]] = []
+    pull_many = ParameterClient.pull_many
+
+    def noted(self: ParameterClient, ids: Any, **options: Any) -> Any:
+        asked.append([name for name in ids if len(ids[name])])
+        return pull_many(self, ids, **options)
+
+    monkeypatch.setattr(ParameterClient, "pull_many", noted)
+    with ab.Executor(step, "Hybrid") as executor:
+        for seed in range(3):
+            asked.clear()
+            executor.run(batch=ragged(seed, limit=ROWS))
+            assert [names for names in asked if names] == [["user", "seen"]]
+
+
+def test_ids_outside_a_table_are_refused_as_by_the_table_alone() -> None:
+    model = Model()
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, "Hybrid") as executor:
+        bad = ab.KeyedJagged.from_lists({"user": [[1]], "seen": [[ROWS]], "bought": [[2]]})
+        with pytest.raises(NotFound, match=str(ROWS)):
+            executor.run(batch={"ids": bad, "y": torch.zeros(1)})
+
+
+def test_the_ids_of_another_batch_are_known_ahead() -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    bags = ab.EmbeddingBagCollection({key: remote(key, optimizer=sgd) for key in ("user", "seen", "bought")})
+    upcoming = UpcomingIds()
+    with upcoming.watching({"ids": ragged(1)}) as batch:
+        bags(batch["ids"])
+    following = ragged(2, 9)
+    found = upcoming.of({"ids": following})
+    for key, (ids, _, _) in bags_of(following).items():
+        assert torch.equal(found[key], ids)
+    for bag in bags.bags.values():
+        bag.close()
+
+
+def test_a_graph_is_refused_with_the_reason() -> None:
+    """A step that raises while it is captured runs on the tape once, which would raise as well if it were a mistake."""
+    model = Model()
+    expected = trained_plainly(copy.deepcopy(model), 1)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
+    with ab.Executor(ab.TrainStep(model, loss, optimizer), engine="graph") as executor:
+        executor.run(batch=next(batches()))
+        with pytest.raises(ab.CaptureError, match="where a feature's ids end"):
+            executor.run(batch=next(batches()))
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_the_default_engine_stays_on_the_tape_and_says_why() -> None:
+    model = Model()
+    expected = trained_plainly(copy.deepcopy(model))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
+    with ab.Executor(ab.TrainStep(model, loss, optimizer), capture_after=2) as executor:
+        for batch in batches():
+            executor.run(batch=batch)
+        assert executor.engine() == "tape"
+        assert "where a feature's ids end" in executor.explain()
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_it_counts_the_rows_of_its_batch_and_comes_apart_into_tensors() -> None:
+    features = ragged(2, 5)
+    assert count_rows({"ids": features, "y": torch.zeros(5)}) == 5
+    with pytest.raises(ValueError, match=r"ids KeyedJagged\(.*rows=5.*y \(4,\)"):
+        count_rows({"ids": features, "y": torch.zeros(4)})
+    leaves, treedef = flatten(features)
+    again = unflatten(treedef, leaves)
+    assert again.keys() == features.keys()
+    assert torch.equal(again.values(), features.values())
+
+
+def test_offsets_and_lengths_say_the_same() -> None:
+    features = ragged(4)
+    again = ab.KeyedJagged(features.keys(), features.values(), offsets=features.offsets())
+    assert torch.equal(again.lengths(), features.lengths())
+    for key, (ids, starts, _) in bags_of(again).items():
+        assert torch.equal(ids, bags_of(features)[key][0])
+        assert torch.equal(starts, bags_of(features)[key][1])
+    assert again.to("cpu").stride() == len(again) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"keys": ["a", "a"], "lengths": [1, 1]}, "each once"),
+        ({"keys": ["a", "b"], "lengths": [2]}, "1 lengths are no whole number of rows of 2"),
+        ({"keys": ["a"], "lengths": [3]}, "add up to 3, and there are 2"),
+        ({"keys": ["a"], "lengths": [3, -1]}, "at least 0.*the least length is -1"),
+        ({"keys": ["a"], "offsets": [0, 3, 2]}, "offsets never fall"),
+        ({"keys": ["a"]}, "one of lengths= and offsets="),
+        ({"keys": ["a"], "offsets": [1, 2]}, "begin with 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    sizes = {name: torch.tensor(value) for name, value in given.items() if name != "keys"}
+    with pytest.raises(ValueError, match=words):
+        ab.KeyedJagged(given["keys"], torch.tensor([1, 2]), **sizes)
+
+
+def test_what_a_collection_cannot_do_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"'a' needs an nn.EmbeddingBag"):
+        ab.EmbeddingBagCollection({"a": nn.Embedding(3, 2)})
+    with pytest.raises(ValueError, match="give it a mode="):
+        ab.EmbeddingBagCollection({"a": remote("a", mode=None)})
+    with pytest.raises(ValueError, match=r"'a\.b' names no submodule"):
+        ab.EmbeddingBagCollection({"a.b": nn.EmbeddingBag(3, 2)})
+    bags = ab.EmbeddingBagCollection({"a": nn.EmbeddingBag(3, 2)})
+    with pytest.raises(SchemaError, match=r"\['a'\] are not among \['b'\]"):
+        bags(ab.KeyedJagged.from_lists({"b": [[1]]}))
+    with pytest.raises(SchemaError, match="weights need 'sum'"):
+        bags(ab.KeyedJagged.from_lists({"a": [[1]]}, {"a": [[2.0]]}))

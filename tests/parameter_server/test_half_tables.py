@@ -1,0 +1,207 @@
+"""float16 tables: weights of two bytes, moved in float32 beside float32 state, and rounded after each step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch.errors import NonFinite
+from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteTables
+from anabranch.tables import (
+    FTRL,
+    Constant,
+    DenseParameter,
+    Normal,
+    RowOptimizer,
+    RowTable,
+    RowWiseAdagrad,
+    TableSpec,
+)
+from anabranch.tensors.packing import Share, join, split
+from anabranch.testing import MemoryTransport
+
+ROWS, WIDTH = 24, 16
+RULES = {
+    "sgd with decay": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.01, fused=True),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, fused=True),
+    "row-wise adagrad": functools.partial(RowWiseAdagrad, lr=0.1),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, amsgrad=True, fused=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.01),
+    "ftrl": functools.partial(FTRL, lr=0.1),
+}
+
+
+class RoundedLoop:
+    """The plain loop: float16 weights, widened for each step of a float32 optimizer, whose result is rounded."""
+
+    def __init__(self, weights: torch.Tensor, make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.weights = weights.clone()
+        self._wide = nn.Parameter(weights.float())
+        self.optimizer = make([self._wide])
+
+    def step(self, grad: torch.Tensor) -> None:
+        assert grad.dtype == torch.float16
+        self._wide.grad = grad.float()
+        self.optimizer.step()
+        self.weights = self._wide.detach().half()
+        self._wide.data = self.weights.float()
+
+    def state(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        return [self.optimizer.state[self._wide][name] for name in names]
+
+
+def half_table(rule: RowOptimizer, **changes: object) -> RowTable:
+    spec = TableSpec("t", ROWS, WIDTH, torch.float16, Normal(0, 1), **{"every_row_moves": True, **changes})
+    return RowTable(spec, rule)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_move_as_in_the_plain_loop_that_rounds_each_step(name: str) -> None:
+    table = half_table(RowOptimizer.from_factory(RULES[name]))
+    everyone = torch.arange(ROWS)
+    plain = RoundedLoop(table.pull(everyone), RULES[name])
+    for step in range(60):
+        plain.optimizer.param_groups[0]["lr"] *= 0.98
+        ids = torch.randint(0, 8 if step < 50 else ROWS, (6,)).unique()
+        grad = torch.randn(len(ids), WIDTH).half()
+        assert torch.equal(table.pull(ids, training=True), plain.weights[ids])
+        table.rule = RowOptimizer.from_torch(plain.optimizer)
+        table.push(ids, grad)
+        plain.step(torch.zeros(ROWS, WIDTH, dtype=torch.float16).index_copy(0, ids, grad))
+    assert table.pull(everyone).dtype == torch.float16
+    assert torch.equal(table.pull(everyone), plain.weights)
+    found = table.pull_with_state(everyone)
+    for number, wanted in enumerate(plain.state(table.rule.state_names), 1):
+        mine = found[:, number * WIDTH : (number + 1) * WIDTH] if wanted.ndim == 2 else found[:, WIDTH]
+        assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_dense_parameter_moves_as_in_the_plain_loop_that_rounds_each_step(name: str) -> None:
+    weights = torch.randn(8, 32).half()
+    plain = RoundedLoop(weights, RULES[name])
+    kept = DenseParameter("w", weights, RowOptimizer.from_factory(RULES[name]))
+    for _ in range(10):
+        grad = torch.randn(8, 32).half()
+        kept.push(grad)
+        plain.step(grad)
+    assert torch.equal(kept.value, plain.weights)
+    assert all(state.dtype == torch.float32 for state in kept.states)
+
+
+def test_tiny_gradients_are_not_lost_in_the_state() -> None:
+    """Their squares are 0 in float16, and Adam's step would be one of 1/eps."""
+    table = half_table(RowOptimizer.from_factory(RULES["adam"]))
+    before = table.pull(torch.tensor([1]))
+    table.push(torch.tensor([1]), torch.full((1, WIDTH), 1e-5).half())
+    assert (table.pull(torch.tensor([1])) - before).abs().max() < 0.02
+
+
+def test_rows_take_two_bytes_a_weight_and_four_a_number_of_state() -> None:
+    table = half_table(RowOptimizer.from_factory(RULES["adam"]))
+    assert table.bytes() == ROWS * (WIDTH * (2 + 2 * 4) + 8)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(ROWS, 5), (None, 3)])
+def test_rows_in_a_file_and_of_odd_width_are_those_in_memory(rows: int | None, width: int) -> None:
+    rule = RowOptimizer.from_factory(RULES["momentum"])
+    tables = [
+        RowTable(TableSpec("t", rows, width, torch.float16, memory_map=mapped), rule, address_space=1 << 20)
+        for mapped in (False, True)
+    ]
+    for _ in range(5):
+        ids, grads = torch.randint(0, ROWS, (6,)), torch.randn(6, width).half()
+        for table in tables:
+            table.push(ids, grads)
+        assert torch.equal(tables[0].pull_with_state(ids), tables[1].pull_with_state(ids))
+
+
+def test_what_overflows_float16_is_refused_and_changes_nothing() -> None:
+    network = MemoryTransport()
+    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
+        sgd = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
+        client.init_table(TableSpec("t", ROWS, WIDTH, torch.float16, Constant(-60000.0)), sgd)
+        client.init("bias", (3,), init=1.0, dtype=torch.float16, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        ids, grad = torch.tensor([1, 1]), torch.full((2, WIDTH), 5000.0)
+        for refused in (grad, grad * 10, grad.clone().fill_(1e6)):  # by its result, its sum, and itself
+            with pytest.raises(NonFinite):
+                client.sparse_push("t", ids, refused.half() if refused[0, 0] < 65000 else refused)
+        with pytest.raises(NonFinite):
+            client.push("bias", torch.tensor([65000.0, 1.0, 1.0]).half() * 2)
+        assert client.sparse_pull("t", ids).tolist() == [[-60000.0] * WIDTH] * 2
+        client.sparse_push("t", ids[:1], grad[:1].half())
+        assert client.sparse_pull("t", ids[:1]).tolist() == [[-64992.0] * WIDTH]
+
+
+def test_first_values_that_float16_does_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="float16 does not hold"):
+        TableSpec("t", 4, 2, torch.float16, Constant(1e5))
+
+
+@pytest.mark.parametrize("cache", [None, ab.Cache("LFU", capacity=6)], ids=["uncached", "cached"])
+@pytest.mark.parametrize("name", ["momentum", "adam", "ftrl"])
+def test_a_half_model_trains_on_servers_as_in_the_plain_loop(name: str, cache: ab.Cache | None) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.EmbeddingBag(ROWS, WIDTH, mode="sum"), nn.Linear(WIDTH, 1)).half()
+    twin = copy.deepcopy(model)
+    plain = RoundedLoop(twin[0].weight.detach(), RULES[name])
+    optimizer = RULES[name](model[0].parameters())
+    step = ab.TrainStep(model[0], lambda bags, ids: bags(ids).float().square().sum(), optimizer)
+    with ab.Executor(step, "Hybrid", cache=cache) as executor:
+        for _ in range(6):
+            ids = torch.randint(0, ROWS, (4, 1))
+            executor.run(batch=ids)
+            twin[0].weight.data = plain.weights
+            twin[0].weight.grad = None
+            twin[0](ids).float().square().sum().backward()
+            plain.step(twin[0].weight.grad)
+    assert model[0].weight.dtype == torch.float16
+    assert torch.equal(model[0].weight.detach(), plain.weights)
+    state = optimizer.state[model[0].weight]
+    assert all(state[label].dtype == torch.float16 for label in state if label != "step")
+
+
+def test_state_comes_through_a_checkpoint_whole(tmp_path: Path) -> None:
+    rule = RowOptimizer.from_factory(RULES["adam"])
+    network = MemoryTransport()
+    kept = []
+    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
+        client.init_table(TableSpec("t", ROWS, WIDTH, torch.float16), rule)
+        for turn in range(2):
+            client.sparse_push("t", torch.arange(3), torch.randn(3, WIDTH).half())
+            if not turn:
+                client.save(tmp_path / "saved")
+                kept.append(client.read_kept("t", rule))
+        client.load(tmp_path / "saved")
+        kept.append(client.read_kept("t", rule))
+    for one, other in zip([kept[0].values, *kept[0].states], [kept[1].values, *kept[1].states], strict=True):
+        assert torch.equal(one, other)
+    assert kept[1].values.dtype == torch.float16
+    assert kept[1].states[0].dtype == torch.float32
+
+
+def test_a_cache_that_would_move_half_rows_is_refused() -> None:
+    model = nn.Embedding(ROWS, WIDTH, dtype=torch.float16)
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=ab.Cache(push_bound=2))
+        with pytest.raises(ValueError, match=r"weight is float16.*push_bound=0"):
+            tables.adopt(model, ["weight"], torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+def test_half_rows_travel_without_overflow(compression: str | None) -> None:
+    rows = torch.tensor([[65504.0, -65504.0, 1.0, 0.001]]).half()
+    share = [Share(torch.float16, (1, 4), "rows")]
+    (came,) = split(join([rows], share, compression), share, compression)
+    assert torch.isfinite(came).all()
+    assert compression == "int8" or torch.equal(came, rows)
