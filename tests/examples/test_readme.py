@@ -3,39 +3,68 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from anabranch.testing import LocalJob
+from launched import run
 
 ROOT = Path(__file__).parents[2]
 
 
+TEXT = (ROOT / "README.md").read_text()
+PRINTED = re.compile(r"step (\d+)  loss (\S+)")
+
+
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (source,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The README's only program, in a folder of its own, which is the current one."""
+    (source,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    script = tmp_path / "script.py"
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    return path
+
+
+def losses(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in PRINTED.findall(printed)}
+
+
+def as_job(script: Path, workers: int = 1) -> str:
+    ended = run("--workers", workers, script)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_it_prints_the_same_on_one_worker_and_on_four(script: Path) -> None:
+    said = losses(TEXT)
+    assert list(said) == [200, 400, 600, 800, 1000]
+    for workers in (1, 4):
+        assert losses(as_job(script, workers)) == pytest.approx(said, rel=0, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_without_a_launcher_it_prints_the_same(script: Path) -> None:
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    assert losses(ended.stdout) == pytest.approx(losses(TEXT), rel=0, abs=2e-6)
+
+
+def test_it_goes_on_where_ctrl_c_ended_it_and_no_further_than_its_end(script: Path) -> None:
+    source = script.read_text()
+    loop = "    while executor.step < 1000 and not executor.stopping:\n"
+    press = "        if executor.step == 300:\n            signal.raise_signal(signal.SIGINT)\n"
+    script.write_text(source.replace(loop, loop + press))
+    assert list(losses(as_job(script))) == [200]
     script.write_text(source)
-    return script
-
-
-def test_the_example_ends_alike_on_one_worker_and_on_three(example, tmp_path):
-    losses = []
-    for workers in (1, 3):
-        directory = tmp_path / str(workers)
-        directory.mkdir()
-        script = directory / "script.py"
-        script.write_text(example.read_text().replace("runs/toy", str(directory / "toy")))
-        log = LocalJob(workers=workers, timeout=100).run(script).check().logs[0]
-        losses.append(float(re.fullmatch(r"loss (\S+)", log.strip())[1]))
-    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
-    assert losses[0] < 0.3
+    rest = {step: loss for step, loss in losses(TEXT).items() if step > 200}
+    assert losses(as_job(script)) == pytest.approx(rest, rel=0, abs=2e-6)
+    assert not losses(as_job(script))
 
 
 def test_every_file_the_readme_points_to_is_there():
-    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    links = re.findall(r"\]\(([^)#:]+)\)", TEXT)
     assert links
     missing = [link for link in links if not (ROOT / link).exists()]
     assert not missing
