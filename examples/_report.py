@@ -12,8 +12,10 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 BITS = 1 / math.log(2)  # in a nat
+_WIDE = 100  # columns of a terminal that has room for everything beside the bar
 
 
 @dataclass(slots=True)
@@ -77,9 +79,9 @@ class Screen:
         self._loss = self._held_out = math.nan
         self._bar = Progress(
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(min_width=2 * len(str(steps)) + 1)),
             TextColumn("{task.fields[figures]}", markup=False),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
             console=self.console,
             expand=True,
             disable=not (shown and self.console.is_terminal),
@@ -102,19 +104,20 @@ class Screen:
     def trained(self, step: int, loss_of_batch: float, seconds: float) -> None:
         self._recent.append(seconds)
         self._loss = loss_of_batch
-        self._bar.update(self._task, completed=step, figures=self._figures())
+        self._bar.update(self._task, completed=step, figures=self._figures(self.console.width >= _WIDE))
 
     def evaluated(self, step: int, held_out: float) -> None:
         self._held_out = held_out
-        self._bar.update(self._task, figures=self._figures())
+        self._bar.update(self._task, figures=self._figures(self.console.width >= _WIDE))
         self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds():.0f} s left")
 
     def _seconds(self) -> float:
         """Return the seconds of a step, of late."""
         return sum(self._recent) / max(1, len(self._recent))
 
-    def _figures(self) -> str:
+    def _figures(self, whole: bool = True) -> str:
         rate = 1 / max(1e-9, self._seconds())
         bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
         also = f"  {self._also()}" if self._also else ""
-        return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}{also}"
+        read = f"  {rate * self._bytes_per_step / 1e3:.0f} kB/s" if whole else ""
+        return f"{rate:.1f} steps/s{read}  loss {self._loss:.3f}{bits}{also}"
