@@ -104,18 +104,19 @@ class Screen:
     def trained(self, step: int, loss_of_batch: float, seconds: float) -> None:
         self._recent.append(seconds)
         self._loss = loss_of_batch
-        self._bar.update(self._task, completed=step, figures=self._figures(self.console.width >= _WIDE))
+        self._bar.update(self._task, completed=step, figures=self._figures())
 
     def evaluated(self, step: int, held_out: float) -> None:
         self._held_out = held_out
-        self._bar.update(self._task, figures=self._figures(self.console.width >= _WIDE))
+        self._bar.update(self._task, figures=self._figures())
         self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds():.0f} s left")
 
     def _seconds(self) -> float:
         """Return the seconds of a step, of late."""
         return sum(self._recent) / max(1, len(self._recent))
 
-    def _figures(self, whole: bool = True) -> str:
+    def _figures(self) -> str:
+        whole = self.console.width >= _WIDE or not self.console.is_terminal
         rate = 1 / max(1e-9, self._seconds())
         bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
         also = f"  {self._also()}" if self._also else ""
