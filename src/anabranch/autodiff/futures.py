@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Iterable
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from anabranch.deadline import Deadline
 
 __all__ = ["GradientFuture", "abandon", "is_future", "result_of"]
 
-GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch.futures.Future[Tensor]"
-"""A gradient on its way: of ``concurrent.futures`` or of torch."""
+GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch._C.Future[Any]"
+"""A gradient on its way: of ``concurrent.futures``, of torch, or ``get_future()`` of a collective's work."""
 
 
 def is_future(value: object) -> TypeGuard[GradientFuture]:
     """Return True if ``value`` is a future of either kind."""
-    return isinstance(value, concurrent.futures.Future | torch.futures.Future)
+    return isinstance(value, concurrent.futures.Future | torch._C.Future)
 
 
 def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operation: str) -> Tensor:
@@ -39,7 +39,17 @@ def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operatio
             raise deadline.error(peer=peer, operation=operation)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
-    return future.value()
+    # Done already: no thread waits, but the current streams for the future's.
+    (value,) = torch.futures.wait_all([cast("torch.futures.Future[Tensor]", future)])
+    return _only_tensor(value)
+
+
+def _only_tensor(value: object) -> Tensor:
+    """Return the tensor of a future's value; that of a collective is a list of its tensors, here of one."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if len(several) == 1 and isinstance(several[0], Tensor):
+        return several[0]
+    raise TypeError(f"a callback's future gives a tensor, or a list of one as collectives do, got {value!r}")
 
 
 _GRACE = 1.0
