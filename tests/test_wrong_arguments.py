@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,17 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: step(torch.optim.SGD), TypeError, "got the class SGD; make one"),
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),
     (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
+    (lambda: executor(engine="jit"), ValueError, "engine is 'auto', 'graph' or 'tape', got 'jit'"),
+    (lambda: executor(comm_mode="P2P"), ValueError, "comm_mode is None, 'AllReduce', 'PS' or 'Hybrid', got 'P2P'"),
+    (lambda: executor(consistency="ssp"), ValueError, "such as 'ssp:4', got 'ssp'"),
+    (lambda: executor().run(torch.ones(2, 4)), TypeError, "the name of a step, such as 'default', got a Tensor"),
     (lambda: executor(seed="a"), TypeError, "seed is a whole number, or None, got 'a'"),
     (lambda: executor(seed=1.5), TypeError, "seed .* got 1.5"),
     (lambda: executor(dataloaders=5), TypeError, "dataloaders is a dict of loaders .* got 5"),
     (lambda: executor(timeout=-1), ValueError, "timeout is a finite number of seconds above 0, got -1"),
     (lambda: executor(timeout="x"), TypeError, "timeout is a number of seconds, got 'x'"),
     (lambda: executor(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
-    (lambda: executor(cache=3), TypeError, "cache is an anabranch.Cache, or None, got 3"),
+    (lambda: executor(cache=3), TypeError, "got 3; for 3 rows write ab.Cache\\(capacity=3\\)"),
     (lambda: executor(compile="yes"), TypeError, "compile is True or False, got 'yes'"),
     (lambda: executor(log_path=3), TypeError, "log_path is a text or a pathlib.Path, got 3"),
     (lambda: executor(devices={"zz": "cpu"}), ValueError, r"'zz'; it has none; use model.to\(device\)"),
@@ -143,3 +148,22 @@ def test_a_lazy_layer_that_has_seen_no_batch_is_named(kind: str) -> None:
             make()
     model(torch.ones(2, 4))
     ab.Executor(ab.TrainStep(model, loss, optimizer)).run(batch=torch.ones(2, 4))
+
+
+def test_words_may_be_written_in_any_case() -> None:
+    two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with executor(engine="Tape", comm_mode="allreduce", consistency="BSP") as made:
+        assert made.comm_mode == "AllReduce"
+        assert made.engine("default") == "tape"
+    for name in ("gpipe", "1f1b", "zb1p"):
+        pipe = ab.Pipe(two, balance=[1, 1], chunks=2, schedule=name, checkpoint="Never")  # type: ignore[arg-type]
+        assert pipe(torch.ones(2, 4)).shape == (2, 4)
+    assert ab.Cache(policy="lfuopt", capacity=3).policy == "LFUOpt"  # type: ignore[arg-type]
+    assert ab.RemoteEmbedding("t", 3, 2, mode="SUM").mode == "sum"  # type: ignore[arg-type]
+
+
+def test_what_is_printed_of_an_object_tells_what_it_is() -> None:
+    with executor(comm_mode="PS") as made:
+        assert re.fullmatch(r"Executor\(\{'default': .*\}, comm_mode='PS', step=0\)", repr(made))
+    graph = ab.capture(lambda x: MODEL(x).sum(), torch.ones(2, 4))
+    assert re.fullmatch(r"Graph\(\(x\) -> \(output\): \d+ operations, 2 tensors of state\)", repr(graph))

@@ -204,7 +204,7 @@ def test_a_stage_that_waits_past_the_deadline_says_for_whom():
         ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe take 2 devices, got 1"),
         ({"chunks": 0}, ValueError, "at least 1, got 0"),
         ({"checkpoint": "sometimes"}, ValueError, "got 'sometimes'"),
-        ({"schedule": "2F2B"}, ValueError, "no schedule is called '2F2B'"),
+        ({"schedule": "2F2B"}, ValueError, "schedule is 'GPipe', '1F1B', .* got '2F2B'"),
         ({"schedule": "ZBV", "balance": [1, 1, 2]}, ValueError, "3 stages do not fit 1 ranks"),
         ({"balance": 4}, TypeError, "balance=4 is no list of the number of layers of each stage"),
         ({"balance": [2.0, 2.0]}, TypeError, r"balance=\[2.0, 2.0\] is no list"),

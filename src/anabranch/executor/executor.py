@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.checkpoint.generations import check_path
+from anabranch.choices import choice
 from anabranch.collectives import Workers
 from anabranch.deadline import check_seconds
 from anabranch.executor.device_placement import Placement
@@ -45,7 +46,7 @@ from anabranch.tensors import Compression, Structure, as_tensors, check_compress
 
 __all__ = ["CommMode", "Executor"]
 
-_ENGINES = ("auto", "graph", "tape")
+_ENGINES: tuple[Literal["auto", "graph", "tape"], ...] = ("auto", "graph", "tape")
 
 
 class Executor:
@@ -133,11 +134,10 @@ class Executor:
     ) -> None:
         self._steps = named_steps(steps)
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
-        Consistency.parse(consistency)
+        consistency = Consistency.parse(consistency).name
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
-        if engine not in _ENGINES:
-            raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
+        engine = choice("engine", engine, _ENGINES)
         if not isinstance(compile, bool):
             raise TypeError(f"compile is True or False, got {compile!r}")
         if compile and engine == "tape":
@@ -149,7 +149,8 @@ class Executor:
         if not isinstance(seed, Integral | None):
             raise TypeError(f"seed is a whole number, or None, got {seed!r}")
         if not isinstance(cache, Cache | None):
-            raise TypeError(f"cache is an anabranch.Cache, or None, got {cache!r}")
+            rows = f"; for {cache} rows write ab.Cache(capacity={cache})" if isinstance(cache, int) else ""
+            raise TypeError(f"cache is an ab.Cache or None, got {cache!r}{rows}")
         if not isinstance(dataloaders, Mapping | None):
             raise TypeError(f"dataloaders is a dict of loaders by the step's name, got {dataloaders!r}")
         for name in dataloaders or {}:
@@ -375,7 +376,17 @@ class Executor:
 
     # What there is.
 
+    def __repr__(self) -> str:
+        """Return the steps with their models, the mode and the number of optimizer steps taken."""
+        steps = ", ".join(f"{name!r}: {step!r}" for name, step in self._steps.items())
+        return f"Executor({{{steps}}}, comm_mode={self.comm_mode!r}, step={self.step})"
+
     def _step(self, name: str) -> Step:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"run's first argument is the name of a step, such as {next(iter(self._steps))!r}, got a "
+                f"{type(name).__name__}; give the batch after it, or as batch="
+            )
         if name not in self._steps:
             raise ValueError(f"no step is called {name!r}; the steps are {sorted(self._steps)}")
         return self._steps[name]

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
 from anabranch.tables import RowOptimizer
@@ -27,7 +28,7 @@ from anabranch.tables import RowOptimizer
 __all__ = ["CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
 
 CommMode = Literal["AllReduce", "PS", "Hybrid"]
-_COMM_MODES: dict[str, CommMode] = {"allreduce": "AllReduce", "ps": "PS", "hybrid": "Hybrid"}
+_COMM_MODES: tuple[CommMode, ...] = ("AllReduce", "PS", "Hybrid")
 _SERVED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -37,12 +38,7 @@ def comm_mode_of(given: str | None) -> CommMode | None:
     Raises:
         ValueError: it names none.
     """
-    if given is None:
-        return None
-    mode = _COMM_MODES.get(given.lower()) if isinstance(given, str) else None
-    if mode is None:
-        raise ValueError(f"comm_mode is None or one of {sorted(_COMM_MODES.values())}, got {given!r}")
-    return mode
+    return choice("comm_mode", given, (None, *_COMM_MODES))
 
 
 class Place(StrEnum):
@@ -165,10 +161,7 @@ def _checked_overrides(
     for name, where in given.items():
         if name not in named:
             raise ValueError(f"routes= names {name!r}; the parameters are: {', '.join(named)}")
-        place = _COMM_MODES.get(where.lower()) if isinstance(where, str) else None
-        if place is None:
-            raise ValueError(f"routes={{{name!r}: {where!r}}}: a parameter's route is 'AllReduce', 'PS' or 'Hybrid'")
-        found[name] = place
+        found[name] = choice(f"the route of {name!r}", where, _COMM_MODES)
     return found
 
 

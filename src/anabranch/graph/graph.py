@@ -307,6 +307,12 @@ class Graph:
 
         return to_dot(self)
 
+    def __repr__(self) -> str:
+        """Return the names of free inputs and outputs, and the number of operations and of bound tensors."""
+        free = ", ".join(binding.name for binding in self.bindings if binding.bound is None)
+        held = sum(binding.bound is not None for binding in self.bindings)
+        return f"Graph(({free}) -> ({', '.join(self.outputs)}): {len(self.nodes)} operations, {held} tensors of state)"
+
     def __call__(self, *inputs: Structure) -> Structure:
         """Run the operations; returns what the captured function returns.
 

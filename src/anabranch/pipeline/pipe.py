@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, SupportsIndex, TypeAlias, cast
+from typing import Literal, SupportsIndex, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.choices import choice
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
@@ -688,8 +689,7 @@ _HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
 def _check_choices(chunks: int, checkpoint: str) -> None:
     if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
         raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
-    if checkpoint not in ("except_last", "always", "never"):
-        raise ValueError(f"checkpoint is 'except_last', 'always' or 'never', got {checkpoint!r}")
+    choice("checkpoint", checkpoint, get_args(Checkpoint))
 
 
 class _Schedules:
@@ -698,6 +698,7 @@ class _Schedules:
     def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
         if not isinstance(given, str | Schedule):
             raise TypeError(f"schedule is a name or what make_schedule makes, got {given!r}; names are {[*SCHEDULES]}")
+        given = choice("schedule", given, SCHEDULES) if isinstance(given, str) else given
         self.name = name = given if isinstance(given, str) else given.name
         self.given = None if isinstance(given, str) else given
         if self.given is not None:
@@ -857,7 +858,7 @@ def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch
 
 
 def _recomputed(checkpoint: Checkpoint, n: int, m: int) -> frozenset[tuple[int, int]]:
-    last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+    last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint.lower()]
     return frozenset((j, i) for j in range(n) for i in range(last))
 
 

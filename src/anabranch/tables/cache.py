@@ -42,6 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.choices import choice
 from anabranch.tables.id_index import IdIndex, make_index
 from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.row_versions import WITH_STATE
@@ -90,8 +91,7 @@ class Cache:
     push_bound: int = 0
 
     def __post_init__(self) -> None:
-        if self.policy not in ("LRU", "LFU", "LFUOpt"):
-            raise ValueError(f"policy={self.policy!r} is none of 'LRU', 'LFU' and 'LFUOpt'")
+        object.__setattr__(self, "policy", choice("policy", self.policy, ("LRU", "LFU", "LFUOpt")))
         if isinstance(self.capacity, bool) or not isinstance(self.capacity, int) or self.capacity < 1:
             raise ValueError(f"capacity={self.capacity!r} must be a number of rows, at least 1")
         for name in ("pull_bound", "push_bound"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff import opaque
+from anabranch.choices import choice
 from anabranch.parameter_server.client.distinct_ids import unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_weight import RowSource, Table, look_up, look_up_bags
@@ -76,8 +77,7 @@ class RemoteEmbedding(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if mode not in (None, "sum", "mean", "max"):
-            raise ValueError(f"mode={mode!r} is none of None, 'sum', 'mean' and 'max'")
+        mode = choice("mode", mode, (None, "sum", "mean", "max"))
         initial = Constant(float(init)) if isinstance(init, (int, float)) else init
         self.spec = TableSpec(
             name, num_embeddings, embedding_dim, dtype, initial, seed, capacity=capacity, eviction=eviction,

@@ -94,14 +94,15 @@ class Consistency:
     @classmethod
     def parse(cls, name: str) -> Consistency:
         """Return the consistency called ``"bsp"``, ``"ssp:K"`` or ``"asp"``; anything else is a ``ValueError``."""
+        name = name.lower() if isinstance(name, str) else name
         if name == "bsp":
             return cls(name, True, 0)
         if name == "asp":
             return cls(name, False, None)
-        kind, _, steps = name.partition(":")
+        kind, _, steps = str(name).partition(":")
         if kind == "ssp" and steps.isascii() and steps.isdigit():
             return cls(name, False, int(steps))
-        raise ValueError(f"consistency={name!r} is none of 'bsp', 'ssp:K' (K steps, a number >= 0) and 'asp'")
+        raise ValueError(f"consistency is 'bsp', 'asp' or 'ssp:K' with K steps, such as 'ssp:4', got {name!r}")
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from anabranch.checkpoint.generations import check_path
+from anabranch.choices import choice
 from anabranch.deadline import check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
@@ -105,8 +106,7 @@ class ParameterServer:
         heartbeat: float = 1.0,
         transport: Transport | None = None,
     ) -> None:
-        if durability not in ("none", "checkpoint", "log"):
-            raise ValueError(f"durability={durability!r} is none of 'none', 'checkpoint' and 'log'")
+        durability = choice("durability", durability, ("none", "checkpoint", "log"))
         if durability != "none" and checkpoint_dir is None:
             raise ValueError(f"durability={durability!r} needs a checkpoint_dir to keep its files in")
         for name, number in {"shard": shard, "shards": shards, "threads": threads}.items():

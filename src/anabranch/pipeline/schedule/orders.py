@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from anabranch.choices import choice
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.schedule.schedule import Schedule
 
@@ -45,9 +46,8 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
     Source: GPipe (Huang et al., 2019); 1F1B (Narayanan et al., PipeDream, 2019, and Megatron-LM, 2021, for the
     interleaved one); ZB1P and ZBV (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
     """
-    make = SCHEDULES.get(name)
-    if make is None:
-        raise ValueError(f"no schedule is called {name!r}; there are {', '.join(map(repr, SCHEDULES))}")
+    name = choice("schedule", name, SCHEDULES)
+    make = SCHEDULES[name]
     for what, number in (("stages", stages), ("microbatches", microbatches)):
         if not isinstance(number, int):
             raise TypeError(f"{name} needs a whole number of {what}, got {number!r}")
