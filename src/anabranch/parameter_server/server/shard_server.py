@@ -353,14 +353,14 @@ class ParameterServer:
 
     def _pull(self, call: Call) -> None:
         message = unpack(call.payload, PullMessage)
-        reply, tensors = self._shard.pull(message, call.tensors, call.deadline)
+        reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room)
         call.reply(tensors, pack(reply))
 
     def _norm(self, call: Call) -> None:
         call.reply(payload=pack(self._shard.squared_norm(unpack(call.payload, NormMessage), call.deadline)))
 
     def _export(self, call: Call) -> None:
-        step, tensors = self._shard.export(unpack(call.payload, ExportMessage))
+        step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
         call.reply(tensors, pack(step))
 
     def _barrier(self, call: Call) -> None:
