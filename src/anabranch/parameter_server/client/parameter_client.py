@@ -915,7 +915,10 @@ class ParameterClient:
             assert said is not None
             with self._counting:
                 ledger = self._ledgers[request.endpoint]
-                error.lost = ledger.cut(said.pushes - error.lost)
+                held = 0 if error.lost is None else said.pushes - error.lost
+                gone = ledger.cut(held)
+                if error.lost is not None:
+                    error.lost = gone
                 ledger.life = 0
         return error
 

@@ -48,7 +48,8 @@ _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: Identity = (b"", 0)
 # Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
-
+# A client's count that the shard had forgotten and has from the client again: the record's sequence.
+_ADOPTED = "adopted"
 
 _CHOICES = "put its files back from a copy, or start with --repair, which goes on with what is left"
 
@@ -123,6 +124,7 @@ class Keeper:
         if missing > 0 or damaged is not None:
             report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
             self._life = _new_life()
+            self._done.note_loss()
         if missing > 0 or damaged is not None or self._lost is not None:
             self._touched += 1
             self.checkpoint()
@@ -183,6 +185,10 @@ class Keeper:
         report("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
 
     def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
+        if record.verb == _ADOPTED:
+            if self._done.pushes(record.epoch) is None:
+                self._done.adopt(record.epoch, record.sequence)
+            return
         try:
             shard.replay(record.verb, record.payload, tensors)
         except (ValueError, TypeError, ArithmeticError) as error:
@@ -234,7 +240,9 @@ class Keeper:
             RolledBack: some of its pushes are lost; gives their number.
         """
         holds = self._done.pushes(standing.epoch)
-        lost = 0 if holds is None else max(standing.pushes - holds, 0)
+        if holds is None and standing.pushes:
+            holds = self._adopt(standing)
+        lost = max(standing.pushes - (holds or 0), 0)
         if lost or (standing.life and standing.life != self._life):
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
@@ -242,6 +250,30 @@ class Keeper:
                 f"gone{others}; it stands at step {self._shard.stands_at()}",
                 lost=lost,
             )
+
+    def _adopt(self, standing: Standing) -> int:
+        """Return the count of a client that was forgotten, as the client itself says it.
+
+        Raises:
+            RolledBack: nobody can tell whether the shard still holds so many.
+        """
+        if self._done.doubtful:
+            raise RolledBack(
+                "this shard came back without changes that it had acknowledged, and too many other clients have pushed "
+                f"since this one did: nobody can tell how many of its {standing.pushes} pushes are gone; it stands at "
+                f"step {self._shard.stands_at()}",
+                lost=None,
+            )
+        with self._shard.locked():
+            holds = self._done.pushes(standing.epoch)
+            if holds is None:
+                # Under "checkpoint" a count that came after it would hide the loss of pushes that came after it, too.
+                if self._log is not None and self._durability == "log":
+                    self._position = self._log.append(Record(_ADOPTED, b"", standing.epoch, standing.pushes), ())
+                self._done.adopt(standing.epoch, standing.pushes)
+                self._touched += 1
+                holds = standing.pushes
+            return holds
 
     def commit(self, deadline: Deadline) -> None:
         """Wait until every change journaled so far is durable, as far as the durability promises it."""
