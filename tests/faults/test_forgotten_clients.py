@@ -1,4 +1,4 @@
-"""Clients that a shard has forgotten because many others pushed since: none is told of a loss that is none, or of none."""
+"""Clients that a shard has forgotten, since many others have pushed: none is told a wrong loss, or no loss wrongly."""
 
 from __future__ import annotations
 
