@@ -48,6 +48,8 @@ _GREETING = 10.0
 _HANDSHAKE = 2.0
 # Seconds without a byte sent or taken in the middle of a frame after which a peer is taken for gone.
 _STALLED = 30.0
+# The same in the middle of a header over plain TCP: if its length was changed on the way, the rest never comes.
+_HALF_A_HEADER = 5.0
 _LINGER = 1.0
 # Requests of at most so many bytes are read among those of other connections.
 _SMALL = 64 << 10
@@ -281,7 +283,10 @@ class Connection:
         """Seconds after which to call ``give_up`` if nothing happens."""
         if self._phase is not _Phase.SERVING:
             return min(self._progress + _HANDSHAKE, self._began + _GREETING) - now
-        between = not self._writer.waiting and self._reader.idle()
+        waiting, reader = self._writer.waiting, self._reader
+        if reader.demands_checksums and reader.in_header() and not waiting:
+            return self._progress + _HALF_A_HEADER - now
+        between = not waiting and reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
     def give_up(self) -> ConnectionState:

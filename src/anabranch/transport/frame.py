@@ -405,6 +405,10 @@ class FrameReader:
         """Return True if the reader stands between two frames, with no bytes of the next."""
         return self._header is None and self._start == self._end
 
+    def in_header(self) -> bool:
+        """Return True if some bytes of a header have come, and not all that it says it has."""
+        return self._header is None and self._start != self._end
+
     def holds_more(self) -> bool:
         """Return True if bytes were received that belong to the next frame."""
         return self._start != self._end
