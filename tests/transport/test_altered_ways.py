@@ -148,6 +148,47 @@ def test_a_repeated_answer_is_not_taken_for_the_next_ones(once: bool) -> None:
     assert count.pushes == 8
 
 
+class MixesClientsUp(Middlebox):
+    """Every answer comes to whoever asks next, too: before its own."""
+
+    def __init__(self, network: Transport) -> None:
+        super().__init__(network)
+        self._last = b""
+        self._due = b""
+
+    def alter_sent(self, data: bytes) -> bytes:
+        self._due, self._last = self._last, b""
+        return data
+
+    def before_answer(self) -> bytes:
+        due, self._due = self._due, b""
+        return due
+
+    def alter_received(self, data: bytearray) -> None:
+        rest = bytes(data)
+        while (size := frame_size(rest)) is not None and size <= len(rest):
+            if rest[5] in (3, 4):
+                self._last = rest[:size]
+            rest = rest[size:]
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_another_clients_answer_is_not_taken_for_ones_own(once: bool) -> None:
+    """It was, wherever a relay that shares connections gave it to a client that had come as far in its numbers."""
+    network, count = MemoryTransport(), Count()
+    box = MixesClientsUp(network)
+    with (
+        Server([Verb("push", count.push, once=once)], transport=network) as server,
+        Client(transport=box) as first,
+        Client(transport=box) as second,
+    ):
+        for turn in range(8):
+            client = (first, second)[turn % 2]
+            request = Request(server.endpoint, "push", tensors=[torch.tensor([float(turn)])], once=once)
+            assert client.call(request, soon()).tensors[0].tolist() == [turn + 1, turn]
+    assert count.pushes == 8
+
+
 def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_path: Path) -> None:
     """An answer to the copy would be taken for the next request's by peers that do not number them."""
     count = Count()

@@ -21,6 +21,7 @@ The file is long because it is one state machine: a connection, an exchange on i
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import threading
 import time
@@ -60,6 +61,8 @@ __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 _FRESH = 1.0
+# A client's first number is below; 2 ** 61 more fit the frame.
+_FIRST_NUMBERS = 1 << 61
 # Seconds between two checks for idle connections to servers that have gone.
 _PRUNE = 5.0
 # Requests made before the first of them is sent: sent one right after the other, they wake their server only once.
@@ -174,7 +177,8 @@ class Client:
         self._busy: set[_Channel] = set()
         self._closed = False
         self._epoch = os.urandom(16)
-        self._next = 0
+        # Not from 0: with a relay's shared connections, another client's answer would have the same number.
+        self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
         self._process = os.getpid()
@@ -322,9 +326,10 @@ class Client:
         """
         # Another thread may have held it, and does not exist here.
         self._lock = threading.Lock()
-        if not self._next:
+        if self._next == self._first:
             # Never used: no server knows it, so it becomes a client of its own.
             self._epoch, self._process = os.urandom(16), os.getpid()
+            self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
             return
         self._forked = True
         for channel in self._busy:

@@ -137,7 +137,8 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
     ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; no request of this epoch
     below ``settled`` will ever be asked again. An empty epoch marks a request that may safely be done twice. The answer
-    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request.
+    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request. A client's first
+    sequence is random, so that the answer to another client's request is not mistaken for its own either.
     """
 
     verb: _Word
