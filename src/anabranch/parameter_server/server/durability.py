@@ -247,7 +247,7 @@ class Keeper:
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
                 f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
-                f"gone{others}; it stands at step {self._shard.stands_at()}",
+                f"gone{others}; it stands at step {self._shard.stands_at()} of its life {self._life:x}",
                 lost=lost,
             )
 
@@ -261,7 +261,7 @@ class Keeper:
             raise RolledBack(
                 "this shard came back without changes that it had acknowledged, and too many other clients have pushed "
                 f"since this one did: nobody can tell how many of its {standing.pushes} pushes are gone; it stands at "
-                f"step {self._shard.stands_at()}",
+                f"step {self._shard.stands_at()} of its life {self._life:x}",
                 lost=None,
             )
         with self._shard.locked():
