@@ -121,14 +121,15 @@ class RolledBack(BoundaryError):
     job of several workers starts again from its last whole checkpoint, as ``anabranch run --max-restarts`` does.
 
     Attributes:
-        lost: pushes of this client that were acknowledged and are gone.
+        lost: pushes of this client that were acknowledged and are gone; ``None`` if nobody can tell, because more than
+            262,144 other clients have pushed since this one did.
     """
 
     def __init__(
         self,
         message: str = "",
         *,
-        lost: int = 0,
+        lost: int | None = 0,
         peer: str | None = None,
         operation: str | None = None,
         step: int | None = None,

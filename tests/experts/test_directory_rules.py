@@ -66,6 +66,32 @@ def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys
         ("tcp://0.0.0.0:7000", "where a server listens"),
         ("tcp://[::]:7000", "where a server listens"),
         ("tcp://10.0.0.1:0", "where a server listens"),
+        ("tcp://0:5", "where a server listens"),
+        ("tcp://0x0:5", "where a server listens"),
+        ("tcp://0.0:4", "where a server listens"),
+        ("tcp://00.0.0.0:3", "where a server listens"),
+        ("tcp://0.1.2.3:3", "where a server listens"),
+        ("tcp://[::ffff:0.0.0.0]:5", "where a server listens"),
+        ("tcp://[0:0::0]:5", "where a server listens"),
+        ("tcp://*:5", "where a server listens"),
+        ("tcp://255.255.255.255:5", "an address of many hosts"),
+        ("tcp://0xffffffff:5", "an address of many hosts"),
+        ("tcp://224.0.0.1:5", "an address of many hosts"),
+        ("tcp://[ff02::1]:5", "an address of many hosts"),
+        ("tcp://[::ffff:224.0.0.1]:5", "an address of many hosts"),
+        ("tcp:// 10.0.0.1:5", "names no host"),
+        ("tcp://10.0.0.1 :5", "names no host"),
+        ("tcp://a b:5", "names no host"),
+        ("tcp://host:0", "names no host"),
+        ("tcp://999.0.0.1:5", "names no host"),
+        ("tcp://10.0.0.0x:5", "names no host"),
+        ("tcp://-a:5", "names no host"),
+        ("tcp://a..b:5", "names no host"),
+        ("tcp://[]:5", "names no host"),
+        ("tcp://" + 254 * "a" + ":5", "names no host"),
+        ("tcp://h\n:5", "characters that no endpoint has"),
+        ("tcp://10.0.0.1\x00:5", "characters that no endpoint has"),
+        ("tcp://h\x1b[2J:5", "characters that no endpoint has"),
     ],
 )
 def test_an_endpoint_that_others_cannot_reach_is_refused(keys: tuple[Path, Path], endpoint: str, why: str) -> None:
@@ -74,6 +100,45 @@ def test_an_endpoint_that_others_cannot_reach_is_refused(keys: tuple[Path, Path]
         with pytest.raises(ValueError, match=why):
             directory.announce(["ffn.0"], endpoint, ttl=30.0)
         assert directory.lookup(["ffn.0"]) == {}
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://node-7.cluster_a.example:7000", "tcp://localhost:1", "tcp://[fe80::1%eth0]:5", "tcp://[::ffff:10.0.0.1]:5",
+     "tcp://a:65535", "tcp://3com.example.:5", "tcp://169.254.10.1:80"],
+)  # fmt: skip
+def test_an_endpoint_that_others_may_reach_is_taken(endpoint: str) -> None:
+    with DirectoryServer() as server:
+        directory = Directory(server.endpoint, role="experts")
+        directory.announce(["ffn.0"], endpoint, ttl=30.0)
+        assert directory.lookup(["ffn.0"]) == {"ffn.0": endpoint}
+
+
+def test_a_path_with_control_characters_is_refused_on_one_host_too(tmp_path: Path) -> None:
+    with DirectoryServer() as server:
+        directory = Directory(server.endpoint, role="experts")
+        with pytest.raises(ValueError, match="characters that no endpoint has"):
+            directory.announce(["ffn.0"], f"unix:{tmp_path}/ex\npert", ttl=30.0)
+
+
+def test_what_has_expired_and_nobody_looks_up_is_dropped() -> None:
+    """Twenty thousand uids, each announced for a microsecond, were kept for good."""
+    clock = FakeClock()
+    directory = Directory(clock=clock)
+    table = directory._table
+    for number in range(20_000):
+        directory.announce([f"e.{number}"], "unix:/x", ttl=1e-6)
+        clock.advance(1.0)
+        assert len(table._entries) <= 1025
+    alive = [f"f.{number}" for number in range(3000)]
+    for uid in alive:
+        directory.announce([uid], "unix:/x", ttl=1e4)
+    for number in range(20_000):
+        directory.announce([f"g.{number}"], "unix:/x", ttl=1e-6)
+        clock.advance(1e-3)
+        assert len(table._entries) <= 2 * (len(alive) + 1)
+    assert directory.active(["f"])["f"] == list(range(3000))
+    assert sum(map(len, table._below["g"].values())) <= 2 * (len(alive) + 1)
 
 
 def test_on_one_host_its_sockets_are_announced(tmp_path: Path) -> None:

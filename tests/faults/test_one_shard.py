@@ -1,7 +1,9 @@
 """One shard, two clients and a directory through every fault at once, checked against a dict that forgets nothing.
 
 Each client pushes -1 to a row of its own under lr 1, so a row is the number of that client's pushes that the shard
-holds. Whatever happens, that number is what was acknowledged, less what ``RolledBack.lost`` told, exactly.
+holds. Whatever happens, that number is what was acknowledged, less what ``RolledBack.lost`` told, exactly. And what the
+shard holds is a beginning of all pushes in the order in which they were acknowledged: its step is their number, and a
+row's version the place of its last one among them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from hypothesis.stateful import (
 import anabranch as ab
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.parameter_server.messages import ExportMessage
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 
@@ -48,12 +51,14 @@ class OneShard(RuleBasedStateMachine):
         self.durability = durability
         self.alive = False
         self.damaged = self.was_damaged = False
+        self.order: list[int] = []  # whose push each step of the table is
         lossy = LossyTransport(drop=0.1, duplicate=0.1, seed=seed, transport=self.network)
         self.start()
         self.clients = [ParameterClient([HERE], transport=lossy, retries=100, timeout=60) for _ in range(2)]
         for client in self.clients:
             client.init_table(SPEC, SGD)
         self.server.checkpoint()  # no damage to a log takes the table itself
+        self.begun = True
         self.pushed = [0, 0]  # acknowledged, less what was told lost
         self.maybe = [0, 0]  # pushes that were neither acknowledged nor refused
         self.steps = 0
@@ -67,11 +72,21 @@ class OneShard(RuleBasedStateMachine):
     def start(self, **options: bool) -> None:
         self.server = self.make(**options).__enter__()
         self.alive = True
+        if self.order:
+            step, _ = self.held()
+            assert step <= len(self.order)
+            del self.order[step:]
 
     def die(self) -> None:
         """Without a drain, a checkpoint, or a word."""
         self.server.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
         self.alive = False
+
+    def held(self) -> tuple[int, list[tuple[int, int]]]:
+        """The table's step, and the number of pushes and the version of each client's row."""
+        step, (ids, values, stamps, *_) = self.server._shard.export(ExportMessage("t"))
+        rows = {int(row): (int(one[0]), int(stamp) - 1) for row, one, stamp in zip(ids, values, stamps, strict=True)}
+        return step, [rows.get(client, (0, 0)) for client in range(2)]
 
     def settle(self, client: int) -> int:
         """The row of a client as it is now, once it has heard of whatever is lost."""
@@ -107,6 +122,7 @@ class OneShard(RuleBasedStateMachine):
                 self.pushed[client] -= told.lost
             else:
                 self.pushed[client] += 1
+                self.order.append(client)
 
     @precondition(up)
     @rule(client=CLIENTS)
@@ -136,10 +152,12 @@ class OneShard(RuleBasedStateMachine):
         except RemoteError:
             assert fault.struck
             self.maybe[client] += 1
+            self.order.append(client)
             self.die()
         else:
             assert not fault.struck
             self.pushed[client] += 1
+            self.order.append(client)
 
     @precondition(down)
     @rule()
@@ -184,6 +202,12 @@ class OneShard(RuleBasedStateMachine):
                     pass
             except CheckpointError:
                 self.damaged = self.was_damaged = True
+
+    @precondition(lambda self: getattr(self, "begun", False) and self.alive)
+    @invariant()
+    def holds_pushes_in_their_order(self) -> None:
+        places = [[place for place, whose in enumerate(self.order, 1) if whose == client] for client in range(2)]
+        assert self.held() == (len(self.order), [(len(mine), max(mine, default=0)) for mine in places])
 
     @invariant()
     def is_announced(self) -> None:

@@ -148,6 +148,47 @@ def test_a_repeated_answer_is_not_taken_for_the_next_ones(once: bool) -> None:
     assert count.pushes == 8
 
 
+class MixesClientsUp(Middlebox):
+    """Every answer comes to whoever asks next, too: before its own."""
+
+    def __init__(self, network: Transport) -> None:
+        super().__init__(network)
+        self._last = b""
+        self._due = b""
+
+    def alter_sent(self, data: bytes) -> bytes:
+        self._due, self._last = self._last, b""
+        return data
+
+    def before_answer(self) -> bytes:
+        due, self._due = self._due, b""
+        return due
+
+    def alter_received(self, data: bytearray) -> None:
+        rest = bytes(data)
+        while (size := frame_size(rest)) is not None and size <= len(rest):
+            if rest[5] in (3, 4):
+                self._last = rest[:size]
+            rest = rest[size:]
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_another_clients_answer_is_not_taken_for_ones_own(once: bool) -> None:
+    """It was, wherever a relay that shares connections gave it to a client that had come as far in its numbers."""
+    network, count = MemoryTransport(), Count()
+    box = MixesClientsUp(network)
+    with (
+        Server([Verb("push", count.push, once=once)], transport=network) as server,
+        Client(transport=box) as first,
+        Client(transport=box) as second,
+    ):
+        for turn in range(8):
+            client = (first, second)[turn % 2]
+            request = Request(server.endpoint, "push", tensors=[torch.tensor([float(turn)])], once=once)
+            assert client.call(request, soon()).tensors[0].tolist() == [turn + 1, turn]
+    assert count.pushes == 8
+
+
 def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_path: Path) -> None:
     """An answer to the copy would be taken for the next request's by peers that do not number them."""
     count = Count()
@@ -266,6 +307,86 @@ def test_a_bit_changed_on_plain_tcp_costs_a_retry_and_no_wrong_number(direction:
     assert box.flipped == 1
     assert answer.tensors[0].tolist() == [2.0]
     assert done == [1.0]
+
+
+class FlipsHeaders(Middlebox):
+    """Flips a bit of the first headers of requests, or of answers."""
+
+    def __init__(self, network: Transport, direction: str, position: int, bit: int, times: int = 1) -> None:
+        super().__init__(network)
+        self._kind = 2 if direction == "request" else 3
+        self._position, self._bit, self._left = position, bit, times
+
+    def alter_sent(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        if self._kind == 2:
+            self._flip(changed)
+        return bytes(changed)
+
+    def alter_received(self, data: bytearray) -> None:
+        if self._kind == 3:
+            self._flip(data)
+
+    def _flip(self, data: bytearray) -> None:
+        start = 0
+        while self._left and (size := frame_size(data[start:])) is not None:
+            if data[start + 5] == self._kind:
+                data[start + self._position] ^= 1 << self._bit
+                self._left -= 1
+            start += size
+
+    def asked(self) -> int:
+        """How many requests have left."""
+        return sum(join.count(b"double") for join in self.sent)
+
+
+def doubling(done: list[float]) -> Verb:
+    def double(call: Call) -> None:
+        done.append(float(call.tensors[0][0]))
+        call.reply([2 * call.tensors[0]])
+
+    return Verb("double", double, once=True)
+
+
+# Magic, version, kind, flags, the header's length less or more, the body's length, the checksums, the header itself.
+@pytest.mark.parametrize(
+    ("position", "bit"),
+    [(1, 0), (4, 0), (5, 0), (5, 5), (7, 1), (8, 1), (8, 2), (10, 6), (12, 3), (17, 7), (24, 0), (31, 2)],
+)
+@pytest.mark.parametrize("direction", ["request", "answer"])
+def test_a_bit_changed_in_a_header_on_plain_tcp_costs_a_retry(
+    direction: str, position: int, bit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a ``ProtocolError``, or a wait until the deadline for a rest that never comes."""
+    monkeypatch.setattr("anabranch.transport.connection._HALF_A_HEADER", 0.05)
+    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.02)
+    done: list[float] = []
+    box = FlipsHeaders(SocketTransport(insecure=True), direction, position, bit)
+    with (
+        Server([doubling(done)], listen="tcp://127.0.0.1:0", insecure=True, heartbeat=0.2) as server,
+        Client(transport=box, heartbeat=0.2) as client,
+    ):
+        answer = client.call(Request(server.endpoint, "double", tensors=[torch.ones(1)], once=True), soon())
+    assert answer.tensors[0].tolist() == [2.0]
+    assert (box.asked(), done) == (2, [1.0])
+
+
+@pytest.mark.parametrize("direction", ["request", "answer"])
+@pytest.mark.parametrize(
+    ("listen", "retries", "attempts"), [("tcp://127.0.0.1:0", 8, 2), ("tcp://127.0.0.1:0", 0, 1), (None, 8, 1)]
+)
+def test_a_header_that_is_damaged_twice_is_told(
+    direction: str, listen: str | None, retries: int, attempts: int
+) -> None:
+    """And at once where no byte can change on the way: there the peer speaks something else."""
+    box = FlipsHeaders(SocketTransport(insecure=True), direction, 31, 2, times=2)
+    with (
+        Server([doubling([])], listen=listen, insecure=True) as server,
+        Client(transport=box, retries=retries) as client,
+        pytest.raises(ProtocolError, match="checksum does not match"),
+    ):
+        client.call(Request(server.endpoint, "double", tensors=[torch.ones(1)], once=True), soon())
+    assert box.asked() == attempts
 
 
 @pytest.mark.parametrize(("listen", "flags"), [(None, 0), ("tcp://127.0.0.1:0", 1)])

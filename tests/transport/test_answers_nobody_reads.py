@@ -206,3 +206,84 @@ def test_half_a_request_is_freed_at_once_when_its_client_has_gone() -> None:
         sock.close()
         until(lambda: server.statistics().connections == 0)
         until(lambda: places[0]() is None)
+
+
+def test_an_answer_without_room_is_not_made() -> None:
+    """Room was reserved for answers that had been made, so as many as there are threads exceeded the bound."""
+    made: list[int] = []
+
+    def answer(call: Call) -> None:
+        call.make_room(NBYTES)
+        made.append(call.identity[1])
+        call.reply([torch.ones(NUMBERS)])
+
+    verb = Verb("large", answer, quick=True)
+    with Server([verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
+        for _ in range(2):
+            stack.enter_context(asker(server))
+        until(lambda: server.statistics().served == 2)
+        with pytest.raises(Overloaded, match=f"{NBYTES} bytes"):
+            client.call(Request(server.endpoint, "large"), soon())
+        assert len(made) == 2
+        stack.close()
+        until(lambda: server.statistics().connections == 1)
+        for _ in range(3):
+            assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
+        until(lambda: server._answers == 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES // 2, 2 * NBYTES])
+def test_room_that_was_too_large_or_too_small_becomes_right(nbytes: int) -> None:
+    def answer(call: Call) -> None:
+        call.make_room(nbytes)
+        call.reply([torch.ones(NUMBERS)])
+
+    with Server([Verb("large", answer, quick=True)]) as server, asker(server) as sock:
+        until(lambda: server._answers == NBYTES)
+        assert read_frames(sock, NBYTES) >= NBYTES
+        until(lambda: server._answers == 0)
+
+
+@pytest.mark.parametrize("end", ["error", "leaves"])
+def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
+    calls: list[Call] = []
+
+    def answer(call: Call) -> None:
+        call.make_room(NBYTES)
+        calls.append(call)
+
+    with Server([Verb("large", answer, quick=True)]) as server, asker(server) as sock:
+        until(lambda: len(calls) == 1)
+        assert server._answers == NBYTES
+        if end == "error":
+            calls[0].fail(ValueError("no"))
+        else:
+            sock.close()
+        until(lambda: server._answers == 0)
+        calls[0].drop()
+
+
+def read_frames(sock: socket.socket, least: int) -> int:
+    total = 0
+    while total < least:
+        some = sock.recv(1 << 20)
+        assert some
+        total += len(some)
+    return total
+
+
+def test_memory_of_answers_nobody_read_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr("anabranch.transport.server._GIVEN_BACK", 4 * NBYTES)
+    monkeypatch.setattr("anabranch.transport.server.give_memory_back", lambda: returned.append(large.held()))
+    large = Large(quick=True)
+    with Server([large.verb], heartbeat=0.02) as server, ExitStack() as stack, Client() as client:
+        for _ in range(4):
+            stack.enter_context(asker(server))
+        until(lambda: server.statistics().served == 4)
+        for _ in range(4):  # an answer that was read is none of them: its memory is used again
+            client.call(Request(server.endpoint, "large"), soon())
+        assert returned == []
+        stack.close()
+        until(lambda: returned)
+    assert len(returned) == 1

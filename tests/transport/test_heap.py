@@ -46,3 +46,40 @@ def test_one_heap_returns_what_many_would_keep() -> None:
 
     assert kept("one") <= 3
     assert kept("many") > 3  # or the one heap is not needed any more
+
+
+PINNED = """
+import ctypes, runpy, sys
+heap = runpy.run_path(sys.argv[1])
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.memset.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+SIZE, BLOCKS = 8 << 20, 8
+libc.free(libc.malloc(2 * SIZE))  # from here on glibc takes blocks of this size from the heap
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+before = resident()
+blocks, pins = [], []
+for _ in range(BLOCKS):
+    blocks.append(libc.malloc(SIZE))
+    libc.memset(blocks[-1], 1, SIZE)
+    pins.append(libc.malloc(4096))
+for block in blocks:
+    libc.free(block)
+kept = resident() - before
+heap["give_memory_back"]()
+print(kept // SIZE, (resident() - before) // SIZE)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only glibc keeps what lies below a block")
+def test_what_lies_between_blocks_in_use_is_given_back() -> None:
+    command = [sys.executable, "-c", PINNED, str(Path(heap.__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    kept, left = map(int, done.stdout.split())
+    assert kept >= 6
+    assert left <= 1

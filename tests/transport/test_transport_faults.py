@@ -127,7 +127,7 @@ def test_a_request_done_before_a_restart_is_not_done_again() -> None:
     parameter = Parameter()
     verb = Verb("push", parameter.push, once=True, again=answer_again)
     with Server([verb]) as server, Client() as client:
-        server.once.restore([(client.epoch, 0)])
+        server.once.restore([(client.epoch, client._next)])
         push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
         assert client.call(push, soon()).payload == b"again"
         assert client.call(push, soon()).payload == b""

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
+from anabranch.experts.announced_endpoint import check_announced
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 
 if TYPE_CHECKING:
     from anabranch.experts.client.connections import Reach
@@ -42,7 +42,8 @@ _SERVICES = frozenset({"experts", "parameters"})
 _SHARDS = "parameters"
 LONGEST_TTL = 24 * 3600.0
 """The longest time to live of an announcement, in seconds."""
-_NOWHERE = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104 - to refuse them
+# Entries up to which the time that is over is not looked for.
+_FEW = 1024
 _T = TypeVar("_T")
 
 
@@ -62,6 +63,7 @@ class _Table:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._below: dict[str, dict[int, set[str]]] = {}
+        self._sweep_at = _FEW
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float, owner: str | None = None) -> None:
         _check_ttl(ttl)
@@ -74,6 +76,8 @@ class _Table:
                 self._entries[uid] = _Entry(endpoint, expires, owner)
                 for prefix, index in prefixes_of(uid):
                     self._below.setdefault(prefix, {}).setdefault(index, set()).add(uid)
+            if len(self._entries) > self._sweep_at:
+                self._sweep()
 
     def withdraw(self, uids: Iterable[str], endpoint: str, owner: str | None = None) -> None:
         with self._lock:
@@ -111,6 +115,12 @@ class _Table:
             self._remove(uid)
             return False
         return True
+
+    def _sweep(self) -> None:
+        """Drop what has expired, which nobody may ever look up; twice as many entries bring about the next one."""
+        for uid in list(self._entries):
+            self._alive(uid)
+        self._sweep_at = max(_FEW, 2 * len(self._entries))
 
     def _remove(self, uid: str) -> None:
         del self._entries[uid]
@@ -286,18 +296,6 @@ def _check_kind(uids: Iterable[str], peer: Peer) -> None:
             raise Unauthorized(f"role {peer.role!r} may not announce {uid}, a name of {kind}")
 
 
-def _check_reachable(endpoint: str, peer: Peer) -> None:
-    """Refuse a file of this host from a peer elsewhere, and from every peer an address that stands for all."""
-    if peer.on_this_host and endpoint.startswith("memory:"):
-        return
-    parsed = parse_endpoint(endpoint)
-    if isinstance(parsed, TcpEndpoint):
-        if parsed.port == 0 or parsed.host in _NOWHERE:
-            raise ValueError(f"{endpoint!r} is where a server listens, not where others find it; announce its address")
-    elif not peer.on_this_host:
-        raise ValueError(f"{endpoint!r} is a socket of one host, and the peer came over a network; announce tcp://...")
-
-
 def _portions(names: Iterable[str]) -> Iterable[Sequence[str]]:
     every = list(names)
     return [every[start : start + _NAMES_A_REQUEST] for start in range(0, len(every), _NAMES_A_REQUEST)]
@@ -378,7 +376,7 @@ class DirectoryServer:
         peer = call.peer
         try:
             _check_kind(uids, peer)
-            _check_reachable(endpoint, peer)
+            check_announced(endpoint, peer)
             self._table_of(peer).announce(uids, endpoint, ttl, peer.certificate)
         except ValueError as error:
             raise SchemaError(str(error)) from None

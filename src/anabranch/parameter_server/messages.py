@@ -26,6 +26,7 @@ from anabranch.errors import SchemaError
 from anabranch.tensors.packing import Compression
 
 __all__ = [
+    "IN_BODY",
     "BarrierMessage",
     "DropMessage",
     "ExportMessage",
@@ -41,6 +42,9 @@ __all__ = [
     "RestoreMessage",
     "check_kinds",
 ]
+
+IN_BODY = b"in body"
+"""The payload of a request whose answer, which grows with the number of tables, shall come as a tensor of bytes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

@@ -59,6 +59,9 @@ class Recipient(Protocol):
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
         """Take the answer to ``call``."""
 
+    def make_room(self, call: Call, nbytes: int) -> None:
+        """Reserve room for the answer to ``call`` before it is made; raises ``Overloaded`` if there is none."""
+
 
 class CallServer(Protocol):
     """The interface of a server that a call needs: requests already answered, and bytes in flight."""
@@ -121,6 +124,18 @@ class Call:
     def cancelled(self) -> bool:
         """True if nobody waits for the answer any more."""
         return not self.recipients
+
+    def make_room(self, nbytes: int) -> None:
+        """Reserve room for an answer of about so many bytes of tensors, before memory is taken for them.
+
+        Answers that clients do not read are bounded together (``max_bytes_of_answers``); without this call a large
+        answer is counted when it is sent, and many that are made at the same time exceed the bound for a moment.
+
+        Raises:
+            Overloaded: there is no room: others wait for clients that do not read.
+        """
+        for connection in self.recipients[:1]:
+            connection.make_room(self, nbytes)
 
     def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
         """Answers; the tensors must not change until they have been sent."""

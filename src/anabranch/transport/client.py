@@ -8,6 +8,9 @@
        └──── backoff <── lost ────────        a connection lost is a request asked again, under the same identity,
                                               until its retries or its deadline are used up
 
+A frame whose header was damaged on the way, which only happens on plain TCP, is such a loss too, once for each request:
+what comes twice is no accident.
+
 A connection carries one request at a time and a pool keeps the idle ones, so a request is cancelled by closing its
 connection. A server that waits or computes sends beats; one that is silent for two beats is lost, and one that keeps
 beating is waited for until the deadline.
@@ -18,6 +21,7 @@ The file is long because it is one state machine: a connection, an exchange on i
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import threading
 import time
@@ -57,6 +61,8 @@ __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 _FRESH = 1.0
+# A client's first number is below; 2 ** 61 more fit the frame.
+_FIRST_NUMBERS = 1 << 61
 # Seconds between two checks for idle connections to servers that have gone.
 _PRUNE = 5.0
 # Requests made before the first of them is sent: sent one right after the other, they wake their server only once.
@@ -171,7 +177,8 @@ class Client:
         self._busy: set[_Channel] = set()
         self._closed = False
         self._epoch = os.urandom(16)
-        self._next = 0
+        # Not from 0: with a relay's shared connections, another client's answer would have the same number.
+        self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
         self._process = os.getpid()
@@ -319,9 +326,10 @@ class Client:
         """
         # Another thread may have held it, and does not exist here.
         self._lock = threading.Lock()
-        if not self._next:
+        if self._next == self._first:
             # Never used: no server knows it, so it becomes a client of its own.
             self._epoch, self._process = os.urandom(16), os.getpid()
+            self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
             return
         self._forked = True
         for channel in self._busy:
@@ -543,6 +551,8 @@ class _Exchange(msgspec.Struct, eq=False):
     retry_at: float = 0.0
     progress: float = 0.0
     fresh: bool = False
+    damaged: bool = False
+    """True once it was sent again because a header was damaged."""
     heard: bool = False
     answered: bool = False
     polled: int = -1
@@ -578,6 +588,11 @@ class _Exchange(msgspec.Struct, eq=False):
         """Try again at ``wake_at``, go on, or give a silent server up."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
+            # The length in a header may have been changed, so that the rest of it never comes.
+            if self.channel.reader.in_header() and self._ask_again(
+                f"half a header came, and then {silence:.2f} s none"
+            ):
+                return
             self._finish(
                 self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not one of ours")
             )
@@ -600,7 +615,8 @@ class _Exchange(msgspec.Struct, eq=False):
         except OSError as error:
             self._lose(error)
         except BoundaryError as error:
-            self._finish(self._named(error))
+            if not (isinstance(error, ProtocolError) and self._ask_again(error.message)):
+                self._finish(self._named(error))
         except (ValueError, TypeError) as error:
             self._finish(error)
 
@@ -694,6 +710,7 @@ class _Exchange(msgspec.Struct, eq=False):
         while (
             (readable or broken is not None)
             and not self.done
+            and self.channel is channel
             and (frame := channel.reader.advance(channel.stream)) is not None
         ):
             self._hear(channel, frame.header, frame.tensors or ())
@@ -723,6 +740,9 @@ class _Exchange(msgspec.Struct, eq=False):
         if failure.code == "leaving":
             self._lose(ConnectionAbortedError(failure.message))
             return
+        # A server names the request that it refuses, unless it could not read it.
+        if failure.code == "protocol" and failure.sequence is None and self._ask_again(failure.message):
+            return
         error = error_of(
             failure,
             peer=self.request.endpoint,
@@ -731,6 +751,16 @@ class _Exchange(msgspec.Struct, eq=False):
             elapsed=self.deadline.elapsed(),
         )
         self._finish(error)
+
+    def _ask_again(self, why: str) -> bool:
+        """Treat a frame that cannot be read as a lost connection, where bytes may change on the way; once."""
+        channel = self.channel
+        plain = channel is not None and channel.reader.demands_checksums
+        if self.damaged or not plain or self.attempts >= self.client._retries:
+            return False
+        self.damaged = True
+        self._lose(ConnectionAbortedError(why))
+        return True
 
     def _lose(self, error: OSError) -> None:
         """Handle a lost or refused connection: tries again, or gives up."""

@@ -48,6 +48,8 @@ _GREETING = 10.0
 _HANDSHAKE = 2.0
 # Seconds without a byte sent or taken in the middle of a frame after which a peer is taken for gone.
 _STALLED = 30.0
+# The same in the middle of a header over plain TCP: if its length was changed on the way, the rest never comes.
+_HALF_A_HEADER = 5.0
 _LINGER = 1.0
 # Requests of at most so many bytes are read among those of other connections.
 _SMALL = 64 << 10
@@ -85,6 +87,9 @@ class ConnectionServer(CallServer, Protocol):
 
     def release_answer(self, nbytes: int) -> None:
         """Frees the room of an answer that has left, or that nobody will read."""
+
+    def note_dropped(self, nbytes: int) -> None:
+        """Note that an answer or a request of so many bytes was freed because its client has gone."""
 
     def may_wait(self, verb: str) -> bool:
         """Return True if serving ``verb`` may block a thread."""
@@ -131,6 +136,7 @@ class Connection:
         self._needs_thread = False
         self._last_words: Failure | None = None
         self._waiting_bytes = 0
+        self._promised_bytes = 0
         self._began = self._progress = time.monotonic()
 
     # --- called from any thread
@@ -155,16 +161,39 @@ class Connection:
             whole = 0
             for buffer in frame:
                 whole += len(buffer)
-            if whole > _SMALL and (nbytes := whole - len(frame[0])) > _SMALL:
-                # The header is not counted.
-                if self._server.reserve_answer(nbytes):
-                    self._waiting_bytes = nbytes
-                else:
-                    frame = self._no_room(call, nbytes)
-                    whole = len(frame[0])
+            # The header is not counted.
+            nbytes = whole - len(frame[0])
+            if (nbytes > _SMALL or self._promised_bytes) and not self._keep_promise(nbytes):
+                frame = self._no_room(call, nbytes)
+                whole = len(frame[0])
             self._write(frame, whole)
             if self._waiting_bytes and not self._writer.waiting:
                 self._account()
+
+    def make_room(self, call: Call, nbytes: int) -> None:
+        """Reserve room for the answer to ``call``, which is about to be made.
+
+        Raises:
+            Overloaded: there is none.
+        """
+        with self._lock:
+            if nbytes <= _SMALL or self._call is not call or self.closed:
+                return
+            if not self._server.reserve_answer(nbytes):
+                raise _full(nbytes)
+            self._promised_bytes += nbytes
+
+    def _keep_promise(self, nbytes: int) -> bool:
+        """Make what was reserved for an answer its true size, which is known now; false if there is no room."""
+        promised, self._promised_bytes = self._promised_bytes, 0
+        counted = nbytes if nbytes > _SMALL else 0
+        if counted < promised:
+            self._server.release_answer(promised - counted)
+        elif counted > promised and not self._server.reserve_answer(counted - promised):
+            self._server.release_answer(promised)
+            return False
+        self._waiting_bytes = counted
+        return True
 
     def stalled(self, now: float) -> float:
         """Seconds since the client took the last byte of an answer that was counted; 0 if none waits."""
@@ -176,8 +205,7 @@ class Connection:
             return
         try:
             if self._waiting_bytes and not self.closed:
-                self._writer.waiting.clear()
-                self._account()
+                self._drop_answer()
                 self.abort()
         finally:
             self._lock.release()
@@ -187,6 +215,17 @@ class Connection:
         if self._waiting_bytes and not self._writer.waiting:
             self._server.release_answer(self._waiting_bytes)
             self._waiting_bytes = 0
+
+    def _drop_answer(self) -> None:
+        """Free an answer that nobody will read, and the room that one to come was given."""
+        self._writer.waiting.clear()
+        dropped = self._waiting_bytes
+        self._account()
+        if self._promised_bytes:
+            self._server.release_answer(self._promised_bytes)
+            self._promised_bytes = 0
+        if dropped:
+            self._server.note_dropped(dropped)
 
     def beat(self, frame: Sequence[memoryview]) -> None:
         """Tells a client that waits, within its deadline, that the server lives."""
@@ -209,8 +248,7 @@ class Connection:
                 self.driver.wake(self)
 
     def _no_room(self, call: Call, nbytes: int) -> list[memoryview]:
-        full = Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
-        failure = failure_of(full, call.identity[1])
+        failure = failure_of(_full(nbytes), call.identity[1])
         self._server.count_error(failure)
         return encode(failure)
 
@@ -218,7 +256,7 @@ class Connection:
         try:
             self._writer.send(frame, self.stream, nbytes)
         except (OSError, BoundaryError):
-            self._writer.waiting.clear()
+            self._drop_answer()
             self.stream.abort()
             return
         if self._writer.waiting:
@@ -245,7 +283,10 @@ class Connection:
         """Seconds after which to call ``give_up`` if nothing happens."""
         if self._phase is not _Phase.SERVING:
             return min(self._progress + _HANDSHAKE, self._began + _GREETING) - now
-        between = not self._writer.waiting and self._reader.idle()
+        waiting, reader = self._writer.waiting, self._reader
+        if reader.demands_checksums and reader.in_header() and not waiting:
+            return self._progress + _HALF_A_HEADER - now
+        between = not waiting and reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
     def give_up(self) -> ConnectionState:
@@ -435,14 +476,18 @@ class Connection:
             self.closed = True
             call, self._call = self._call, None
             self.stream.close()
-            self._writer.waiting.clear()
-            self._account()
+            self._drop_answer()
             self._reader.drop()
         if call is not None:
             call.leave(self)
         if self._verb is not None:
             self._server.finished(self._reserved)
+            self._server.note_dropped(self._reserved)
         self._server.forget(self)
+
+
+def _full(nbytes: int) -> Overloaded:
+    return Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
 
 
 def _say_done(call: Call) -> None:

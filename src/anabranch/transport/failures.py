@@ -89,7 +89,7 @@ def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, e
     if refusal is not None:
         return refusal(failure.message, peer=peer, operation=operation, step=step, elapsed=elapsed)
     if failure.code == "rolled_back":
-        lost = int(failure.remote_type) if failure.remote_type.isdigit() else 0
+        lost = int(failure.remote_type) if failure.remote_type.isdigit() else None
         return RolledBack(failure.message, lost=lost, peer=peer, operation=operation, step=step, elapsed=elapsed)
     return RemoteError(
         failure.message,

@@ -137,7 +137,8 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
     ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; no request of this epoch
     below ``settled`` will ever be asked again. An empty epoch marks a request that may safely be done twice. The answer
-    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request.
+    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request. A client's first
+    sequence is random, so that the answer to another client's request is not mistaken for its own either.
     """
 
     verb: _Word
@@ -404,6 +405,10 @@ class FrameReader:
     def idle(self) -> bool:
         """Return True if the reader stands between two frames, with no bytes of the next."""
         return self._header is None and self._start == self._end
+
+    def in_header(self) -> bool:
+        """Return True if some bytes of a header have come, and not all that it says it has."""
+        return self._header is None and self._start != self._end
 
     def holds_more(self) -> bool:
         """Return True if bytes were received that belong to the next frame."""

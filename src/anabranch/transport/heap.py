@@ -1,11 +1,11 @@
-"""One heap for all threads of a service, so that the memory of large answers returns to the system once freed."""
+"""The C library's memory: what large answers and requests took returns to the system once freed."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
 
-__all__ = ["keep_one_heap"]
+__all__ = ["give_memory_back", "keep_one_heap"]
 
 _ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 
@@ -19,3 +19,14 @@ def keep_one_heap() -> None:
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(ctypes.c_int(_ARENA_MAX), ctypes.c_int(1))
+
+
+def give_memory_back() -> None:
+    """Return to the system every free page of this process's heaps, also those between blocks in use.
+
+    By itself glibc returns only the end of a heap, and one small block there keeps all that was freed below it. Maps of
+    their own for large blocks (``M_MMAP_THRESHOLD``) would do it at once, but every pull and push would pay for new
+    pages: with blocks of 8 MB they took half as long again. On other systems than glibc nothing happens.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

@@ -31,6 +31,7 @@ from anabranch.transport.connection import Answer, Connection
 from anabranch.transport.drivers import Loop
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Beat, Failure, Limits, RequestHeader, encode
+from anabranch.transport.heap import give_memory_back
 from anabranch.transport.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Peer, Stream, Transport
@@ -39,6 +40,8 @@ __all__ = ["Call", "Server", "ServerStatistics", "Verb"]
 
 # Seconds after which a client that has taken no byte of its answer loses it to other clients' when there is no room.
 _UNREAD = 2.0
+# Bytes of answers and requests freed for clients that have gone, after which free memory is returned to the system.
+_GIVEN_BACK = 32 << 20
 # Python's default lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
 # Seconds between two checks whether the last bytes have left.
@@ -153,6 +156,7 @@ class Server:
         self._max_bytes = max_bytes_in_flight
         self._max_answers = max_bytes_of_answers
         self._answers = 0
+        self._dropped = 0
         # Condition's own `with` takes the same lock by way of two more Python functions.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
@@ -343,6 +347,19 @@ class Server:
         with self._lock:
             self._answers -= nbytes
 
+    def note_dropped(self, nbytes: int) -> None:
+        """Note that an answer or a request of so many bytes was freed because its client has gone."""
+        with self._lock:
+            self._dropped += nbytes
+
+    def _give_back(self) -> None:
+        """Return the memory of dropped answers to the system, once it is worth the while."""
+        with self._lock:
+            if self._dropped < _GIVEN_BACK:
+                return
+            self._dropped = 0
+        give_memory_back()
+
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
         """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
         verb = self._verbs.get(header.verb)
@@ -410,6 +427,7 @@ class Server:
                     # However long its handler takes, the other connections are read and answered.
                     self._threads.append(self._loop.start())
                 self._beat_once(frame)
+                self._give_back()
             except BaseException as error:  # noqa: BLE001 - without beats every client would take the server for lost
                 note_failure("transport.beat_failed", error)
 

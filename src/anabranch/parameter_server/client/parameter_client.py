@@ -43,6 +43,7 @@ from anabranch.job import job
 from anabranch.parameter_server.client.plain_tensors import check_plain
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled, Push, Routed, VersionClock
 from anabranch.parameter_server.messages import (
+    IN_BODY,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -677,8 +678,7 @@ class ParameterClient:
 
     def statistics(self) -> list[ShardStatistics]:
         """Statistics of each shard since it started."""
-        answers = self._all([self._request(shard, "statistics", once=False) for shard in range(self.shards)])
-        return [unpack(answer.payload, ShardStatistics) for answer in answers]
+        return [unpack(answer, ShardStatistics) for answer in self._ask_at_length("statistics")]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -797,8 +797,15 @@ class ParameterClient:
         return unpack(payload, int), parts
 
     def _describe(self) -> list[dict[str, Any]]:
-        answers = self._all([self._request(shard, "describe", once=False) for shard in range(self.shards)])
-        return [unpack(answer.payload, dict[str, Any]) for answer in answers]
+        return [unpack(answer, dict[str, Any]) for answer in self._ask_at_length("describe")]
+
+    def _ask_at_length(self, verb: str) -> list[bytes]:
+        """Return every shard's answer to ``verb``, which may be too long for a header.
+
+        A server of an earlier version answers in the header all the same.
+        """
+        answers = self._all([self._request(shard, verb, IN_BODY, once=False) for shard in range(self.shards)])
+        return [answer.tensors[0].numpy().tobytes() if answer.tensors else answer.payload for answer in answers]
 
     # --- names and placements ---------------------------------------------------------------------------------------
 
@@ -917,7 +924,10 @@ class ParameterClient:
             assert said is not None
             with self._counting:
                 ledger = self._ledgers[request.endpoint]
-                error.lost = ledger.cut(said.pushes - error.lost)
+                held = 0 if error.lost is None else said.pushes - error.lost
+                gone = ledger.cut(held)
+                if error.lost is not None:
+                    error.lost = gone
                 ledger.life = 0
         return error
 

@@ -3,13 +3,18 @@
 The requests are remembered so that a retry after the process died with the acknowledgement is answered, not done
 again. A push has its place among its client's pushes on this shard, from 1, which its answer carries; so a client
 whose latest place is above the shard's count knows exactly which of its pushes are lost.
+
+Requests are remembered of the last 4,096 clients, counts of the last 262,144 that have pushed. Who is beyond that says
+with its next request how many pushes it was told of. As long as the shard has lost nothing since it first forgot a
+client, it holds all of them, and goes on from that number (``adopt``). Afterwards nobody can tell, and the shard says
+so instead of a number.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 from anabranch.transport.once import Identity
@@ -18,12 +23,11 @@ __all__ = ["Acknowledged"]
 
 _REMEMBERED = 1024  # requests a client; it has a handful outstanding at a time
 _CLIENTS = 4096
+_COUNTED = 1 << 18
+_COUNT = struct.Struct("<16sQ")
+_MOST = (1 << 62) - 1
 
-
-@dataclass(slots=True)
-class _Client:
-    pushes: int = 0
-    done: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # sequence, place
+_Done = deque[tuple[int, int]]  # sequence, place
 
 
 class Acknowledged:
@@ -39,64 +43,97 @@ class Acknowledged:
     """
 
     def __init__(self) -> None:
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._clients: OrderedDict[bytes, _Done] = OrderedDict()
+        self._pushes: OrderedDict[bytes, int] = OrderedDict()
         self._forgotten = 0
+        self._uncounted = 0
+        self._doubtful = False
+
+    @property
+    def doubtful(self) -> bool:
+        """True if pushes of clients whose counts are forgotten may be lost."""
+        return self._doubtful
 
     def add(self, identity: Identity, *, push: bool) -> int:
         """Count a request; returns a push's place among its client's, 0 for others."""
         epoch, sequence = identity
-        client = self._clients.get(epoch)
-        if client is None:
-            client = self._clients[epoch] = _Client()
+        done = self._clients.get(epoch)
+        if done is None:
+            done = self._clients[epoch] = deque(maxlen=_REMEMBERED)
             if len(self._clients) > _CLIENTS:
                 self._clients.popitem(last=False)
                 self._forgotten += 1
         self._clients.move_to_end(epoch)
-        client.pushes += push
-        client.done.append((sequence, client.pushes if push else 0))
-        return client.pushes if push else 0
+        place = 0
+        if push:
+            place = self._pushes.get(epoch, 0) + 1
+            self._count(epoch, place)
+        done.append((sequence, place))
+        return place
 
     def take_back(self, identity: Identity) -> None:
         """Forgets the request that was counted last, which was refused after all."""
-        client = self._clients[identity[0]]
-        sequence, place = client.done.pop()
+        sequence, place = self._clients[identity[0]].pop()
         assert sequence == identity[1]
-        client.pushes -= place > 0
+        if place:
+            self._pushes[identity[0]] = place - 1
+
+    def adopt(self, epoch: bytes, pushes: int) -> None:
+        """Take a client's own count, of pushes that the shard holds though it has forgotten their number."""
+        self._count(epoch, max(min(pushes, _MOST), self._pushes.get(epoch, 0)))
+
+    def note_loss(self) -> None:
+        """Note that the shard came back with less than it had acknowledged."""
+        self._doubtful = self._uncounted > 0
+
+    def _count(self, epoch: bytes, pushes: int) -> None:
+        self._pushes[epoch] = pushes
+        self._pushes.move_to_end(epoch)
+        if len(self._pushes) > _COUNTED:
+            self._pushes.popitem(last=False)
+            self._uncounted += 1
 
     def pushes(self, epoch: bytes) -> int | None:
         """Return the number of a client's pushes that the shard holds; ``None`` if it may have been forgotten."""
-        client = self._clients.get(epoch)
-        if client is None:
-            return None if self._forgotten else 0
-        return client.pushes
+        known = self._pushes.get(epoch)
+        return (None if self._uncounted else 0) if known is None else known
 
     def place(self, identity: Identity) -> int:
         """Return the place of a push that was done; 0 if it is not remembered."""
-        client = self._clients.get(identity[0])
-        done = [] if client is None else list(client.done)
+        done = list(self._clients.get(identity[0], ()))
         return next((place for sequence, place in reversed(done) if sequence == identity[1]), 0)
 
     def identities(self) -> Iterator[Identity]:
         """Yield the requests that are remembered."""
-        for epoch, client in self._clients.items():
-            for sequence, _ in client.done:
+        for epoch, done in self._clients.items():
+            for sequence, _ in done:
                 yield epoch, sequence
 
     def state(self) -> dict[str, object]:
         """Plain values for a checkpoint."""
         return {
-            "done": {epoch: [sequence for sequence, _ in client.done] for epoch, client in self._clients.items()},
-            "places": {epoch: [place for _, place in client.done] for epoch, client in self._clients.items()},
-            "pushes": {epoch: client.pushes for epoch, client in self._clients.items()},
+            "done": {epoch: [sequence for sequence, _ in done] for epoch, done in self._clients.items()},
+            "places": {epoch: [place for _, place in done] for epoch, done in self._clients.items()},
+            # What earlier versions read; they take other clients for unknown.
+            "pushes": {epoch: self._pushes.get(epoch, 0) for epoch in self._clients},
             "forgotten": self._forgotten,
+            "counts": b"".join(_COUNT.pack(epoch, pushes) for epoch, pushes in self._pushes.items()),
+            "uncounted": self._uncounted,
+            "doubtful": self._doubtful,
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Load what ``state`` gave; an old checkpoint has no places, and no counts of pushes."""
+        """Load what ``state`` gave; an old checkpoint has no places, and no counts of pushes or only some."""
         done = cast(Mapping[bytes, Sequence[int]], state["done"])
         places = cast(Mapping[bytes, Sequence[int]], state.get("places", {}))
-        pushes = cast(Mapping[bytes, int], state.get("pushes", {}))
         self._forgotten = cast(int, state.get("forgotten", 0))
         for epoch, sequences in done.items():
             pairs = zip(sequences, places.get(epoch, [0] * len(sequences)), strict=True)
-            self._clients[epoch] = _Client(pushes.get(epoch, 0), deque(pairs, _REMEMBERED))
+            self._clients[epoch] = deque(pairs, _REMEMBERED)
+        if "counts" in state:
+            self._pushes.update(_COUNT.iter_unpack(cast(bytes, state["counts"])))
+            self._uncounted = cast(int, state["uncounted"])
+            self._doubtful = cast(bool, state["doubtful"])
+        else:
+            self._pushes.update(cast(Mapping[bytes, int], state.get("pushes", {})))
+            self._uncounted, self._doubtful = self._forgotten, self._forgotten > 0

@@ -48,7 +48,8 @@ _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: Identity = (b"", 0)
 # Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
-
+# A client's count that the shard had forgotten and has from the client again: the record's sequence.
+_ADOPTED = "adopted"
 
 _CHOICES = "put its files back from a copy, or start with --repair, which goes on with what is left"
 
@@ -80,6 +81,7 @@ class Keeper:
         self._saved_touched = 0
         self._changes = 0
         self._position = 0
+        self._name = b""
         self._forget_before = 0
         self._lost: str | None = None  # checkpoints that a repair goes on without
         self._damaged: list[int] = []  # their generations
@@ -110,6 +112,8 @@ class Keeper:
         if reader.lost is not None:
             reader.repair()
         self._set_checkpoints_aside()
+        if self._owner.name != self._name:
+            self._owner.give_name(self._name)
         self._log = PushLog(self._directory, self._owner, reader.end)
         missing = reader.known.changes - self._changes
         damaged = reader.lost or self._owner.lost
@@ -123,6 +127,7 @@ class Keeper:
         if missing > 0 or damaged is not None:
             report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
             self._life = _new_life()
+            self._done.note_loss()
         if missing > 0 or damaged is not None or self._lost is not None:
             self._touched += 1
             self.checkpoint()
@@ -133,6 +138,7 @@ class Keeper:
         """Load the newest whole checkpoint; returns the log position after it."""
         assert self._directory is not None
         found = self._find()
+        self._name = (None if found is None else _name_in(found)) or self._owner_name()
         if found is None:
             return None
         state = cast(Mapping[str, object], found.state)
@@ -149,6 +155,10 @@ class Keeper:
         self._forget_before = file
         return Position(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
 
+    def _owner_name(self) -> bytes:
+        assert self._owner is not None
+        return self._owner.name or secrets.token_bytes(16)
+
     def _find(self) -> Checkpoint | None:
         """Return the newest whole checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
         assert self._directory is not None
@@ -164,6 +174,9 @@ class Keeper:
             raise
         except CheckpointError as error:
             lost = str(error)
+        if found is not None and (own := self._own_behind(found, generations)) is not None:
+            _log.warning("%s: generation %d is of another directory and is not used", self._directory, found.generation)
+            found = own
         if lost is not None and not self._repair:
             raise CheckpointError(f"{lost}; {_CHOICES}")
         damaged = [number for number in generations if found is None or number > found.generation]
@@ -171,6 +184,28 @@ class Keeper:
             self._damaged = damaged
             self._lost = lost or f"{self._directory}: of its checkpoints {damaged} are damaged"
         return found
+
+    def _own_behind(self, newest: Checkpoint, generations: Sequence[int]) -> Checkpoint | None:
+        """Return this directory's newest whole checkpoint, if ``newest`` is another one's that was put there.
+
+        ``None`` if it is not, or if no checkpoint has the name in ``owner``: then ``owner`` is another directory's.
+        """
+        assert self._directory is not None
+        assert self._owner is not None
+        name = self._owner.name
+        if name is None or _name_in(newest) in (name, None):
+            return None
+        for generation in generations:
+            if generation < newest.generation:
+                try:
+                    found = checkpoint.read(self._directory, generation=generation)
+                except Unreadable:
+                    raise
+                except CheckpointError:
+                    continue
+                if _name_in(found) == name:
+                    return found
+        return None
 
     def _set_checkpoints_aside(self) -> None:
         """Make room for a new one, and tell what was given up; once the log is read, which may refuse the start."""
@@ -183,6 +218,10 @@ class Keeper:
         report("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
 
     def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
+        if record.verb == _ADOPTED:
+            if self._done.pushes(record.epoch) is None:
+                self._done.adopt(record.epoch, record.sequence)
+            return
         try:
             shard.replay(record.verb, record.payload, tensors)
         except (ValueError, TypeError, ArithmeticError) as error:
@@ -234,14 +273,40 @@ class Keeper:
             RolledBack: some of its pushes are lost; gives their number.
         """
         holds = self._done.pushes(standing.epoch)
-        lost = 0 if holds is None else max(standing.pushes - holds, 0)
+        if holds is None and standing.pushes:
+            holds = self._adopt(standing)
+        lost = max(standing.pushes - (holds or 0), 0)
         if lost or (standing.life and standing.life != self._life):
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
                 f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
-                f"gone{others}; it stands at step {self._shard.stands_at()}",
+                f"gone{others}; it stands at step {self._shard.stands_at()} of its life {self._life:x}",
                 lost=lost,
             )
+
+    def _adopt(self, standing: Standing) -> int:
+        """Return the count of a client that was forgotten, as the client itself says it.
+
+        Raises:
+            RolledBack: nobody can tell whether the shard still holds so many.
+        """
+        if self._done.doubtful:
+            raise RolledBack(
+                "this shard came back without changes that it had acknowledged, and too many other clients have pushed "
+                f"since this one did: nobody can tell how many of its {standing.pushes} pushes are gone; it stands at "
+                f"step {self._shard.stands_at()} of its life {self._life:x}",
+                lost=None,
+            )
+        with self._shard.locked():
+            holds = self._done.pushes(standing.epoch)
+            if holds is None:
+                # Under "checkpoint" a count that came after it would hide the loss of pushes that came after it, too.
+                if self._log is not None and self._durability == "log":
+                    self._position = self._log.append(Record(_ADOPTED, b"", standing.epoch, standing.pushes), ())
+                self._done.adopt(standing.epoch, standing.pushes)
+                self._touched += 1
+                holds = standing.pushes
+            return holds
 
     def commit(self, deadline: Deadline) -> None:
         """Wait until every change journaled so far is durable, as far as the durability promises it."""
@@ -262,8 +327,9 @@ class Keeper:
                 touched, changes, at = self._touched, self._changes, self._log.rotate()
                 state, groups = self._shard.snapshot()
                 whole = {
-                    "of": self._directory.name, "shard": state, "log": at.file, "records": at.records,
-                    "chain": at.chain, "changes": changes, "life": self._life, **self._done.state(),
+                    "of": self._directory.name, "name": self._name, "shard": state, "log": at.file,
+                    "records": at.records, "chain": at.chain, "changes": changes, "life": self._life,
+                    **self._done.state(),
                 }  # fmt: skip
                 self._journal_pending()
                 if written := any(callable(group) for group in groups.values()):
@@ -300,6 +366,12 @@ class Keeper:
         finally:
             if self._owner is not None:
                 self._owner.close()
+
+
+def _name_in(found: Checkpoint) -> bytes | None:
+    """Return the name of the directory that the checkpoint was written in; earlier versions gave none."""
+    name = cast(Mapping[str, object], found.state).get("name")
+    return name if isinstance(name, bytes) else None
 
 
 def _new_life() -> int:

@@ -261,9 +261,16 @@ class Shard:
                 self._record("join", message, ())
 
     def pull(
-        self, message: PullMessage, tensors: Sequence[Tensor], deadline: Deadline | None = None
+        self,
+        message: PullMessage,
+        tensors: Sequence[Tensor],
+        deadline: Deadline | None = None,
+        make_room: Callable[[int], None] = lambda nbytes: None,
     ) -> tuple[PullReply, list[Tensor]]:
         """Rows and parameters, once the job's consistency allows them to be read.
+
+        ``make_room`` is called with the bytes of the answer before it is made, known rows not counted; what it raises
+        leaves everything as it was.
 
         Returns:
             The reply and its tensors, as ``PullReply`` describes them.
@@ -277,9 +284,23 @@ class Shard:
         with self._state:
             ids, ages = self._check_pull(message, tensors)
             self._wait_for_turn(message, deadline)
+            make_room(self._certain_bytes(message))
             if message.training and any(self._admits(part.name) for part in message.parts):
                 self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
             return self._read(message, ids, ages)
+
+    def _certain_bytes(self, message: PullMessage) -> int:
+        """Return the bytes of the parameters and of the rows that come whether or not they have changed."""
+        total = 0
+        for part in message.parts:
+            holder = self._holder(part.name)
+            if isinstance(holder, RowTable):
+                rows = part.count - part.known - part.with_state
+                numbers = part.with_state * holder.stride + rows * holder.spec.width
+                total += numbers * holder.spec.dtype.itemsize
+            else:
+                total += holder.value.nbytes
+        return total
 
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
@@ -876,13 +897,21 @@ class Shard:
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
-    def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
-        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
+    def export(
+        self, message: ExportMessage, make_room: Callable[[int], None] = lambda nbytes: None
+    ) -> tuple[int, list[Tensor]]:
+        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``.
+
+        ``make_room`` is called with the bytes of the rows before they are copied.
+        """
         with self._state:
             self._check_name(message.name)
             holder = self._holder(message.name)
             if isinstance(holder, DenseParameter):
+                make_room(holder.value.nbytes + sum(state.nbytes for state in holder.states))
                 return holder.step, [holder.value, *(state.clone() for state in holder.states)]
+            rows = max(0, min(message.rows, holder.used - message.first))
+            make_room(rows * holder.stride * holder.spec.dtype.itemsize)
             block = holder.block(message.first, message.rows)
             return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
 

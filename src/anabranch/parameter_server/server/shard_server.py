@@ -25,6 +25,7 @@ from anabranch.deadline import check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
 from anabranch.parameter_server.messages import (
+    IN_BODY,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -353,14 +354,14 @@ class ParameterServer:
 
     def _pull(self, call: Call) -> None:
         message = unpack(call.payload, PullMessage)
-        reply, tensors = self._shard.pull(message, call.tensors, call.deadline)
+        reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room)
         call.reply(tensors, pack(reply))
 
     def _norm(self, call: Call) -> None:
         call.reply(payload=pack(self._shard.squared_norm(unpack(call.payload, NormMessage), call.deadline)))
 
     def _export(self, call: Call) -> None:
-        step, tensors = self._shard.export(unpack(call.payload, ExportMessage))
+        step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
         call.reply(tensors, pack(step))
 
     def _barrier(self, call: Call) -> None:
@@ -368,13 +369,21 @@ class ParameterServer:
         call.reply()
 
     def _describe(self, call: Call) -> None:
-        call.reply(payload=pack(self._shard.describe()))
+        _reply_at_length(call, pack(self._shard.describe()))
 
     def _life(self, call: Call) -> None:
         call.reply(payload=pack(self._keeper.life))
 
     def _statistics(self, call: Call) -> None:
-        call.reply(payload=pack(self._shard.statistics()))
+        _reply_at_length(call, pack(self._shard.statistics()))
+
+
+def _reply_at_length(call: Call, answer: bytes) -> None:
+    """Answer with what may be too long for a header; a client of an earlier version asks without ``IN_BODY``."""
+    if call.payload == IN_BODY:
+        call.reply([torch.frombuffer(bytearray(answer), dtype=torch.uint8)])
+    else:
+        call.reply(payload=answer)
 
 
 def _no_tensors(header: RequestHeader) -> None:
