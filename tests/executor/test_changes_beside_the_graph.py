@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import anabranch as ab
 from plain_loop import Build, Play, check, linear, mean_square, nothing
 
 ENGINES = ["auto", "graph"]
@@ -57,3 +58,22 @@ def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> Play
 @pytest.mark.parametrize("build", [groups_exchange_their_parameters, a_place_in_a_group_gets_another_parameter])
 def test_an_optimizer_that_holds_other_parameters_steps_on_those(build: Build, engine: str) -> None:
     assert check(build, engine).engines[4] == "graph"
+
+
+# What a step is.
+
+
+def test_a_step_is_fixed_once_it_is_made() -> None:
+    """The tape read some attributes anew in each step, which graphs had taken up: they could not both be right."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = ab.TrainStep(model, mean_square, optimizer, clip_grad_norm=1.0)
+    evaluate = ab.EvalStep(model, lambda model, x: {"y": model(x)})
+    for step in (train, evaluate):
+        for name in vars(step):
+            with pytest.raises(AttributeError, match=f"{name!r} of a {type(step).__name__} .* make a new"):
+                setattr(step, name, getattr(step, name))
+            with pytest.raises(AttributeError, match="make a new"):
+                delattr(step, name)
+    assert train.optimizers == (optimizer,)
+    assert train.schedulers == ()
