@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,22 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import Build, Play, check, linear, mean_square, nothing
+from plain_loop import Build, Play, check, linear, mean_square
 
 ENGINES = ["auto", "graph"]
 
 
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def first(action: Callable[[], object]) -> Callable[[int], None]:
-    """A change that ``action`` makes once."""
-    return lambda k: None if k != 1 else (action(), None)[1]
 
 
 # Which parameters an optimizer holds.
@@ -77,3 +67,77 @@ def test_a_step_is_fixed_once_it_is_made() -> None:
                 delattr(step, name)
     assert train.optimizers == (optimizer,)
     assert train.schedulers == ()
+
+
+# What forward does in Python comes before the optimizers' step.
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.large = nn.Linear(4, 4), 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.large = x.shape[0] == 5
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def batch_of_two_sizes(i: int) -> Tensor:
+    return torch.linspace(-1, 1, 20).reshape(5, 4)[: 5 if i in (1, 4, 8) else 3] + 0.1 * i
+
+
+class OwnStep(torch.optim.SGD):
+    """Reads in each step what forward has just written."""
+
+    def __init__(self, model: Counts) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.model = model
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = (0.3 if self.model.large else 0.1) / self.model.calls
+        super().step(closure)
+
+
+def an_optimizer_reads_what_forward_wrote(patch: pytest.MonkeyPatch) -> Play:
+    model = Counts()
+    return Play(model, mean_square, OwnStep(model), batch=batch_of_two_sizes)
+
+
+def the_loss_sets_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        value = mean_square(model, x)
+        group["lr"] = 0.1 / model.calls
+        return value
+
+    return Play(model, loss, optimizer)
+
+
+def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) -> Play:
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        group["weight_decay"] = 0.3 if x.shape[0] == 5 else 0.0
+        return mean_square(model, x)
+
+    return Play(model, loss, optimizer, batch=batch_of_two_sizes)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "build",
+    [
+        an_optimizer_reads_what_forward_wrote,
+        the_loss_sets_the_learning_rate,
+        the_loss_sets_a_number_of_the_group_now_and_then,
+    ],
+)
+def test_optimizers_read_what_forward_has_written_in_this_step(build: Build, engine: str) -> None:
+    assert "graph" in check(build, engine).engines

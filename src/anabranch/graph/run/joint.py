@@ -35,7 +35,7 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from anabranch.graph.step import StepProgram
 
-__all__ = ["Joint", "JointKey", "OptimizerRaised", "accumulate", "leave_gradient"]
+__all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,6 @@ class JointKey:
     numbers: object
     extra: object
     gradients: tuple[str, ...]
-
-
-class OptimizerRaised(Exception):
-    """The optimizers' own step raised ``error`` after a program that had ``results``."""
-
-    def __init__(self, error: Exception, results: dict[str, object]) -> None:
-        super().__init__(str(error))
-        self.error, self.results = error, results
 
 
 class Joint:
@@ -167,6 +159,7 @@ class Joint:
         extra: Sequence[object] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
         arrivals: Arrivals | None = None,
+        later: list[Callable[[], None]] | None = None,
     ) -> dict[str, object]:
         """Run the program; returns the results by name.
 
@@ -175,6 +168,7 @@ class Joint:
             extra: the tensors and floats that ``between`` takes.
             begin: called with the names of the loss's results before the program runs.
             arrivals: called with gradients while backward runs.
+            later: gets the optimizers' own step, where they step by themselves; without it they do so at once.
         """
         free = self._binding.free(args)
         if begin is not None:
@@ -184,7 +178,7 @@ class Joint:
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
-            return self._run_apart(free, extra)
+            return self._run_apart(free, extra, later)
         free = [*free, *extra] if extra else free
         results: dict[str, object]
         if self._update_program is None:
@@ -192,21 +186,9 @@ class Joint:
         else:
             results = dict(zip(self._front_outputs, self._rollback.run(self._program.run, free), strict=True))
             if not self._admitted(results, own=self._own):
-                return self._finish(results, stepped=True)
+                return self._finish(results, later, stepped=True)
             self._update_program.run(*(results[name] for name in self._updated))
-        return self._finish(results, stepped=False)
-
-    def _step_eagerly(
-        self,
-        results: dict[str, object],
-        dense: Mapping[str, Tensor],
-        sparse: Mapping[str, Sequence[SparseRows]],
-    ) -> None:
-        """Let the optimizers step by themselves; their error leaves gradients and results as the tape's does."""
-        try:
-            self._step.step_eagerly(dense, sparse)
-        except Exception as error:
-            raise OptimizerRaised(error, results) from error
+        return self._finish(results, later, stepped=False)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
         """Return True if the gradients among the ``results`` are to be stepped on."""
@@ -234,14 +216,16 @@ class Joint:
             self.backward.tell(arrivals, results)
         return results
 
-    def _run_apart(self, free: Sequence[object], extra: Sequence[object]) -> dict[str, object]:
+    def _run_apart(
+        self, free: Sequence[object], extra: Sequence[object], later: list[Callable[[], None]] | None
+    ) -> dict[str, object]:
         """Run part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
         step, backward = self._step, self.backward
         ran = self._rollback.run(self._apart().run, free)
         results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
         rows = {name: results[name] for name in backward.rows}
         if not self._admitted(results, own=False):
-            return self._finish(results, stepped=True)
+            return self._finish(results, later, stepped=True)
         for name in rows:
             del results[name]
         if self._between is not None:
@@ -257,16 +241,28 @@ class Joint:
         results |= rows
         if step.leaves_gradients:
             self._leave_gradients(results)
-        self._step_eagerly(results, gradients, backward.take_sparse(dict(rows)))
-        self.take_state()
-        return self._finish(results, stepped=True, left=True)
+        sparse = backward.take_sparse(dict(rows))
+
+        def step_on() -> None:
+            step.step_eagerly(gradients, sparse)
+            self.take_state()
+
+        _now_or(later, step_on)
+        return self._finish(results, later, stepped=True, left=True)
 
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
         if self.key.whole and self._program is None and self._ready():
             self._join()
 
-    def _finish(self, results: dict[str, object], *, stepped: bool, left: bool = False) -> dict[str, object]:
+    def _finish(
+        self,
+        results: dict[str, object],
+        later: list[Callable[[], None]] | None,
+        *,
+        stepped: bool,
+        left: bool = False,
+    ) -> dict[str, object]:
         """Step the optimizers on the rows that the graph yields, and add the gradients asked for, in final form."""
         if self._step.leaves_gradients and not left:
             self._leave_gradients(results)
@@ -274,7 +270,8 @@ class Joint:
             return results
         sparse = self.backward.take_sparse(dict(results))
         if sparse and not stepped:
-            self._step_eagerly(results, {}, sparse)
+            step = self._step
+            _now_or(later, lambda: step.step_eagerly({}, sparse))
         self.backward.take_sparse(results)
         for name in self.key.gradients:
             if name not in results:
@@ -395,6 +392,14 @@ class Joint:
             return [*results.values(), *gradients.values()]
 
         return build(body, sources, found)
+
+
+def _now_or(later: list[Callable[[], None]] | None, action: Callable[[], None]) -> None:
+    """Call ``action``, or let the caller do so."""
+    if later is None:
+        action()
+    else:
+        later.append(action)
 
 
 def leave_gradient(parameter: Tensor, gradient: Tensor, held: Container[Tensor]) -> None:
