@@ -21,6 +21,7 @@ from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.rollback import Rollback
+from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import Recorder, undisturbed
@@ -143,6 +144,7 @@ class EvalProgram:
                 with undisturbed():
                     forward = _Forward(mine, call, args)
                 known.insert(0, forward)
+            forward.memory.check(args)
             mine._last = forward.graph
             if mine._preparing:
                 raise _OnlyPrepared(forward, args)
@@ -175,6 +177,7 @@ class _Forward:
         self.graph = merge_duplicates(build(traced, arguments.sources, names, kinds=kinds))
         self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
         self._rollback = Rollback(self.graph)
+        self.memory = SharedMemory(arguments, written_inputs(self.graph))
 
     def results(self, args: Sequence[object]) -> tuple[object, ...]:
         """Return the results in the order of the graph's outputs."""

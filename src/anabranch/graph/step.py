@@ -472,6 +472,7 @@ class _Programs:
         joint = self._last
         if joint is None or not joint.fits(args, task.key):
             joint = self._last = self._find(step, args, task)
+        joint.check_memory(args)
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         if not (joint.confirmed or task.may_trace):

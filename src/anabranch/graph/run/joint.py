@@ -25,9 +25,10 @@ from anabranch.graph.run.cuda_graphs import Replayed, can_replay
 from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
+from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import Recorder, Source
 from anabranch.graph.trace.update import has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
@@ -84,6 +85,7 @@ class Joint:
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
+        self._arguments = arguments
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
         if step.activation_budget is not None:
             self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
@@ -95,6 +97,7 @@ class Joint:
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._rollback = Rollback(self.backward.graph)
+        self._memory = SharedMemory(arguments, written_inputs(self.backward.graph))
         self._between = self._trace_between(extra) if key.whole else None
         self._program: Program | None = None
         self._backward_program: Program | None = None
@@ -122,6 +125,14 @@ class Joint:
         if key is not self.key and key != self.key:
             return False
         return self._binding.fits(args)
+
+    def check_memory(self, args: Sequence[object]) -> None:
+        """Raise if the program writes to an argument that shares memory with another.
+
+        Raises:
+            CaptureError: it does; nothing has happened.
+        """
+        self._memory.check(args)
 
     @property
     def added(self) -> list[str]:
@@ -334,7 +345,10 @@ class Joint:
             return
         if update is not None:
             self._rollback.add_update(update)
-            graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
+            joined = merge_duplicates(join(graph, update, keep))
+            graph = spread_fused_updates(join_fused_updates(joined))
+            if graph is not joined:  # parameters are written to in another order, and while backward goes on
+                self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
         for improve in step.passes:
             graph = improve(graph)
         self.graph = graph
