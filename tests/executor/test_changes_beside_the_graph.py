@@ -141,3 +141,36 @@ def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) 
 )
 def test_optimizers_read_what_forward_has_written_in_this_step(build: Build, engine: str) -> None:
     assert "graph" in check(build, engine).engines
+
+
+# Parameters that are exchanged for others in place.
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_may_be_swapped_after_a_capture(engine: Any) -> None:
+    """``swap_tensors`` refuses tensors that somebody has weak references to, or views of."""
+
+    def run(engine: Any) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        train = ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01))
+        steps = {"train": train, "evaluate": ab.EvalStep(model, lambda model, x: {"y": model(x)})}
+        options: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
+        found, engines = [], []
+        with ab.Executor(steps, engine=engine, **options) as executor:
+            for i in range(8):
+                if i in (4, 6):
+                    torch.__future__.set_swap_module_params_on_conversion(True)
+                    try:
+                        model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+                    finally:
+                        torch.__future__.set_swap_module_params_on_conversion(False)
+                x = torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i
+                found += [executor.run("train", x)["loss"], executor.run("evaluate", x)["y"]]
+                engines.append(executor.engine("train"))
+        return found, engines
+
+    expected, _ = run("tape")
+    found, engines = run(engine)
+    assert all(map(torch.equal, found, expected))
+    assert engines[3:5] == ["graph", "graph"]

@@ -14,6 +14,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark
 from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
+from anabranch.graph.dynamo.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.kinds import kind_of
@@ -143,6 +144,7 @@ class EvalProgram:
                     raise CaptureError("the tensors that the model holds change from run to run; use engine='tape'")
                 with undisturbed():
                     forward = _Forward(mine, call, args)
+                let_go_of_tensors(call)
                 known.insert(0, forward)
             forward.memory.check(args)
             mine._last = forward.graph

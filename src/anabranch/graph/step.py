@@ -27,6 +27,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.changed_objects import changed_objects
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark, mistake
+from anabranch.graph.dynamo.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.kinds import kind_of
@@ -500,6 +501,7 @@ class _Programs:
             )
         task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
+        let_go_of_tensors(self._call)
         self._joints.append(joint)
         return joint
 
