@@ -1,4 +1,4 @@
-"""What other threads see of a compilation: nothing.
+"""Compilations that other threads see nothing of.
 
 While a thread compiles, PyTorch answers ``torch.compiler.is_compiling()`` with True in the whole process. Torch's
 optimizers ask it, and compute on tensors then where they take Python numbers otherwise: a plain loop in another thread
@@ -30,7 +30,7 @@ def unseen_by_other_threads() -> Iterator[None]:
     own = threading.get_ident()
 
     def announce_of_others() -> AbstractContextManager[Any]:
-        return nullcontext() if threading.get_ident() == own else announce()  # type: ignore[no-any-return]
+        return nullcontext() if threading.get_ident() == own else announce()
 
     setattr(compiler, _ANNOUNCE, announce_of_others)
     try:
