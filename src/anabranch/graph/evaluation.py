@@ -146,12 +146,12 @@ class EvalProgram:
                     forward = _Forward(mine, call, args)
                 let_go_of_tensors(call)
                 known.insert(0, forward)
-            forward.memory.check(args)
             mine._last = forward.graph
-            if mine._preparing:
-                raise _OnlyPrepared(forward, args)
             if not (forward.confirmed or mine._may_trace):
                 raise GuardMiss("the graph of the evaluation has not been compared with eager mode yet")
+            forward.memory.check(args)
+            if mine._preparing:
+                raise _OnlyPrepared(forward, args)
             return forward.in_order(args)
 
         return run

@@ -473,11 +473,11 @@ class _Programs:
         joint = self._last
         if joint is None or not joint.fits(args, task.key):
             joint = self._last = self._find(step, args, task)
+        if not (joint.confirmed or task.may_trace):
+            raise GuardMiss("the graph of the step has not been compared with the tape yet")
         joint.check_memory(args)
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
-        if not (joint.confirmed or task.may_trace):
-            raise GuardMiss("the graph of the step has not been compared with the tape yet")
         task.joint = joint
         task.results = joint.run(args, task.leaves, task.begin, task.arrivals, task.later)
         return joint.in_order(task.results)

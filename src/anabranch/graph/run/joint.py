@@ -130,7 +130,7 @@ class Joint:
         """Raise if the program writes to an argument that shares memory with another.
 
         Raises:
-            CaptureError: it does; nothing has happened.
+            Raises: it does; nothing has happened.
         """
         self._memory.check(args)
 

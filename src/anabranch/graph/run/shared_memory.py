@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.traced_calls import Arguments, picker
 from anabranch.graph.graph import Graph
 
@@ -57,10 +57,10 @@ class SharedMemory:
         """Raise if an argument that is written to shares memory with another one.
 
         Raises:
-            CaptureError: it does; nothing has happened.
+            Raises: it does; nothing has happened.
         """
         if self._looks and self._clash(args):
-            raise CaptureError(
+            raise Raises(  # autograd may: a value that it has kept is written to
                 "a tensor that the step changes in place shares memory with another that it is given (views of one "
                 "tensor in the batch, or '.data' of one buffer given to another), which a graph would not notice; "
                 "clone one of them, or use engine='tape'"
