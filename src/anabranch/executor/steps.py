@@ -30,8 +30,27 @@ Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 """``loss(model, batch)`` and ``outputs(model, batch)``; the batch is whatever nested structure the caller passes."""
 
 
-class TrainStep:
+class _Description:
+    """An object whose attributes are given once: graphs hold what they said when they were captured."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise AttributeError(_fixed(self, name))
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(_fixed(self, name))
+
+
+def _fixed(step: object, name: str) -> str:
+    kind = type(step).__name__
+    return f"{name!r} of a {kind} cannot be changed, for graphs are made of it; make a new {kind} and a new Executor"
+
+
+class TrainStep(_Description):
     """One training step: forward, loss, backward, and the optimizers' update.
+
+    Its attributes, named as the arguments are, can be read and not changed: to train otherwise, make a new one.
 
     >>> import torch
     >>> model = nn.Linear(4, 1)
@@ -155,8 +174,10 @@ class TrainStep:
         return None if self.precision is None else _PRECISIONS[self.precision]
 
 
-class EvalStep:
+class EvalStep(_Description):
     """One evaluation: the model in eval mode, without gradients, its modes restored afterwards.
+
+    Its attributes can be read and not changed, as a ``TrainStep``'s.
 
     >>> model = nn.Linear(4, 1)
     >>> step = EvalStep(model, lambda model, batch: {"prediction": model(batch)})
@@ -247,7 +268,7 @@ def _listed(name: str, given: object, kind: type[_T]) -> list[_T]:
     return list(several)
 
 
-def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> list[Optimizer]:
+def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tuple[Optimizer, ...]:
     optimizers = _listed("optimizer", given, Optimizer)
     if not optimizers:
         raise ValueError("optimizer is an empty list; give at least one")
@@ -270,7 +291,7 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> lis
                     f"optimizers {owner[parameter]} and {index} both hold {names[parameter]!r}; split them"
                 )
             owner[parameter] = index
-    return optimizers
+    return tuple(optimizers)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -279,7 +300,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _schedulers(given: LRScheduler | Sequence[LRScheduler] | None, optimizers: list[Optimizer]) -> list[LRScheduler]:
+def _schedulers(
+    given: LRScheduler | Sequence[LRScheduler] | None, optimizers: Sequence[Optimizer]
+) -> tuple[LRScheduler, ...]:
     schedulers = [] if given is None else _listed("scheduler", given, LRScheduler)
     for index, scheduler in enumerate(schedulers):
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -288,7 +311,7 @@ def _schedulers(given: LRScheduler | Sequence[LRScheduler] | None, optimizers: l
             raise TypeError(f"scheduler {index} is a {type(scheduler).__name__}, not a torch LRScheduler")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
             raise ValueError(f"scheduler {index} ({type(scheduler).__name__}) is of none of this step's optimizers")
-    return schedulers
+    return tuple(schedulers)
 
 
 def named_steps(steps: Step | Mapping[str, Step]) -> dict[str, Step]:

@@ -14,6 +14,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark
 from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
+from anabranch.graph.dynamo.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.kinds import kind_of
@@ -21,6 +22,7 @@ from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.rollback import Rollback
+from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import Recorder, undisturbed
@@ -142,12 +144,14 @@ class EvalProgram:
                     raise CaptureError("the tensors that the model holds change from run to run; use engine='tape'")
                 with undisturbed():
                     forward = _Forward(mine, call, args)
+                let_go_of_tensors(call)
                 known.insert(0, forward)
             mine._last = forward.graph
-            if mine._preparing:
-                raise _OnlyPrepared(forward, args)
             if not (forward.confirmed or mine._may_trace):
                 raise GuardMiss("the graph of the evaluation has not been compared with eager mode yet")
+            forward.memory.check(args)
+            if mine._preparing:
+                raise _OnlyPrepared(forward, args)
             return forward.in_order(args)
 
         return run
@@ -175,6 +179,7 @@ class _Forward:
         self.graph = merge_duplicates(build(traced, arguments.sources, names, kinds=kinds))
         self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
         self._rollback = Rollback(self.graph)
+        self.memory = SharedMemory(arguments, written_inputs(self.graph))
 
     def results(self, args: Sequence[object]) -> tuple[object, ...]:
         """Return the results in the order of the graph's outputs."""

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -25,15 +25,18 @@ from torch.optim import Optimizer
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.dynamo.changed_objects import changed_objects
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark, mistake
+from anabranch.graph.dynamo.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.kinds import kind_of
 from anabranch.graph.run.bound_state import BoundState
-from anabranch.graph.run.joint import Joint, JointKey, OptimizerRaised
+from anabranch.graph.run.joint import Joint, JointKey
 from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.make_fx import undisturbed
+from anabranch.graph.trace.optimizer_contents import held_by
 from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten
 
@@ -75,7 +78,7 @@ class _Task:
     only_prepare: bool = False
     results: dict[str, object] | None = None
     joint: Joint | None = None
-    error: Exception | None = None
+    later: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,10 +320,13 @@ class StepProgram:
                 loss, extras = self._front.run(kind, self.model, batch, may_trace=may_trace)
         finally:
             self._task = None
-        if task.joint is not None:
-            self._last = task.joint.graph
-        if task.error is not None:
-            raise task.error
+        try:
+            # Here, where Python's part of the forward has happened: the optimizers' code may read it.
+            for step_on in task.later:
+                step_on()
+        finally:
+            if task.joint is not None:
+                self._last = task.joint.graph
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
         for name in modules:
@@ -349,6 +355,9 @@ class StepProgram:
 
     def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
         check_loss(call)
+        changed = changed_objects()
+        if changed and self.refused_update is None and not changed.isdisjoint(held_by(self.optimizers)):
+            self.refused_update = CaptureError("the loss changes its groups, its state or its attributes")
         return _Programs(self, call)
 
     def up_to_date(self, key: JointKey) -> JointKey:
@@ -359,7 +368,8 @@ class StepProgram:
         else:
             self.tensors = {tensor: name for name, tensor in self.model.named_buffers()}
             self.tensors |= {tensor: name for name, tensor in now.items()}
-        return replace(key, epoch=self.epoch)
+        numbers = None if self.refused_update is not None else key.numbers
+        return replace(key, epoch=self.epoch, numbers=numbers)
 
     def joint(self, call: TracedCall, args: Sequence[object], task: _Task) -> Joint:
         """Return a program for these arguments."""
@@ -463,15 +473,13 @@ class _Programs:
         joint = self._last
         if joint is None or not joint.fits(args, task.key):
             joint = self._last = self._find(step, args, task)
-        if task.only_prepare:
-            raise _OnlyPrepared(joint, args)
         if not (joint.confirmed or task.may_trace):
             raise GuardMiss("the graph of the step has not been compared with the tape yet")
+        joint.check_memory(args)
+        if task.only_prepare:
+            raise _OnlyPrepared(joint, args)
         task.joint = joint
-        try:
-            task.results = joint.run(args, task.leaves, task.begin, task.arrivals)
-        except OptimizerRaised as raised:  # after Python's part of the forward, which Dynamo's code does now
-            task.results, task.error = raised.results, raised.error
+        task.results = joint.run(args, task.leaves, task.begin, task.arrivals, task.later)
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:
@@ -493,6 +501,7 @@ class _Programs:
             )
         task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
+        let_go_of_tensors(self._call)
         self._joints.append(joint)
         return joint
 

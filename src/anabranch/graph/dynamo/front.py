@@ -43,6 +43,7 @@ from anabranch.graph.dynamo.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.caught_lookups import caught_lookups
 from anabranch.graph.dynamo.misread_calls import misread_calls
 from anabranch.graph.dynamo.origins import closed_over
+from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
 from anabranch.graph.dynamo.refusals import refusal_of
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slowness import told_if_slow
@@ -244,6 +245,7 @@ class Front:
                 caught,
                 misread,
                 _untimed(),
+                unseen_by_other_threads(),
             ):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place

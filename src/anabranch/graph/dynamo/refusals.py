@@ -35,7 +35,7 @@ _CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
 
 
 class Raises(CaptureError):
-    """The step's own code raises, which Python would do as well."""
+    """The step's own code raises, or may raise, which Python would do as well: the tape is to meet it."""
 
 
 def refusal_of(error: BaseException, what: str) -> CaptureError:

@@ -20,7 +20,7 @@ from anabranch.graph.dynamo.front import TracedCall, mark
 from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
 from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake, WrongType, free_name
 
-__all__ = ["Arguments", "Binding", "arrange", "run_calls"]
+__all__ = ["Arguments", "Binding", "arrange", "picker", "run_calls"]
 
 
 _ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
@@ -59,7 +59,7 @@ class Binding:
         self._fixed = arguments.fixed
         self._free, self._numbers = arguments.free, call.numbers
         self.holds_numbers = bool(arguments.fixed)
-        self._pick_bound, self._pick_free = _picker(arguments.bound), _picker(arguments.free)
+        self._pick_bound, self._pick_free = picker(arguments.bound), picker(arguments.free)
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
 
     def fits(self, args: Sequence[object]) -> bool:
@@ -75,7 +75,7 @@ class Binding:
         return self._pick_free(args)
 
 
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
+def picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
     """Return a function that picks these values, always as a sequence."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)

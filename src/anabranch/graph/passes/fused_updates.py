@@ -7,6 +7,7 @@ its own, so the results are the same bits. An optimizer that is not fused is nev
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -48,7 +49,7 @@ def spread_fused_updates(graph: Graph, large: int = _LARGE) -> Graph:
     The gradient is then still in the processor's cache, and is freed at once. The counters of steps are advanced first.
     Nothing is written before the last crossing of a boundary: one that fails leaves the state as it was.
     """
-    if not _fused(graph):
+    if not any(_elements(each) >= large for node in _fused(graph) for each in cast("list[fx.Node]", node.args[0])):
         return graph
     graph = graph.copy()
     for node in _fused(graph):

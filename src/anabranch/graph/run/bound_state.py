@@ -33,7 +33,7 @@ class BoundState:
         self._note_places()
         self._lists = [optimizer.param_groups for optimizer in self._optimizers]
         self._groups = list(chain.from_iterable(self._lists))
-        self._sizes = self._grouped()
+        self._sizes, self._members = self._grouped()
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
         self._handles = -1
         self._code: OptimizerCode | None = None
@@ -77,9 +77,12 @@ class BoundState:
             return False
         if kept_by_optimizers and self._code is not None and not self._code.unchanged():
             return False
-        if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
+        if len(self._groups) != sum(map(len, self._lists)):
             return False
         if not all(map(same, chain.from_iterable(self._lists), self._groups)):
+            return False
+        sizes, members = self._grouped()
+        if sizes != self._sizes or not all(map(same, members, self._members)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
@@ -105,9 +108,10 @@ class BoundState:
             refuse_hooks(modules, self.parameters, self._optimizers)
             self._handles = number
 
-    def _grouped(self) -> list[int]:
-        """Return the number of parameters in each group; ``add_param_group`` changes it."""
-        return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+    def _grouped(self) -> tuple[list[int], list[Tensor]]:
+        """Return the number of parameters in each group, and the parameters."""
+        lists = [group["params"] for groups in self._lists for group in groups]
+        return list(map(len, lists)), list(chain.from_iterable(lists))
 
     def _moved_alike(self) -> bool:
         """Return True if only memory has moved (``parameter.data = ...``), which generated code follows by itself."""

@@ -195,7 +195,12 @@ class _Writer:
         return hoisted
 
     def _constant_or_alike(self, node: fx.Node) -> object:
-        """Return the constant, or a tensor of the same form for operators that do not read its values."""
+        """Return the constant, or a tensor of the same form for operators that do not read its values.
+
+        Views are of a detached tensor, and hold its memory alone: ``swap_tensors`` refuses a tensor that has views.
+        """
+        if node in self._bound:
+            return self._bound[node].detach()
         if node in self._constants:
             return self._constants[node]
         example = node.meta["val"]

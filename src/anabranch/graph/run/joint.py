@@ -25,9 +25,10 @@ from anabranch.graph.run.cuda_graphs import Replayed, can_replay
 from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
+from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import Recorder, Source
 from anabranch.graph.trace.update import has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
@@ -35,7 +36,7 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from anabranch.graph.step import StepProgram
 
-__all__ = ["Joint", "JointKey", "OptimizerRaised", "accumulate", "leave_gradient"]
+__all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,6 @@ class JointKey:
     numbers: object
     extra: object
     gradients: tuple[str, ...]
-
-
-class OptimizerRaised(Exception):
-    """The optimizers' own step raised ``error`` after a program that had ``results``."""
-
-    def __init__(self, error: Exception, results: dict[str, object]) -> None:
-        super().__init__(str(error))
-        self.error, self.results = error, results
 
 
 class Joint:
@@ -92,6 +85,7 @@ class Joint:
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
+        self._arguments = arguments
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
         if step.activation_budget is not None:
             self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
@@ -103,6 +97,7 @@ class Joint:
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._rollback = Rollback(self.backward.graph)
+        self._memory = SharedMemory(arguments, written_inputs(self.backward.graph))
         self._between = self._trace_between(extra) if key.whole else None
         self._program: Program | None = None
         self._backward_program: Program | None = None
@@ -130,6 +125,14 @@ class Joint:
         if key is not self.key and key != self.key:
             return False
         return self._binding.fits(args)
+
+    def check_memory(self, args: Sequence[object]) -> None:
+        """Raise if the program writes to an argument that shares memory with another.
+
+        Raises:
+            Raises: it does; nothing has happened.
+        """
+        self._memory.check(args)
 
     @property
     def added(self) -> list[str]:
@@ -167,6 +170,7 @@ class Joint:
         extra: Sequence[object] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
         arrivals: Arrivals | None = None,
+        later: list[Callable[[], None]] | None = None,
     ) -> dict[str, object]:
         """Run the program; returns the results by name.
 
@@ -175,6 +179,7 @@ class Joint:
             extra: the tensors and floats that ``between`` takes.
             begin: called with the names of the loss's results before the program runs.
             arrivals: called with gradients while backward runs.
+            later: gets the optimizers' own step, where they step by themselves; without it they do so at once.
         """
         free = self._binding.free(args)
         if begin is not None:
@@ -184,7 +189,7 @@ class Joint:
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
-            return self._run_apart(free, extra)
+            return self._run_apart(free, extra, later)
         free = [*free, *extra] if extra else free
         results: dict[str, object]
         if self._update_program is None:
@@ -192,21 +197,9 @@ class Joint:
         else:
             results = dict(zip(self._front_outputs, self._rollback.run(self._program.run, free), strict=True))
             if not self._admitted(results, own=self._own):
-                return self._finish(results, stepped=True)
+                return self._finish(results, later, stepped=True)
             self._update_program.run(*(results[name] for name in self._updated))
-        return self._finish(results, stepped=False)
-
-    def _step_eagerly(
-        self,
-        results: dict[str, object],
-        dense: Mapping[str, Tensor],
-        sparse: Mapping[str, Sequence[SparseRows]],
-    ) -> None:
-        """Let the optimizers step by themselves; their error leaves gradients and results as the tape's does."""
-        try:
-            self._step.step_eagerly(dense, sparse)
-        except Exception as error:
-            raise OptimizerRaised(error, results) from error
+        return self._finish(results, later, stepped=False)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
         """Return True if the gradients among the ``results`` are to be stepped on."""
@@ -234,14 +227,16 @@ class Joint:
             self.backward.tell(arrivals, results)
         return results
 
-    def _run_apart(self, free: Sequence[object], extra: Sequence[object]) -> dict[str, object]:
+    def _run_apart(
+        self, free: Sequence[object], extra: Sequence[object], later: list[Callable[[], None]] | None
+    ) -> dict[str, object]:
         """Run part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
         step, backward = self._step, self.backward
         ran = self._rollback.run(self._apart().run, free)
         results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
         rows = {name: results[name] for name in backward.rows}
         if not self._admitted(results, own=False):
-            return self._finish(results, stepped=True)
+            return self._finish(results, later, stepped=True)
         for name in rows:
             del results[name]
         if self._between is not None:
@@ -257,16 +252,28 @@ class Joint:
         results |= rows
         if step.leaves_gradients:
             self._leave_gradients(results)
-        self._step_eagerly(results, gradients, backward.take_sparse(dict(rows)))
-        self.take_state()
-        return self._finish(results, stepped=True, left=True)
+        sparse = backward.take_sparse(dict(rows))
+
+        def step_on() -> None:
+            step.step_eagerly(gradients, sparse)
+            self.take_state()
+
+        _now_or(later, step_on)
+        return self._finish(results, later, stepped=True, left=True)
 
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
         if self.key.whole and self._program is None and self._ready():
             self._join()
 
-    def _finish(self, results: dict[str, object], *, stepped: bool, left: bool = False) -> dict[str, object]:
+    def _finish(
+        self,
+        results: dict[str, object],
+        later: list[Callable[[], None]] | None,
+        *,
+        stepped: bool,
+        left: bool = False,
+    ) -> dict[str, object]:
         """Step the optimizers on the rows that the graph yields, and add the gradients asked for, in final form."""
         if self._step.leaves_gradients and not left:
             self._leave_gradients(results)
@@ -274,7 +281,8 @@ class Joint:
             return results
         sparse = self.backward.take_sparse(dict(results))
         if sparse and not stepped:
-            self._step_eagerly(results, {}, sparse)
+            step = self._step
+            _now_or(later, lambda: step.step_eagerly({}, sparse))
         self.backward.take_sparse(results)
         for name in self.key.gradients:
             if name not in results:
@@ -337,7 +345,10 @@ class Joint:
             return
         if update is not None:
             self._rollback.add_update(update)
-            graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
+            joined = merge_duplicates(join(graph, update, keep))
+            graph = spread_fused_updates(join_fused_updates(joined))
+            if graph is not joined:  # parameters are written to in another order, and while backward goes on
+                self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
         for improve in step.passes:
             graph = improve(graph)
         self.graph = graph
@@ -395,6 +406,14 @@ class Joint:
             return [*results.values(), *gradients.values()]
 
         return build(body, sources, found)
+
+
+def _now_or(later: list[Callable[[], None]] | None, action: Callable[[], None]) -> None:
+    """Call ``action``, or let the caller do so."""
+    if later is None:
+        action()
+    else:
+        later.append(action)
 
 
 def leave_gradient(parameter: Tensor, gradient: Tensor, held: Container[Tensor]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Contents"]
+__all__ = ["Contents", "held_by"]
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -26,6 +26,7 @@ class Contents:
 
     Attributes:
         tensors: the tensors found in them.
+        objects: the ids of the optimizers, and of the containers.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -33,8 +34,8 @@ class Contents:
         self._containers: list[tuple[Any, Callable[[Any], object], Any]] = []
         self._leaves: list[object] = []
         self.tensors: list[Tensor] = []
-        seen: set[int] = set()
-        for leaf in self._walk(self._optimizers, seen):
+        self.objects: set[int] = set()
+        for leaf in self._walk(self._optimizers, self.objects):
             self._leaves.append(leaf)
             if isinstance(leaf, Tensor):
                 self.tensors.append(leaf)
@@ -89,6 +90,11 @@ class Contents:
         elif isinstance(value, tuple):
             for item in value:
                 yield from self._walk(item, seen)
+
+
+def held_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the optimizers, their groups and all other containers that they hold."""
+    return Contents(optimizers).objects
 
 
 def _equal(old: object, new: object) -> bool:

@@ -1,0 +1,131 @@
+"""``SharedMemory``: tensors that a graph writes to must share no memory with others that it is given.
+
+A graph knows the inputs that it was traced with as so many separate tensors, and orders what it does with each. Which
+of them share memory is no property of a tensor, so Dynamo does not guard it: two views of one batch, a buffer that is
+given another's ``.data``. Eager mode is right then, and takes the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.graph.dynamo.refusals import Raises
+from anabranch.graph.dynamo.traced_calls import Arguments, picker
+from anabranch.graph.graph import Graph
+
+__all__ = ["SharedMemory", "ranges_overlap", "written_inputs"]
+
+_Range = tuple[int, int]
+
+
+def written_inputs(graph: Graph) -> set[str]:
+    """Return the names of the inputs that a graph changes."""
+    effects = graph.effects()
+    pairs = zip(graph.placeholders, graph.bindings, strict=True)
+    return {binding.name for node, binding in pairs if effects.writers.get(effects.root[node])}
+
+
+class SharedMemory:
+    """The memory of a program's arguments; without any that it writes to, nothing is looked at.
+
+    Args:
+        arguments: the placeholders, sorted.
+        written: the names of those that the program writes to.
+    """
+
+    def __init__(self, arguments: Arguments, written: Collection[str]) -> None:
+        first: dict[int, int] = {}
+        for position, index in enumerate(arguments.place):
+            if index is not None and _has_memory(arguments.sources[index].value):
+                first.setdefault(index, position)
+        changed = {position for index, position in first.items() if arguments.sources[index].name in written}
+        bound = [position for index, position in first.items() if arguments.sources[index].state]
+        free = [position for position in first.values() if position not in bound]
+        self._looks = bool(changed)
+        self._pick_bound, self._pick_free = picker(bound), picker(free)
+        self._bound_written = [position in changed for position in bound]
+        self._free_written = [position in changed for position in free]
+        self._places: list[int] | None = None
+        self._overlap = False
+        self._all, self._written = _Union(()), _Union(())
+
+    def check(self, args: Sequence[object]) -> None:
+        """Raise if an argument that is written to shares memory with another one.
+
+        Raises:
+            Raises: it does; nothing has happened.
+        """
+        if self._looks and self._clash(args):
+            raise Raises(  # autograd may: a value that it has kept is written to
+                "a tensor that the step changes in place shares memory with another that it is given (views of one "
+                "tensor in the batch, or '.data' of one buffer given to another), which a graph would not notice; "
+                "clone one of them, or use engine='tape'"
+            )
+
+    def _clash(self, args: Sequence[object]) -> bool:
+        bound: Sequence[Tensor] = self._pick_bound(args)  # type: ignore[assignment]
+        places = list(map(Tensor.data_ptr, bound))
+        if places != self._places:
+            self._places = places
+            ranges = list(map(_range, bound))
+            self._overlap = ranges_overlap(ranges, self._bound_written)
+            self._all = _Union(ranges)
+            self._written = _Union(r for r, written in zip(ranges, self._bound_written, strict=True) if written)
+        if self._overlap:
+            return True
+        free: list[_Range] = list(map(_range, self._pick_free(args)))  # type: ignore[arg-type]
+        for found, written in zip(free, self._free_written, strict=True):
+            if (self._all if written else self._written).meets(found):
+                return True
+        return any(self._free_written) and ranges_overlap(free, self._free_written)
+
+
+class _Union:
+    """Some ranges as disjoint ones, in order."""
+
+    def __init__(self, ranges: Iterable[_Range]) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in sorted(ranges):
+            if self._ends and start < self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            elif start < end:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def meets(self, found: _Range) -> bool:
+        """Return True if a byte is in both."""
+        start, end = found
+        index = bisect_right(self._ends, start)
+        return start < end and index < len(self._ends) and self._starts[index] < end
+
+
+def ranges_overlap(ranges: Sequence[_Range], written: Sequence[bool]) -> bool:
+    """Return True if two of the ranges overlap, of which one at least is written to."""
+    last = last_written = 0
+    for (start, end), is_written in sorted(zip(ranges, written, strict=True)):
+        if start < end and (start < last_written or (is_written and start < last)):
+            return True
+        last = max(last, end)
+        if is_written:
+            last_written = max(last_written, end)
+    return False
+
+
+def _range(tensor: Tensor) -> _Range:
+    """Return the first byte of a tensor and the one after its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    if not tensor.numel():
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"

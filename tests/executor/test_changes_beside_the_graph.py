@@ -1,0 +1,176 @@
+"""Changes between and within steps that no guard on Python values sees: the engines give the plain loop's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from plain_loop import Build, Play, check, linear, mean_square
+
+ENGINES = ["auto", "graph"]
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+# Which parameters an optimizer holds.
+
+
+def groups_exchange_their_parameters(patch: pytest.MonkeyPatch) -> Play:
+    model = two_layers()
+    own = list(model.parameters())
+    optimizer = torch.optim.Adam([{"params": own[:2]}, {"params": own[2:], "lr": 0.3}], lr=0.01)
+
+    def change(k: int) -> None:
+        one, other = optimizer.param_groups
+        one["params"], other["params"] = other["params"], one["params"]
+
+    return Play(model, mean_square, optimizer, change)
+
+
+def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> Play:
+    model = two_layers()
+    own = list(model.parameters())
+    optimizer = torch.optim.Adam(own[:2], lr=0.05)
+
+    def change(k: int) -> None:
+        optimizer.param_groups[0]["params"][0] = own[2 * (k % 2)]
+
+    return Play(model, mean_square, optimizer, change)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("build", [groups_exchange_their_parameters, a_place_in_a_group_gets_another_parameter])
+def test_an_optimizer_that_holds_other_parameters_steps_on_those(build: Build, engine: str) -> None:
+    assert check(build, engine).engines[4] == "graph"
+
+
+# What a step is.
+
+
+def test_a_step_is_fixed_once_it_is_made() -> None:
+    """The tape read some attributes anew in each step, which graphs had taken up: they could not both be right."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = ab.TrainStep(model, mean_square, optimizer, clip_grad_norm=1.0)
+    evaluate = ab.EvalStep(model, lambda model, x: {"y": model(x)})
+    for step in (train, evaluate):
+        for name in vars(step):
+            with pytest.raises(AttributeError, match=f"{name!r} of a {type(step).__name__} .* make a new"):
+                setattr(step, name, getattr(step, name))
+            with pytest.raises(AttributeError, match="make a new"):
+                delattr(step, name)
+    assert train.optimizers == (optimizer,)
+    assert train.schedulers == ()
+
+
+# What forward does in Python comes before the optimizers' step.
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.large = nn.Linear(4, 4), 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.large = x.shape[0] == 5
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def batch_of_two_sizes(i: int) -> Tensor:
+    return torch.linspace(-1, 1, 20).reshape(5, 4)[: 5 if i in (1, 4, 8) else 3] + 0.1 * i
+
+
+class OwnStep(torch.optim.SGD):
+    """Reads in each step what forward has just written."""
+
+    def __init__(self, model: Counts) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.model = model
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = (0.3 if self.model.large else 0.1) / self.model.calls
+        super().step(closure)
+
+
+def an_optimizer_reads_what_forward_wrote(patch: pytest.MonkeyPatch) -> Play:
+    model = Counts()
+    return Play(model, mean_square, OwnStep(model), batch=batch_of_two_sizes)
+
+
+def the_loss_sets_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        value = mean_square(model, x)
+        group["lr"] = 0.1 / model.calls
+        return value
+
+    return Play(model, loss, optimizer)
+
+
+def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) -> Play:
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        group["weight_decay"] = 0.3 if x.shape[0] == 5 else 0.0
+        return mean_square(model, x)
+
+    return Play(model, loss, optimizer, batch=batch_of_two_sizes)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "build",
+    [
+        an_optimizer_reads_what_forward_wrote,
+        the_loss_sets_the_learning_rate,
+        the_loss_sets_a_number_of_the_group_now_and_then,
+    ],
+)
+def test_optimizers_read_what_forward_has_written_in_this_step(build: Build, engine: str) -> None:
+    assert "graph" in check(build, engine).engines
+
+
+# Parameters that are exchanged for others in place.
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_may_be_swapped_after_a_capture(engine: Any) -> None:
+    """``swap_tensors`` refuses tensors that somebody has weak references to, or views of."""
+
+    def run(engine: Any) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        train = ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01))
+        steps = {"train": train, "evaluate": ab.EvalStep(model, lambda model, x: {"y": model(x)})}
+        options: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
+        found, engines = [], []
+        with ab.Executor(steps, engine=engine, **options) as executor:
+            for i in range(8):
+                if i in (4, 6):
+                    torch.__future__.set_swap_module_params_on_conversion(True)
+                    try:
+                        model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+                    finally:
+                        torch.__future__.set_swap_module_params_on_conversion(False)
+                x = torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i
+                found += [executor.run("train", x)["loss"], executor.run("evaluate", x)["y"]]
+                engines.append(executor.engine("train"))
+        return found, engines
+
+    expected, _ = run("tape")
+    found, engines = run(engine)
+    assert all(map(torch.equal, found, expected))
+    assert engines[3:5] == ["graph", "graph"]

@@ -1,0 +1,190 @@
+"""Tensors that come to share memory after the capture, and a step that writes to one of them: the plain loop's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from plain_loop import ERROR, Build, Play, check, linear, mean_square, sgd
+
+ENGINES = ["auto", "graph"]
+
+
+def rows(i: int, n: int = 3) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(i))
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("counts", torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.scale.sin()
+        self.counts.add_(0.1)
+        return self.layer(x * before) + self.scale.sin()  # type: ignore[no-any-return]
+
+
+def views_of_one_batch(patch: pytest.MonkeyPatch) -> Play:
+    def batch(i: int) -> tuple[Tensor, Tensor]:
+        whole = rows(i, 8)
+        return whole[:4], whole[2:6] if i in (5, 7) else whole[2:6].clone()
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        written, read = batch
+        before = read.sin()
+        written.add_(1.0)
+        return (model(before) - model(read.sin())[:, :1] * 0.5).square().mean()  # type: ignore[no-any-return]
+
+    model = linear(4, 4)
+    return Play(model, loss, sgd(model), batch=batch)
+
+
+def an_input_is_written_to_before_its_backward(patch: pytest.MonkeyPatch) -> Play:
+    """Autograd raises for it."""
+
+    def batch(i: int) -> tuple[Tensor, Tensor]:
+        x = rows(i)
+        return x, x.view(3, 4) if i == 5 else x.clone()
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        first = model(batch[1])
+        batch[0].mul_(2.0)
+        return (first + model(batch[1])).square().mean()  # type: ignore[no-any-return]
+
+    model = linear(4, 4)
+    return Play(model, loss, sgd(model), batch=batch)
+
+
+def buffers_are_tied(patch: pytest.MonkeyPatch) -> Play:
+    model = Buffers()
+
+    def change(k: int) -> None:
+        model.scale.data = model.counts.data if k == 1 else model.counts.data.clone()
+
+    return Play(model, mean_square, sgd(model), change)
+
+
+def a_view_of_a_buffer(patch: pytest.MonkeyPatch) -> Play:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("written", torch.zeros(3, 4))
+    held = {"read": torch.zeros(3, 4)}
+
+    def change(k: int) -> None:
+        held["read"] = model.written.view(3, 4)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        before = held["read"].sin()
+        with torch.no_grad():
+            model.written.add_(0.1)
+        return (model(x) + before + held["read"].sin()).square().mean()  # type: ignore[no-any-return]
+
+    return Play(model, loss, sgd(model), change)
+
+
+def a_buffer_of_other_strides(patch: pytest.MonkeyPatch) -> Play:
+    """Columns of what is written to."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("written", torch.zeros(4, 4))
+    model.register_buffer("read", torch.zeros(8, 4)[::2])
+
+    def change(k: int) -> None:
+        base = torch.zeros(8, 4)
+        model.written.data, model.read.data = base[4:], base[::2]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.written.add_(0.1)
+        return (model(x).sum() + model.read.sin()).square().mean()  # type: ignore[no-any-return]
+
+    return Play(model, loss, sgd(model), change)
+
+
+def large() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Parameters so large that fused updates run in the middle of backward."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+
+
+def wide(i: int) -> Tensor:
+    return torch.randn(8, 256, generator=torch.Generator().manual_seed(i))
+
+
+def large_parameters_are_tied(patch: pytest.MonkeyPatch) -> Play:
+    model, optimizer = large()
+
+    def change(k: int) -> None:
+        model[2].weight.data = model[0].weight.data if k == 1 else model[0].weight.data.clone()
+
+    return Play(model, mean_square, optimizer, change, batch=wide)
+
+
+def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> Play:
+    model, optimizer = large()
+
+    def batch(i: int) -> Tensor:
+        return model[2].weight.data[:8] if i in (5, 7) else wide(i)
+
+    return Play(model, mean_square, optimizer, batch=batch)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "build",
+    [
+        views_of_one_batch,
+        an_input_is_written_to_before_its_backward,
+        buffers_are_tied,
+        a_view_of_a_buffer,
+        a_buffer_of_other_strides,
+        large_parameters_are_tied,
+        a_batch_is_a_view_of_a_large_parameter,
+    ],
+)
+def test_memory_that_is_shared_from_some_step_on(build: Build, engine: str) -> None:
+    got = check(build, engine)
+    assert got.engines[4] == "graph"
+    if engine == "auto":
+        assert got.losses[5] == ERROR or got.engines[5] == "tape"
+    else:
+        assert "shares memory" in got.refusal
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_evaluation_that_writes_to_what_it_also_reads(engine: Any) -> None:
+    def outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        batch[0].add_(1.0)
+        return {"y": model(batch[1])}
+
+    model = linear(4, 4)
+    options: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
+    with ab.Executor(ab.EvalStep(model, outputs), engine=engine, **options) as executor:
+        for i in range(6):
+            x = rows(i)
+            batch = (x, x.view(3, 4) if i == 4 else x.clone())
+            expected = model(batch[1] + (i == 4)).detach()
+            try:
+                found = executor.run(batch=batch)["y"]
+            except ab.CaptureError:
+                assert (engine, i) == ("graph", 4)
+                continue
+            assert torch.equal(found, expected)
+            assert executor.engine() == ("tape" if i == 4 or (engine == "auto" and i < 2) else "graph")
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_a_graph() -> None:
+    """Flat parameters and buffers, and the batches of one tensor."""
+    model = Buffers()
+    flat = torch.ones(8)
+    model.counts.data, model.scale.data = flat[:4], flat[4:]
+    whole = rows(0, 30)
+    with ab.Executor(ab.TrainStep(model, mean_square, sgd(model)), engine="graph") as executor:
+        for i in range(10):
+            executor.run(batch=whole[3 * i : 3 * i + 3])
+        assert executor.engine() == "graph"
