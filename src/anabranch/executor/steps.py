@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from anabranch.choices import choice
 from anabranch.executor.loss_module import ModelWithLoss, beside, model_of
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
@@ -24,6 +25,8 @@ from anabranch.tensors import Structure
 __all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "distinct_models", "named_steps", "parameters_of"]
 
 _T = TypeVar("_T")
+_REDUCTIONS: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
+_FLUSHES: tuple[Literal["keep", "step", "drop"], ...] = ("keep", "step", "drop")
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Loss: TypeAlias = "Callable[..., Any]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
@@ -119,8 +122,7 @@ class TrainStep(_Description):
         _check_model(model)
         if not callable(loss):
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
+        reduction = choice("reduction", reduction, _REDUCTIONS)
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
         if clip_grad_norm is not None and clip_grad_value is not None:
@@ -132,8 +134,7 @@ class TrainStep(_Description):
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
         if rows is not None and not callable(rows):
             raise TypeError(f"rows is called as rows(batch), got {type(rows).__name__}")
-        if precision is not None and precision not in _PRECISIONS:
-            raise ValueError(f"precision is 'bfloat16', 'float16' or None, got {precision!r}")
+        precision = choice("precision", precision, (None, "bfloat16", "float16"))
         if not isinstance(skip_nonfinite, bool | None):
             raise TypeError(f"skip_nonfinite is True, False, or None to look at no gradients, got {skip_nonfinite!r}")
         if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
@@ -151,13 +152,12 @@ class TrainStep(_Description):
             )
         if on_gradients is not None and not callable(on_gradients):
             raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
-        if flush not in ("keep", "step", "drop"):
-            raise ValueError(f"flush is 'keep', 'step' or 'drop', got {flush!r}")
+        flush = choice("flush", flush, _FLUSHES)
         self.model, loss = beside(model, loss)
         self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
         self.optimizers = _optimizers(optimizer, self.model)
         self.schedulers = _schedulers(scheduler, self.optimizers)
-        self.reduction: Literal["mean", "sum"] = reduction
+        self.reduction = reduction
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
         self.rows = rows
@@ -167,6 +167,12 @@ class TrainStep(_Description):
         self.on_gradients = on_gradients
         self.flush = flush
         self.activation_budget = None if activation_budget is None else _bytes("activation_budget", activation_budget)
+
+    def __repr__(self) -> str:
+        """Return the classes of the model, of the loss if it is a module, and of the optimizers."""
+        loss = [self.model.loss] if isinstance(self.model, ModelWithLoss) else []
+        parts = [model_of(self.model), *loss, *self.optimizers]
+        return f"TrainStep({', '.join(type(part).__name__ for part in parts)})"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -199,6 +205,10 @@ class EvalStep(_Description):
         _check_initialized(model)
         self.model = model
         self.outputs = outputs
+
+    def __repr__(self) -> str:
+        """Return the class of the model."""
+        return f"EvalStep({type(self.model).__name__})"
 
 
 Step: TypeAlias = TrainStep | EvalStep
