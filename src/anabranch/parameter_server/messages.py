@@ -26,10 +26,10 @@ from anabranch.errors import SchemaError
 from anabranch.tensors.packing import Compression
 
 __all__ = [
-    "IN_BODY",
     "BarrierMessage",
     "DropMessage",
     "ExportMessage",
+    "IN_BODY",
     "InitMessage",
     "JoinMessage",
     "NormMessage",
