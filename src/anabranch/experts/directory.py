@@ -26,7 +26,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
-from anabranch.transport import Call, Client, Peer, Request, Server, Transport, Verb, pack, unpack
+from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 
@@ -363,6 +363,10 @@ class DirectoryServer:
         mine = Directory()
         mine._table = self._tables[EVERY_JOB]
         return mine
+
+    def transport_statistics(self) -> ServerStatistics:
+        """Counters of its requests and connections since it started."""
+        return self._server.statistics()
 
     def __enter__(self) -> DirectoryServer:
         self._server.__enter__()
