@@ -11,7 +11,6 @@ from typing import Self, TypeAlias
 from torch import Tensor
 
 __all__ = [
-    "EVENTS",
     "Callbacks",
     "PeerLostRecord",
     "Record",
@@ -96,7 +95,7 @@ class RestartRecord:
 
 Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
 
-EVENTS = ("step", "save", "peer_lost", "restart")
+_EVENTS = ("step", "save", "peer_lost", "restart")
 
 
 class Subscription:
@@ -133,7 +132,7 @@ class Callbacks:
     """The functions of one executor, by event."""
 
     def __init__(self) -> None:
-        self._listed: dict[str, list[Subscription]] = {event: [] for event in EVENTS}
+        self._listed: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
 
     def on(self, event: str, fn: Callable[..., object]) -> Subscription:
         """Call ``fn(record)`` at each ``event`` from now on.
@@ -143,7 +142,7 @@ class Callbacks:
             TypeError: ``fn`` cannot be called.
         """
         if event not in self._listed:
-            raise ValueError(f"an Executor knows the events {', '.join(map(repr, EVENTS))}, got {event!r}")
+            raise ValueError(f"an Executor knows the events {', '.join(map(repr, _EVENTS))}, got {event!r}")
         if not callable(fn):
             raise TypeError(f"what is called at {event!r} is a function of one record, got {fn!r}")
         subscription = Subscription(self._listed[event], fn)

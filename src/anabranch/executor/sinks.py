@@ -4,8 +4,9 @@
 
     run: step, {name: tensor}  ──> kept as they are, on their device ──> once a second: read together ──> every sink
 
-Nothing is read from a device between: a step costs an append. Sinks are ordinary code on the training thread, so the
-feed measures what they cost, and leaves steps out, evenly, where that is more than ``_SHARE`` of the run.
+Nothing is read from a device between: a step costs an append, and of steps that follow each other in less than
+``_SPACING`` some are left out. Sinks are ordinary code on the training thread, so the feed measures what they cost, and
+leaves out more, evenly, where that is above ``_SHARE`` of the run.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from torch import Tensor
 __all__ = ["Sink", "SinkFeed", "check_sinks"]
 
 _EVERY = 1.0  # seconds between two readings
-_SHARE = 0.005  # of the run's time, for reading and sinks together
-_HEAD_START = 0.2  # seconds that they may take beyond it, so that a short run is told whole
+_SHARE = 0.003  # of the run's time, for reading and sinks together
+_HEAD_START = 0.05  # seconds that they may take beyond it, so that a short run is told whole
+_SPACING = 0.002  # seconds between two steps that are kept, since keeping one takes some microseconds
+_KEPT_ANYWAY = 200  # steps, for the same reason
+_TRIALS = 5  # steps handed over one by one at first, to learn what one costs; the first opens files
 
-Numbers: TypeAlias = "Mapping[str, Tensor | float]"
+_Step: TypeAlias = "tuple[int, dict[str, Tensor | float]]"
 
 
 @runtime_checkable
@@ -99,15 +103,27 @@ class SinkFeed:
         self._clock = clock
         self._started = self._last = clock()
         self._spent = 0.0
-        self._per_step = 0.0  # seconds, as measured last
-        self._pending: list[tuple[int, dict[str, Tensor | float]]] = []
+        self._per_step: float | None = None  # seconds, as measured last
+        self._pending: list[_Step] = []
         self._rows = 0.0
+        self._kept = 0
+        self._last_kept = self._started
+        self._rated: int | None = None  # the step up to which rates have been told
+
+    @property
+    def due(self) -> bool:
+        """True if the next step is to be handed to ``step``."""
+        return not self.idle and (self._kept < _KEPT_ANYWAY or self._clock() - self._last_kept >= _SPACING)
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
         """Take the numbers of an optimizer step, of which tensors stay where they are for now."""
         self._pending.append((step, values))
         self._rows += rows
-        if self._clock() - self._last >= _EVERY:
+        self._kept += 1
+        self._last_kept = now = self._clock()
+        if self._rated is None:
+            self._rated = step - 1
+        if now - self._last >= _EVERY:
             self.flush()
 
     def event(self, name: str, facts: Mapping[str, object]) -> None:
@@ -122,24 +138,32 @@ class SinkFeed:
         self._pending, self._rows, self._last = [], 0.0, began
         if not pending or self.idle:
             return
-        if seconds > 0:
-            pending[-1][1].update(steps_per_second=len(pending) / seconds, rows_per_second=rows / seconds)
-        chosen = self._affordable(pending, began)
-        numbers = _read([values for _, values in chosen])
-        for (step, _), values in zip(chosen, numbers, strict=True):
+        newest, values = pending[-1]
+        if seconds > 0 and self._rated is not None and newest > self._rated:
+            rate = (newest - self._rated) / seconds
+            values.update(steps_per_second=rate, rows_per_second=rate * rows / len(pending))
+        self._rated = newest
+        if self._per_step is None:
+            self._per_step = min(self._hand_over([one]) for one in pending[:_TRIALS])
+            pending = pending[_TRIALS:]
+        if chosen := self._affordable(pending, began, self._per_step):
+            self._per_step = self._hand_over(chosen) / len(chosen)
+
+    def _hand_over(self, steps: list[_Step]) -> float:
+        """Read the steps, and tell all sinks; returns the seconds that it took."""
+        began = self._clock()
+        for (step, _), values in zip(steps, _read([values for _, values in steps]), strict=True):
             self._tell(lambda sink, step=step, values=values: sink.scalars(step, dict(values)))  # type: ignore[misc]
         spent = self._clock() - began
         self._spent += spent
-        self._per_step = spent / len(chosen)
+        return spent
 
-    def _affordable(
-        self, pending: list[tuple[int, dict[str, Tensor | float]]], now: float
-    ) -> list[tuple[int, dict[str, Tensor | float]]]:
+    def _affordable(self, pending: list[_Step], now: float, each: float) -> list[_Step]:
         """Return as many of the steps as the sinks may take now, evenly spread, the last always."""
         budget = _HEAD_START + _SHARE * (now - self._started) - self._spent
-        if len(pending) * self._per_step <= budget:
+        if len(pending) * each <= budget or not pending:
             return pending
-        many = min(len(pending), max(1, int(budget / self._per_step)))
+        many = max(1, int(budget / each))
         return [pending[(index + 1) * len(pending) // many - 1] for index in range(many)]
 
     def _tell(self, call: Callable[[Sink], None]) -> None:

@@ -48,8 +48,8 @@ class Watching:
 
     @property
     def of_steps(self) -> bool:
-        """True if anybody looks at steps."""
-        return not self._feed.idle or self.callbacks.has("step")
+        """True if anybody looks at the next step."""
+        return self._feed.due or self.callbacks.has("step")
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Tell of an optimizer step, of which sinks get the ``numbers`` that are single."""
