@@ -175,7 +175,8 @@ def test_slow_sinks_get_fewer_steps_and_cost_little() -> None:
         feed.step(step, {"loss": float(step)}, 1)
     feed.close()
     told = [step for step, _ in slow.steps]
-    assert told[:20] == list(range(1, 6)) + [5 + 95 * n // 20 for n in range(1, 16)]
+    assert told[:5] == [1, 2, 3, 4, 5]
+    assert 20 <= sum(step <= 100 for step in told) <= 30  # what the head start pays for
     assert told[-1] == 10_000
     assert told == sorted(set(told))
     assert sum(spent) < 0.01 * clock.now

@@ -127,6 +127,12 @@ def test_nothing_of_the_extras_is_imported_unasked() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_logger_is_silent_by_default() -> None:
+    code = "import logging, anabranch\nlogging.getLogger('anabranch.executor').warning('look')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_a_directory_tells_its_counts() -> None:
     with DirectoryServer() as server, serve_metrics(":0", lambda: directory_metrics(server)) as url:
         ab.Directory(server.endpoint).announce(["ffn.0"], "unix:/run/experts", ttl=30.0)
