@@ -101,6 +101,7 @@ def test_a_line_is_no_longer_than_the_terminal() -> None:
     clock, stream = Seconds(), Terminal()
     run(Progress(True, stream, clock), clock, 10, 1.0, "a" * 200)
     assert all(len(line) == 79 for line in drawn(stream))  # 80 columns where the terminal does not say
+    assert drawn(stream)[0].endswith("a 1/10 10% · 1.0/s · 0:09 left")  # what counts stays
 
 
 def test_a_loop_that_is_left_ends_its_line() -> None:

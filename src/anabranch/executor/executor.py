@@ -183,7 +183,8 @@ class Executor:
         self._placement: Placement | None = None
         self._remote: RemotePart | None = None
         self._batches = Batches({}, None)
-        self._watching = Watching(sinks, 0, prefixed=False)  # which closes them if the rest fails
+        several = sum(isinstance(step, TrainStep) for step in self._steps.values()) > 1
+        self._watching = Watching(sinks, prefixed=several)  # closes them, too, if the rest fails
         self._grid: PipelineGrid | None = None
         pipe = check_pipes(self._steps, process_group, self.comm_mode)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
@@ -245,7 +246,7 @@ class Executor:
             raise
         everyone = self._grid or self._workers
         rank = job().rank if everyone is None else everyone.rank
-        self._watching = Watching(sinks, rank, prefixed=len(self._runners) > 1)
+        self._watching.begin(rank)
         self._progress = Progress(shown=rank == 0)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
@@ -386,6 +387,8 @@ class Executor:
         values = {"loss": ran.loss}
         values.update(fetch.collect(ran.returned))  # type: ignore[arg-type]
         values["loss"] = ran.loss
+        if runner.steps != steps_before:
+            self._watching.counted(self.step)
         if not watched or runner.steps == steps_before:
             return values, None
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}

@@ -157,7 +157,8 @@ class Progress:
         line = " · ".join([*(loop.count() for loop in self._loops[:-1]), self._loops[-1].line(now)])
         if self._terminal():
             self._next = now + _REDRAW
-            self._write(f"{_CLEAR}{line[: self._columns() - 1]}")
+            room = self._columns() - 1
+            self._write(f"{_CLEAR}{line if len(line) <= room else '…' + line[1 - room :]}")
             self._drawn = True
         else:
             self._next = now + _REPEAT

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,8 +22,11 @@ from anabranch.executor.callbacks import (
     StepRecord,
 )
 from anabranch.executor.sinks import Sink, SinkFeed
+from anabranch.job import STEPS_VARIABLE
 
 __all__ = ["Watching", "rates_of"]
+
+_STEPS_BYTES = 8
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -33,18 +38,29 @@ class Watching:
     """Those who look at one executor.
 
     Args:
-        sinks: get numbers and events.
-        rank: this worker's.
+        sinks: get numbers and events, once ``begin`` has said on which rank this is.
         prefixed: whether a step's name stands before its numbers: there are several.
 
     Attributes:
         callbacks: get records.
     """
 
-    def __init__(self, sinks: Iterable[Sink], rank: int, *, prefixed: bool) -> None:
+    def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
         self.callbacks = Callbacks()
-        self._feed = SinkFeed(sinks, rank)
+        self._sinks = tuple(sinks)
+        self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
+        self._steps: mmap.mmap | None = None
+
+    def begin(self, rank: int) -> None:
+        """Tell sinks from now on, as those of this rank."""
+        self._feed = SinkFeed(self._sinks, rank)
+        self._steps = _steps_file()
+
+    def counted(self, step: int) -> None:
+        """Leave the number of steps where ``anabranch status`` finds it."""
+        if self._steps is not None:
+            self._steps[:] = step.to_bytes(_STEPS_BYTES, "little")
 
     @property
     def of_steps(self) -> bool:
@@ -87,7 +103,21 @@ class Watching:
 
     def close(self) -> None:
         """Hand over the rest to the sinks, and close them."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         self._feed.close()
+
+
+def _steps_file() -> mmap.mmap | None:
+    """Return the mapped file that the job's launcher has named, at 0 steps."""
+    path = os.environ.get(STEPS_VARIABLE)
+    if path:
+        with suppress(OSError), open(path, "wb+") as file:  # the folder may be gone: nobody will look there
+            file.write(bytes(_STEPS_BYTES))
+            file.flush()
+            return mmap.mmap(file.fileno(), _STEPS_BYTES)
+    return None
 
 
 def _single(value: Tensor) -> bool:

@@ -44,22 +44,22 @@ class TensorBoardSink:
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:
-            self._writer = self._make(str(self.folder))  # type: ignore[no-untyped-call]
+            self._writer = self._make(str(self.folder))
         return self._writer
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Write a step's numbers."""
         writer, self._step = self._open(), step
         for name, value in values.items():
-            writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, value, step)
 
     def event(self, name: str, facts: dict[str, object]) -> None:
         """Write an event as text."""
         text = json.dumps(facts, default=str)
-        self._open().add_text(f"events/{name}", text, self._step)  # type: ignore[no-untyped-call]
+        self._open().add_text(f"events/{name}", text, self._step)
 
     def close(self) -> None:
         """Write what is left, and close the file."""
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()  # type: ignore[no-untyped-call]
+            writer.close()
