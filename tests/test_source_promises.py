@@ -70,8 +70,13 @@ def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-# Files that ask for the date: of a certificate, of a checkpoint, and of an end that is compared with a log file's.
-DATES = {"transport/certificates.py", "checkpoint/writing.py", "launch/supervision/worker.py"}
+# Files that ask for the date: of a certificate, of a checkpoint, of a job, and of an end that is compared with a log's.
+DATES = {
+    "transport/certificates.py",
+    "checkpoint/writing.py",
+    "launch/job_file.py",
+    "launch/supervision/worker.py",
+}
 
 
 def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -85,6 +90,23 @@ def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
             name = f"{node.func.value.id}.{node.func.attr}"
             if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}:
                 yield node.lineno, name
+
+
+# What prints: a command's own words, and the line of `record_loads`, which promises it.
+PRINTS = {
+    "executor/executor.py",
+    "experts/server/services.py",
+    "launch/forks/main_script.py",
+    "parameter_server/server/shard_service.py",
+}
+
+
+def prints(tree: ast.AST) -> bool:
+    """Tell whether a file calls ``print``: the library speaks through the logger ``anabranch``."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        for node in ast.walk(tree)
+    )
 
 
 QUESTION_WORDS = {"What", "Whether", "Where", "How", "Who", "Whom", "Whose", "Why", "When", "Which"}
@@ -101,13 +123,15 @@ def questions(tree: ast.AST) -> Iterator[str]:
 
 def test_the_sources_keep_what_they_promise() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
-    hooks, dates, forbidden, waits, asked = set(), set(), {}, {}, {}
+    hooks, dates, printing, forbidden, waits, asked = set(), set(), set(), {}, {}, {}
     for path in sorted(ROOT.rglob("*.py")):
         name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
         if list(registered_hooks(tree)):
             hooks.add(name)
         if list(asked_dates(tree)):
             dates.add(name)
+        if prints(tree):
+            printing.add(name)
         if found := [what for _, what in offences(tree)]:
             forbidden[name] = found
         if places := list(unbounded_waits(tree)):
@@ -116,6 +140,7 @@ def test_the_sources_keep_what_they_promise() -> None:
             asked[name] = opened
     assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
     assert dates == DATES, "every deadline is on a clock that nobody sets"
+    assert printing == PRINTS, "the library says nothing by itself"
     assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
     assert asked == {}, "docstrings say the thing itself"

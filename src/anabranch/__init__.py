@@ -4,6 +4,7 @@ Every boundary the model crosses is differentiable, bounded in time, and gives t
 gives. The packages are floors, imports point down only:
 
 - ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
+- ``observe``: a run's numbers for TensorBoard and Prometheus, and counts of services.
 - ``executor``: runs training and evaluation steps; start here.
 - ``loaders``: batches of sampled surroundings in a graph of nodes.
 - ``graph``: a function or a whole step as a graph that can be differentiated, changed, looked at and run.
@@ -20,6 +21,7 @@ gives. The packages are floors, imports point down only:
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from anabranch._lazy import lazy_names
@@ -28,7 +30,7 @@ from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the fun
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from anabranch import loaders, testing
+    from anabranch import loaders, observe, testing
     from anabranch.autodiff import (
         Grad,
         GradManager,
@@ -127,6 +129,7 @@ __all__ = [
     "job",
     "loaders",
     "map_with_parallel_backward",
+    "observe",
     "pop",
     "recv",
     "run_isolated_backward",
@@ -147,6 +150,9 @@ def _job_functions() -> tuple[Serve, MakeGrid]:
 
 
 provide(_job_functions)
+
+# A library says nothing by itself: whoever wants its words gives the logger a handler.
+logging.getLogger("anabranch").addHandler(logging.NullHandler())
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the package
     __getattr__, __dir__ = lazy_names(

@@ -28,6 +28,7 @@ PAGES = (
     "guides/gradients.md",
     "guides/graph.md",
     "guides/launch.md",
+    "guides/observe.md",
     "guides/parameter_server.md",
     "guides/pipeline.md",
     "guides/transport.md",

@@ -244,7 +244,11 @@ def mistakes() -> dict:
         assert words in str(caught.value)
 
     executor = piped.executor
-    refused(ValueError, "'loss' and 'grad_norm' only", lambda: executor.run("train", (x, target), fetch=["0"]))
+    refused(
+        ValueError,
+        "'loss' and ('grad_norm', 'rows', 'learning_rates') only",
+        lambda: executor.run("train", (x, target), fetch=["0"]),
+    )
     refused(ValueError, "one microbatch at a time", lambda: executor.run("validate", (x, target), fetch=["0"]))
     refused(ValueError, "takes batches (x, target)", lambda: executor.run("train", [x]))
     kind = ValueError if piped.stage else ab.PipelineError

@@ -98,8 +98,8 @@ def test_rank_0_is_on_the_screen_and_the_rest_in_logs(script: Script, tmp_path: 
     assert done.returncode == 0
     assert done.stdout == "out of 0 ['--workers', '--help', '--']\n"
     assert done.stderr == "error of 0\n"
-    first, second = sorted(logs.iterdir())
-    assert [first.name, second.name] == ["worker-0.log", "worker-1.log"]
+    facts, first, second = sorted(logs.iterdir())
+    assert [facts.name, first.name, second.name] == ["job.json", "worker-0.log", "worker-1.log"]
     assert sorted(first.read_text().splitlines()) == ["error of 0", "out of 0 ['--workers', '--help', '--']"]
     assert second.read_text() == "out of 1 ['--workers', '--help', '--']\nerror of 1\n"
     assert list(temporary.iterdir()) == []

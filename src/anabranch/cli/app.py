@@ -11,6 +11,7 @@ from anabranch.cli.keys import keys
 from anabranch.cli.run import run
 from anabranch.cli.serve import serve
 from anabranch.cli.standard_streams import open_standard_streams
+from anabranch.cli.status import status
 
 __all__ = ["main"]
 
@@ -26,6 +27,7 @@ _app = typer.Typer(
 # What follows SCRIPT belongs to the script, whatever it looks like.
 _app.command(context_settings={"allow_interspersed_args": False})(run)
 _app.command()(keys)
+_app.command()(status)
 _app.add_typer(serve, name="serve")
 
 

@@ -26,6 +26,14 @@ __all__ = ["directory", "experts", "parameters", "serve"]
 serve = typer.Typer(help="One long-lived service: it prints 'listening on ENDPOINT' first, and drains on SIGTERM.")
 """The commands under ``anabranch serve``."""
 
+
+@serve.callback()
+def _speak() -> None:
+    """Show the library's warnings: a service has no script that would give its logger a handler."""
+    handler = _OnStderr(logging.WARNING)
+    logging.getLogger("anabranch").addHandler(handler)
+
+
 _Listen = Annotated[
     str | None,
     typer.Option(metavar="ENDPOINT", help="unix:PATH or tcp://HOST:PORT; by default a new socket.", show_default=False),
@@ -176,12 +184,15 @@ _WRITTEN_IN_JSON = {
 
 
 @serve.command()
-def directory(listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False) -> None:
+def directory(
+    listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False, metrics: _Metrics = None
+) -> None:
     """Serve a directory: who serves which expert."""
     from anabranch.experts import serve_directory, stopped_by_signals
+    from anabranch.observe import directory_metrics
 
     with told_plainly(), stopped_by_signals() as stop:
-        serve_directory(stop, listen=listen, keys=keys, insecure=insecure)
+        serve_directory(stop, listen=listen, keys=keys, insecure=insecure, beside=_beside(metrics, directory_metrics))
 
 
 @serve.command()

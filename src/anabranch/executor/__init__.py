@@ -5,9 +5,25 @@ one optimizer step sums up, ``loaders`` give batches, ``saving.py`` says what a 
 what lives on servers, ``remote.py`` is this side of them. Not a trainer: loops, epochs and logging are the user's.
 """
 
+from anabranch.executor.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.executor import Executor
 from anabranch.executor.routes import Route, Routes
+from anabranch.executor.sinks import Sink
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, TrainStep
 
-__all__ = ["EvalStep", "Executor", "Route", "Routes", "Statistics", "TableLoads", "TrainStep"]
+__all__ = [
+    "EvalStep",
+    "Executor",
+    "PeerLostRecord",
+    "RestartRecord",
+    "Route",
+    "Routes",
+    "SaveRecord",
+    "Sink",
+    "Statistics",
+    "StepRecord",
+    "Subscription",
+    "TableLoads",
+    "TrainStep",
+]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from types import TracebackType
-from typing import Literal, Self, cast
+from typing import Literal, Self, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
 from anabranch.collectives import Workers
 from anabranch.deadline import check_seconds
+from anabranch.executor.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.device_placement import Placement
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
@@ -36,8 +38,11 @@ from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.saving import HasState, Saver
+from anabranch.executor.sinks import Sink, check_sinks
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
+from anabranch.executor.tracking import Progress
+from anabranch.executor.watching import Watching, rates_of
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency
@@ -47,6 +52,8 @@ from anabranch.tensors import Compression, Structure, as_tensors, check_compress
 __all__ = ["CommMode", "Executor"]
 
 _ENGINES: tuple[Literal["auto", "graph", "tape"], ...] = ("auto", "graph", "tape")
+_T = TypeVar("_T")
+
 
 
 class Executor:
@@ -102,6 +109,8 @@ class Executor:
         state: further objects of yours by name, saved with every checkpoint (as they are on rank 0) and loaded on
             every worker: anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and
             tensors, such as a ``torch.optim.swa_utils.AveragedModel``.
+        sinks: where the numbers of each optimizer step go: ``anabranch.observe.TensorBoardSink``, ``PrometheusSink``,
+            or any ``anabranch.observe.Sink``. Closed with the executor.
 
     Raises:
         ValueError, TypeError: an argument that is none of the above, models or optimizers that differ between the
@@ -131,6 +140,7 @@ class Executor:
         heartbeat: float = 1.0,
         capture_after: int | None = None,
         state: Mapping[str, HasState] | None = None,
+        sinks: Iterable[Sink] = (),
     ) -> None:
         self._steps = named_steps(steps)
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
@@ -156,6 +166,7 @@ class Executor:
         for name in dataloaders or {}:
             self._step(name)
         _check_state(state)
+        sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)
         self._routes = plan_routes(
             self._steps,
@@ -173,6 +184,8 @@ class Executor:
         self._placement: Placement | None = None
         self._remote: RemotePart | None = None
         self._batches = Batches({}, None)
+        several = sum(isinstance(step, TrainStep) for step in self._steps.values()) > 1
+        self._watching = Watching(sinks, prefixed=several)  # closes them, too, if the rest fails
         self._grid: PipelineGrid | None = None
         pipe = check_pipes(self._steps, process_group, self.comm_mode)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
@@ -232,6 +245,10 @@ class Executor:
         except BaseException:
             self._end(clean=False)
             raise
+        everyone = self._grid or self._workers
+        rank = job().rank if everyone is None else everyone.rank
+        self._watching.begin(rank)
+        self._progress = Progress(shown=rank == 0)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows = 0.0
@@ -294,7 +311,10 @@ class Executor:
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
                 output), ``"<parameter>.grad"`` (as the optimizer got it; not of what lives on servers),
                 ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was passed
-                over); by default all that the step returns.
+                over), ``"rows"`` (of this worker's batch, a tensor of no dimensions), ``"learning_rates"`` (that the
+                run was made with, float64, one a parameter group in the optimizers' order; ``None`` from an
+                ``EvalStep``); by default all that the step returns. What the step itself returns under such a name,
+                or a submodule of that name, goes first.
             as_numpy: return numpy arrays.
 
         Returns:
@@ -315,21 +335,32 @@ class Executor:
             self._remote.check_fetch(wanted.names or (), step.model)
         began, differentiates = time.monotonic(), torch.is_grad_enabled()
         try:
+            took: _Taken | None = None
             if isinstance(step, TrainStep):
-                values = self._train(name, step, batch, wanted)
+                values, took = self._train(name, step, batch, wanted)
             else:
                 values = self._evaluate(name, step, batch, wanted)
-        except BaseException:
+        except BaseException as error:
             # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
+            self._watching.failed(error, self.step)
             raise
         finally:
             self._run_seconds += time.monotonic() - began
         self._runs[name] += 1
+        if took is not None:
+            record = StepRecord(self.step, name, took.rows, time.monotonic() - began, took.rates, values)
+            self._watching.stepped(record, took.numbers)
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
 
-    def _train(self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
+    def _train(
+        self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch
+    ) -> tuple[dict[str, Tensor], _Taken | None]:
+        """Return the values of a run, and the optimizer step that it took if anybody looks at those."""
         runner = self._runners[name]
+        watched, steps_before = self._watching.of_steps, runner.steps
+        rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
+        fetch.norm, rows = None, 0.0
         if not step.model.training:
             step.model.train()
         ran = None
@@ -351,10 +382,18 @@ class Executor:
             with runner.in_epoch(length) if bound else nullcontext():
                 ran = runner.run(found, rows, fetch)
             self._rows += rows
+        if fetch.names is not None:
+            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows))
+            fetch.rates = torch.tensor(rates, dtype=torch.float64)
         values = {"loss": ran.loss}
         values.update(fetch.collect(ran.returned))  # type: ignore[arg-type]
         values["loss"] = ran.loss
-        return values
+        if runner.steps != steps_before:
+            self._watching.counted(self.step)
+        if not watched or runner.steps == steps_before:
+            return values, None
+        numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
+        return values, _Taken(rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         found = self._batches.next_to_evaluate(name) if batch is None else batch
@@ -363,6 +402,8 @@ class Executor:
             self._remote.begin(training=False)
         with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
             returned = self._evaluators[name].run(found, fetch)
+        if fetch.names is not None and "rows" in fetch.names:
+            fetch.rows = torch.tensor(count_rows(found))
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def batch_num(self, name: str = "default") -> int:
@@ -487,7 +528,10 @@ class Executor:
             CheckpointError: it could not be written; raised on every worker.
         """
         self._check_open()
-        self._saver.save(check_path(path))
+        folder, began = check_path(path), time.monotonic()
+        with self._failures_told():
+            self._saver.save(folder)
+        self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continues from the newest whole checkpoint in ``path``; any number of workers may. Every worker calls it.
@@ -499,7 +543,10 @@ class Executor:
                 unexpected, or of another shape or dtype. Nothing has been changed then.
         """
         self._check_open()
-        self._saver.load(check_path(path))
+        folder = check_path(path)
+        with self._failures_told():
+            self._saver.load(folder)
+        self._watching.loaded(self.step, folder)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest whole checkpoint in ``path`` or under it; ``False`` if there is none. Every worker calls it.
@@ -508,7 +555,88 @@ class Executor:
             CheckpointError: there are some and none is whole, or the newest does not fit.
         """
         self._check_open()
-        return self._saver.resume(check_path(path))
+        folder = check_path(path)
+        with self._failures_told():
+            found = self._saver.resume(folder)
+        if found:
+            self._watching.loaded(self.step, folder)
+        return found
+
+    # Those who look.
+
+    @overload
+    def track(self, over: int, label: str | None = None) -> Iterator[int]: ...
+
+    @overload
+    def track(self, over: Iterable[_T], label: str | None = None) -> Iterator[_T]: ...
+
+    def track(self, over: int | Iterable[_T], label: str | None = None) -> Iterator[int] | Iterator[_T]:
+        """Return an iterator over ``over`` that shows on rank 0's stderr how far it is, how fast, and the time left.
+
+        ::
+
+            for _ in executor.track(range(800), "training"):
+                executor.run("train")
+
+        On a terminal, that of ``anabranch run`` too, one line is drawn again in its place, four times a second at
+        most, and what the script prints meanwhile goes above it; elsewhere a line is written every five seconds. Loops
+        may be tracked one inside the other.
+
+        Args:
+            over: anything to iterate over, with a total if it has a length, or a number of rounds.
+            label: a word before the count.
+
+        Raises:
+            TypeError, ValueError: neither, or a label that is no text.
+        """
+        self._check_open()
+        return self._progress.track(over, label)
+
+    @overload
+    def on(self, event: Literal["step"], fn: Callable[[StepRecord], object]) -> Subscription: ...
+
+    @overload
+    def on(self, event: Literal["save"], fn: Callable[[SaveRecord], object]) -> Subscription: ...
+
+    @overload
+    def on(self, event: Literal["peer_lost"], fn: Callable[[PeerLostRecord], object]) -> Subscription: ...
+
+    @overload
+    def on(self, event: Literal["restart"], fn: Callable[[RestartRecord], object]) -> Subscription: ...
+
+    def on(self, event: str, fn: Callable[..., object]) -> Subscription:
+        """Call ``fn(record)`` at each ``event`` from now on, on this worker, on the thread that trains.
+
+        ::
+
+            executor.on("step", lambda record: print(record.step, record.values["loss"].item()))
+
+        - ``"step"``: an optimizer step was taken (``StepRecord``), before ``run`` returns.
+        - ``"save"``: ``save`` has written a checkpoint (``SaveRecord``).
+        - ``"peer_lost"``: ``PeerLost`` is about to be raised here (``PeerLostRecord``).
+        - ``"restart"``: ``resume`` or ``load`` has a checkpoint again in a job that was started again, or a server
+          came back without changes it had acknowledged and ``RolledBack`` is about to be raised (``RestartRecord``).
+
+        What ``fn`` raises goes to the caller of ``run`` or ``save``, with a note that names ``fn``; by then the step
+        was taken.
+
+        Returns:
+            A subscription; ``remove()`` takes ``fn`` off.
+
+        Raises:
+            ValueError: no such event.
+            TypeError: ``fn`` cannot be called.
+        """
+        self._check_open()
+        return self._watching.callbacks.on(event, fn)
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._watching.failed(error, self.step)
+            raise
 
     # The end.
 
@@ -528,17 +656,14 @@ class Executor:
         if self._closed:
             return
         self._closed = True
-        self._batches.close()
-        try:
+        with ExitStack() as stack:  # in reverse order, also where one of them fails
+            for part in (self._workers, self._grid, self._placement):
+                if part is not None:
+                    stack.callback(part.close)
             if self._remote is not None:
-                self._remote.close(clean=clean)
-        finally:
-            if self._placement is not None:
-                self._placement.close()
-            if self._grid is not None:
-                self._grid.close()
-            if self._workers is not None:
-                self._workers.close()
+                stack.callback(self._remote.close, clean=clean)
+            stack.callback(self._batches.close)
+            stack.callback(self._watching.close)
 
     def __enter__(self) -> Self:
         return self
@@ -547,6 +672,21 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(clean=kind is None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """An optimizer step that a run took.
+
+    Attributes:
+        rows: of this worker's batch.
+        rates: learning rates that it was taken with.
+        numbers: tensors by name, of which sinks get those of one element.
+    """
+
+    rows: float
+    rates: tuple[float, ...]
+    numbers: Mapping[str, Tensor]
 
 
 def _check_state(state: object) -> None:

@@ -1,4 +1,4 @@
-"""``run(fetch=...)``: the loss, what the step returned, a submodule's output, a parameter's gradient, their norm."""
+"""``run(fetch=...)``: the loss, what the step returned, outputs of submodules, gradients, and facts about the run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from anabranch.autodiff import record_outputs
 from anabranch.tensors import Structure, map_structure
 
-__all__ = ["Fetch"]
+__all__ = ["FACTS", "Fetch"]
 
 _GRADIENT = ".grad"
 _NORM = "grad_norm"
+_ROWS = "rows"
+_RATES = "learning_rates"
+FACTS = (_NORM, _ROWS, _RATES)
+"""Names of facts about a run, unless the step returns something of that name or the model has such a submodule."""
 
 
 class Fetch:
@@ -27,9 +31,13 @@ class Fetch:
         modules: the submodules whose outputs are asked for.
         gradients: the gradients asked for, as ``<parameter>.grad``.
         norm: the norm of all gradients before clipping, where it was asked for and the step took one.
+        rows: the rows of this worker's batch, of no dimensions.
+        rates: the learning rate of each parameter group, float64.
     """
 
     norm: Tensor | None = None
+    rows: Tensor | None = None
+    rates: Tensor | None = None
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
         if isinstance(names, str):
@@ -61,6 +69,11 @@ class Fetch:
         """True if the norm of the gradients is asked for, unless the step itself returns something of that name."""
         return self.names is not None and _NORM in self.names
 
+    @property
+    def wants_rates(self) -> bool:
+        """True if the learning rates are asked for, unless the step itself returns something of that name."""
+        return self.names is not None and _RATES in self.names
+
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
         """Take gradients from an engine that leaves none in ``.grad``."""
         self._recorded = gradients
@@ -82,11 +95,11 @@ class Fetch:
     def check(self, returned: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
         for name in self.names or ():
-            if name in ("loss", _NORM) or name in returned or name in self._modules or name in self._gradients:
+            if name == "loss" or name in FACTS or name in returned or name in self._modules or name in self._gradients:
                 continue
             raise ValueError(
                 f"fetch names {name!r}, which is neither 'loss', nor a key that the step returns ({sorted(returned)}), "
-                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor 'grad_norm'"
+                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor one of {FACTS}"
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
@@ -110,8 +123,8 @@ class Fetch:
                 found[name] = None if gradient is None else gradient.detach().clone()
             elif name in self._modules:
                 found[name] = self._outputs.get(name)
-            elif name == _NORM:
-                found[name] = self.norm
+            elif name in FACTS:
+                found[name] = {_NORM: self.norm, _ROWS: self.rows, _RATES: self.rates}[name]
         return found
 
 

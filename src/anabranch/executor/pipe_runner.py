@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
-from anabranch.executor.fetching import Fetch
+from anabranch.executor.fetching import FACTS, Fetch
 from anabranch.executor.finite import nonfinite_names
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
@@ -189,10 +189,10 @@ def _apart(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure
 
 
 def _check_fetch(fetch: Fetch) -> None:
-    others = [name for name in fetch.names or () if name not in ("loss", "grad_norm")]
+    others = [name for name in fetch.names or () if name != "loss" and name not in FACTS]
     if others:
         raise ValueError(
-            f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and 'grad_norm' only: outputs and "
+            f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {FACTS} only: outputs and "
             "gradients lie in microbatches and on other stages' ranks; use an EvalStep, or pipe.step"
         )
 

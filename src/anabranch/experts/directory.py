@@ -27,7 +27,7 @@ from anabranch.errors import SchemaError, Unauthorized
 from anabranch.experts.announced_endpoint import check_announced
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
-from anabranch.transport import Call, Client, Peer, Request, Server, Transport, Verb, pack, unpack
+from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
 
 if TYPE_CHECKING:
@@ -361,6 +361,10 @@ class DirectoryServer:
         mine = Directory()
         mine._table = self._tables[EVERY_JOB]
         return mine
+
+    def transport_statistics(self) -> ServerStatistics:
+        """Counters of its requests and connections since it started."""
+        return self._server.statistics()
 
     def __enter__(self) -> DirectoryServer:
         self._server.__enter__()

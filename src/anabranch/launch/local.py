@@ -27,9 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from anabranch.job import STEPS_VARIABLE
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
+from anabranch.launch.job_file import JobFile
 from anabranch.launch.meeting.addresses import private_place, tcp_place
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.screen import Screen
@@ -90,7 +92,8 @@ def launch(
             that it had acknowledged.
         host: an address of this machine: the services listen there on TCP, under the certificates that
             ``ANABRANCH_KEYS`` names, or else ones made for this job; by default they have Unix sockets.
-        log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there.
+        log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
+            lists the processes, see ``job_file.py``.
         live: show rank 0's output on this process's stdout and stderr, too.
         environment: what the workers' environment is made from; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
@@ -119,8 +122,12 @@ def launch(
         elif server is None:  # imports while the rest is made ready
             server = stack.enter_context(ForkServer(os.environ if environment is None else environment))
         started = time.monotonic()
+        job_file = JobFile(log_dir, tell)
+        stack.callback(job_file.ended)
 
         def attempt(number: int) -> Outcome:
+            if number:
+                job_file.all_return()
             return _attempt(
                 Program(str(script), tuple(arguments)),
                 number,
@@ -130,6 +137,7 @@ def launch(
                 durability=durability,
                 host=host,
                 log_dir=log_dir,
+                job_file=job_file,
                 live=live,
                 base=os.environ if environment is None else environment,
                 patience=patience,
@@ -153,6 +161,7 @@ def _attempt(
     durability: Durability,
     host: str | None,
     log_dir: Path,
+    job_file: JobFile,
     live: bool,
     base: Mapping[str, str],
     patience: Patience | None,
@@ -187,7 +196,7 @@ def _attempt(
         stopping = _Stopping(running, services)
         stack.push(stopping.leave)
         signals.on_stop = stopping.stop
-        start = _Starter(server, say)
+        start = _Starter(server, say, job_file)
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
         meeting_place = start(
             Recipe(
@@ -209,6 +218,7 @@ def _attempt(
             services=services,
             rendezvous=meeting_place,
             start=start,
+            returns=lambda recipe: job_file.returns(recipe.role, recipe.rank),
             screen=screen,
             patience=patience,
             seconds=seconds,
@@ -230,6 +240,7 @@ def _attempt(
                         log_dir / f"parameters-{shard}.log",
                         restarts=None if durability == "none" else service_restarts.new(),
                         has_served=lambda: True,
+                        endpoint=endpoint,
                     ),
                     number,
                 )
@@ -244,6 +255,7 @@ def _attempt(
                     log_dir / f"expert-{index}.log",
                     restarts=service_restarts.new(),
                     has_served=partial(rendezvous.is_announced, expert_mark(index)),
+                    endpoint=place.expert(index),
                 ),
                 number,
             )
@@ -259,6 +271,7 @@ def _attempt(
                 base=base,
                 experts=experts,
             )
+            env[STEPS_VARIABLE] = str(log_dir.absolute() / f"worker-{rank}.steps")
             running.append(
                 start(
                     Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None),
@@ -327,11 +340,17 @@ class _Stopping:
 class _Starter:
     """Starts processes: forked where that is possible.
 
+    Args:
+        server: forks them.
+        tell: called with each line that a user should see at once.
+        job_file: is told of each.
+
     Attributes:
         sessions: those of all that it has started.
     """
 
-    def __init__(self, server: ForkServer | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, server: ForkServer | None, tell: Callable[[str], None], job_file: JobFile) -> None:
+        self._job_file = job_file
         self.sessions: set[int] = set()
         self._server = server
         self._tell = tell
@@ -340,6 +359,7 @@ class _Starter:
         recipe = replace(recipe, server=None)  # of a service that comes back: the server that forked it may be gone
         process = self._forked(recipe, restarted) or Worker(recipe, restarted)
         self.sessions.add(process.pid)
+        self._job_file.began(process.role, process.rank, process.pid, recipe.endpoint)
         return process
 
     def _forked(self, recipe: Recipe, restarted: int) -> Worker | None:

@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NoReturn, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_experts, stopped_by_signals
 from anabranch.job import DirectoryLike, Job
+from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import EXPERT_MARK, expert_mark
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 
@@ -145,7 +145,7 @@ def _beside(directory: str, index: int) -> str:
     """
     place = parse_endpoint(directory)
     if not isinstance(place, TcpEndpoint):
-        return f"unix:{Path(place.path).with_name(f'expert-{index}')}"
+        return expert_socket(f"unix:{place.path}", index)
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))  # sends nothing; the kernel chooses the interface
         host = str(probe.getsockname()[0])

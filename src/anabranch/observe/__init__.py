@@ -1,8 +1,26 @@
-"""Metrics of a running service: counts for Prometheus.
+"""Looking at what runs: a training run's numbers for TensorBoard and Prometheus, and counts of running services.
 
-Not a log and no dashboard. Open ``metrics.py``: everything is read from the ``statistics()`` that servers have anyway.
+Not a log and no dashboard. Open ``metrics.py`` for services, where everything is read from the ``statistics()`` that
+servers have anyway, and ``anabranch.executor.sinks`` for how a training run hands its numbers to a ``Sink``.
 """
 
-from anabranch.observe.metrics import Metric, expert_metrics, parameter_metrics, serve_metrics
+from anabranch.executor import PeerLostRecord, RestartRecord, SaveRecord, Sink, StepRecord, Subscription
+from anabranch.observe.metrics import Metric, directory_metrics, expert_metrics, parameter_metrics, serve_metrics
+from anabranch.observe.prometheus import PrometheusSink
+from anabranch.observe.tensorboard import TensorBoardSink
 
-__all__ = ["Metric", "expert_metrics", "parameter_metrics", "serve_metrics"]
+__all__ = [
+    "Metric",
+    "PeerLostRecord",
+    "PrometheusSink",
+    "RestartRecord",
+    "SaveRecord",
+    "Sink",
+    "StepRecord",
+    "Subscription",
+    "TensorBoardSink",
+    "directory_metrics",
+    "expert_metrics",
+    "parameter_metrics",
+    "serve_metrics",
+]

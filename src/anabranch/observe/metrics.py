@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus: the counts of a server of experts or parameters, read when somebody asks for them.
+"""``/metrics`` for Prometheus: the counts of a server of experts, parameters or names, read when somebody asks.
 
 Nothing is counted twice and nothing is counted for nobody: a server keeps its statistics in any case, and this page
 translates them. It is plain HTTP and says nothing but counts; it listens on the loopback unless told otherwise.
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from anabranch.experts import ExpertServer, PoolStatistics
+from anabranch.experts import DirectoryServer, ExpertServer, PoolStatistics
 from anabranch.parameter_server import ParameterServer
 from anabranch.transport import ServerStatistics
 
-__all__ = ["Metric", "expert_metrics", "parameter_metrics", "serve_metrics"]
+__all__ = ["Metric", "directory_metrics", "expert_metrics", "parameter_metrics", "serve_metrics"]
 
 Kind: TypeAlias = Literal["counter", "gauge"]
 
@@ -132,6 +132,11 @@ def parameter_metrics(server: ParameterServer) -> list[Metric]:
     ]
 
 
+def directory_metrics(server: DirectoryServer) -> list[Metric]:
+    """Count of a directory's server."""
+    return _transport_metrics(server.transport_statistics())
+
+
 def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
     def one(name: str, kind: Kind, says: str, values: dict[str, int] | int, label: str = "") -> Metric:
         if isinstance(values, int):
@@ -146,7 +151,7 @@ def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
         one("sent_bytes", "counter", "bytes of tensors sent", facts.bytes_sent),
         one("connections", "gauge", "open connections", facts.connections),
         one("calls_in_flight", "gauge", "requests being served", facts.calls),
-        one("bytes_in_flight", "gauge", "bytes of requests being served", facts.bytes_in_flight),
+        one("in_flight_bytes", "gauge", "bytes of requests being served", facts.bytes_in_flight),
     ]
 
 

@@ -134,10 +134,14 @@ def serve_directory(
     insecure: bool = False,
     heartbeat: float = 1.0,
     say: Callable[[str], None] | None = None,
+    beside: Callable[[DirectoryServer], AbstractContextManager[object]] | None = None,
 ) -> None:
-    """Serve a directory until ``stop`` is set; arguments as of ``DirectoryServer``."""
+    """Serve a directory until ``stop`` is set; arguments as of ``DirectoryServer`` and ``serve_experts``."""
     keep_one_heap()
-    with DirectoryServer(listen, keys=keys, insecure=insecure, heartbeat=heartbeat) as server:
+    with (
+        DirectoryServer(listen, keys=keys, insecure=insecure, heartbeat=heartbeat) as server,
+        nullcontext() if beside is None else beside(server),
+    ):
         (say or _say)(f"listening on {server.endpoint}")
         _wait(stop)
 

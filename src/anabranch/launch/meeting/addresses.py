@@ -18,7 +18,7 @@ from pathlib import Path
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["Place", "private_place", "tcp_place"]
+__all__ = ["Place", "expert_socket", "private_place", "tcp_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,19 @@ class Place:
     directory: str
     parameters: tuple[str, ...]
     keys: Path | None = None
+
+    def expert(self, index: int) -> str | None:
+        """Return where an expert process listens that is told nothing else; ``None`` on TCP, where any port will do.
+
+        >>> Place("unix:/run/directory", ()).expert(0)
+        'unix:/run/expert-0'
+        """
+        return None if self.directory.startswith("tcp:") else expert_socket(self.directory, index)
+
+
+def expert_socket(directory: str, index: int) -> str:
+    """Return the Unix socket of an expert process: beside the directory's."""
+    return f"unix:{Path(directory.removeprefix('unix:')).with_name(f'expert-{index}')}"
 
 
 @contextmanager

@@ -122,6 +122,7 @@ class Supervisor:
         services: the running services; one that is started again takes its predecessor's place here.
         rendezvous: where they all find one another; a job that loses it ends. It is for the caller to end.
         start: starts one again.
+        returns: called when one has ended that is to be started again.
         screen: rank 0's output, if it is shown.
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
@@ -140,6 +141,7 @@ class Supervisor:
         services: MutableSequence[Worker] | None = None,
         rendezvous: Worker | None = None,
         start: Callable[[Recipe, int], Worker] = Worker,
+        returns: Callable[[Recipe], None] = lambda recipe: None,
         screen: Screen | None = None,
         patience: Patience | None = None,
         seconds: float | None = None,
@@ -150,6 +152,7 @@ class Supervisor:
         self._services: MutableSequence[Worker] = [] if services is None else services
         self._rendezvous = rendezvous
         self._start = start
+        self._returns = returns
         self._workers = _Ending(workers, tell)
         self._service_ending = _Ending(self._services, tell)
         self._signals = signals
@@ -216,6 +219,7 @@ class Supervisor:
             assert recipe.restarts is not None
             when = f" in {pause:g} s" if pause else ""
             self._tell(f"{exit_.describe()}; started again{when} ({recipe.restarts.used} of {recipe.restarts.times})")
+            self._returns(recipe)
             self._returning.append((time.monotonic() + pause, service))
             self._bring_back(selector)
         elif recipe.role == "expert" and (recipe.has_served() or service.restarted):

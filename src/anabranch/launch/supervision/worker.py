@@ -41,6 +41,7 @@ class Recipe:
         server: forks it; a plain process is started where there is none.
         restarts: how often it is started again when it dies; never by default.
         has_served: whether it has been of use once: a service that never was is not started again.
+        endpoint: where it listens, if that is known before.
     """
 
     role: Role
@@ -53,6 +54,7 @@ class Recipe:
     server: ForkServer | None = None
     restarts: RestartBudget | None = None
     has_served: Callable[[], bool] = _never
+    endpoint: str | None = None
 
 
 class Worker:

@@ -1,0 +1,164 @@
+"""``Executor.on``: functions of the user's that are called when something has happened, and the records they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from torch import Tensor
+
+__all__ = [
+    "Callbacks",
+    "PeerLostRecord",
+    "Record",
+    "RestartRecord",
+    "SaveRecord",
+    "StepRecord",
+    "Subscription",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """An optimizer step that was taken.
+
+    Attributes:
+        step: the number of optimizer steps taken so far, from 1; ``executor.step``.
+        name: the ``TrainStep``'s.
+        rows: rows of this worker's batch.
+        seconds: of the run that ended with the step.
+        learning_rates: those that the step was taken with, one a parameter group, in the optimizers' order.
+        values: what ``run`` returns: ``"loss"`` and what was fetched, as tensors, on their device.
+    """
+
+    step: int
+    name: str
+    rows: float
+    seconds: float
+    learning_rates: tuple[float, ...]
+    values: Mapping[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """A checkpoint that was written, whole.
+
+    Attributes:
+        step: optimizer steps taken so far.
+        path: the directory.
+        seconds: that saving took.
+    """
+
+    step: int
+    path: Path
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLostRecord:
+    """A worker or server that died, froze or closed the connection; the ``PeerLost`` is raised next.
+
+    Attributes:
+        step: optimizer steps taken so far.
+        peer: a rank or an endpoint, as the error names it.
+        operation: what was under way.
+        message: the error's text.
+    """
+
+    step: int
+    peer: str | None
+    operation: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRecord:
+    """The job goes on after a restart: of the whole job, from a checkpoint, or of a server that came back with less.
+
+    Attributes:
+        step: optimizer steps taken so far: those of the checkpoint.
+        attempt: how often the job was started again; 0 where a server was.
+        path: the checkpoint's directory; ``None`` where a server was started again.
+        peer: the server; ``None`` where the job was started again. ``RolledBack`` is raised next.
+        lost: pushes of this worker that the server no longer has.
+    """
+
+    step: int
+    attempt: int = 0
+    path: Path | None = None
+    peer: str | None = None
+    lost: int = 0
+
+
+Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
+
+_EVENTS = ("step", "save", "peer_lost", "restart")
+
+
+class Subscription:
+    """One function that ``Executor.on`` was given; a context manager that takes it off at its end.
+
+    >>> called = []
+    >>> callbacks = Callbacks()
+    >>> with callbacks.on("restart", called.append):
+    ...     callbacks.call("restart", RestartRecord(step=3, attempt=1))
+    >>> callbacks.call("restart", RestartRecord(step=4, attempt=2))
+    >>> [record.step for record in called]
+    [3]
+    """
+
+    def __init__(self, listed: list[Subscription], function: Callable[..., object]) -> None:
+        self._listed = listed
+        self.function = function
+
+    def remove(self) -> None:
+        """Take the function off: it is not called any more. Does nothing a second time."""
+        if self in self._listed:
+            self._listed.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class Callbacks:
+    """The functions of one executor, by event."""
+
+    def __init__(self) -> None:
+        self._listed: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
+
+    def on(self, event: str, fn: Callable[..., object]) -> Subscription:
+        """Call ``fn(record)`` at each ``event`` from now on.
+
+        Raises:
+            ValueError: no such event.
+            TypeError: ``fn`` cannot be called.
+        """
+        if event not in self._listed:
+            raise ValueError(f"an Executor knows the events {', '.join(map(repr, _EVENTS))}, got {event!r}")
+        if not callable(fn):
+            raise TypeError(f"what is called at {event!r} is a function of one record, got {fn!r}")
+        subscription = Subscription(self._listed[event], fn)
+        self._listed[event].append(subscription)
+        return subscription
+
+    def has(self, event: str) -> bool:
+        """Tell whether anything is called at ``event``."""
+        return bool(self._listed[event])
+
+    def call(self, event: str, record: Record) -> None:
+        """Call the functions in the order in which they were given; the first error goes to the caller."""
+        for subscription in tuple(self._listed[event]):
+            try:
+                subscription.function(record)
+            except BaseException as error:
+                name = getattr(subscription.function, "__qualname__", repr(subscription.function))
+                error.add_note(f"raised by {name}, which executor.on({event!r}, ...) had called with {record}")
+                raise

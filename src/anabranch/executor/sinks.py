@@ -1,0 +1,224 @@
+"""``Sink``: where the numbers of a training run go; and ``SinkFeed``, which hands them over without slowing the run.
+
+::
+
+    run: step, {name: tensor}  ──> kept as they are, on their device ──> once a second: read together ──> every sink
+
+Nothing is read from a device between: a step costs an append, and of steps that follow each other in less than
+``_SPACING`` some are left out. Sinks are ordinary code on the training thread, so the feed measures what they cost, and
+leaves out more, evenly, where that is above ``_SHARE`` of the run.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Sink", "SinkFeed", "check_sinks"]
+
+_EVERY = 1.0  # seconds between two readings
+_SHARE = 0.003  # of the run's time, for reading and sinks together
+_HEAD_START = 0.05  # seconds that they may take beyond it, so that a short run is told whole
+_SPACING = 0.002  # seconds between two steps that are kept, since keeping one takes some microseconds
+_KEPT_ANYWAY = 200  # steps, for the same reason
+_TRIALS = 5  # steps handed over one by one at first, to learn what one costs; the first opens files
+
+_Step: TypeAlias = "tuple[int, dict[str, Tensor | float]]"
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A receiver of a run's numbers, given to ``Executor(sinks=[...])``.
+
+    >>> class Printed:
+    ...     def scalars(self, step, values):
+    ...         print(step, sorted(values))
+    ...     def event(self, name, facts):
+    ...         print(name, facts)
+    ...     def close(self):
+    ...         print("closed")
+    >>> isinstance(Printed(), Sink)
+    True
+
+    All methods are called on the thread that trains. Rank 0's alone are, and ``close`` everywhere, unless the sink has
+    an attribute ``every_rank`` that is true. A sink that raises is dropped with one ``RuntimeWarning``; the training
+    goes on.
+    """
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Take the numbers of an optimizer step, up to a second after it; steps come in order.
+
+        Args:
+            step: the number of optimizer steps taken, from 1.
+            values: ``loss``, what the step's function returned of single numbers, ``learning_rate`` (of several
+                parameter groups ``learning_rate/0``, ...), ``grad_norm`` where the run took it, and now and then
+                ``steps_per_second`` and ``rows_per_second``. With several ``TrainStep``s their names stand before:
+                ``generator/loss``.
+        """
+
+    def event(self, name: str, facts: dict[str, object]) -> None:
+        """Take an event, ``"save"``, ``"peer_lost"`` or ``"restart"``, and the fields of its record as plain values."""
+
+    def close(self) -> None:
+        """End: everything has been handed over. Called once, when the executor is closed."""
+
+
+def check_sinks(sinks: object) -> tuple[Sink, ...]:
+    """Return ``sinks`` as a tuple.
+
+    Raises:
+        TypeError: it is not an iterable of sinks.
+    """
+    if isinstance(sinks, type) or not isinstance(sinks, Iterable):
+        raise TypeError(f"sinks is a list of objects with scalars, event and close, got {sinks!r}")
+    found = tuple(sinks)
+    for sink in found:
+        if isinstance(sink, type) or not isinstance(sink, Sink):
+            raise TypeError(f"a sink has the methods scalars, event and close, got {sink!r}")
+    return found
+
+
+class SinkFeed:
+    """Hands steps and events to sinks.
+
+    Args:
+        sinks: all that were given.
+        rank: this worker's; those sinks that write on it are fed.
+        clock: seconds.
+
+    Attributes:
+        idle: whether there is nobody to hand anything to.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._given = list(sinks)
+        self._fed = [sink for sink in self._given if rank == 0 or getattr(sink, "every_rank", False)]
+        self.idle = not self._fed
+        self._clock = clock
+        self._started = self._last = clock()
+        self._spent = 0.0
+        self._per_step: float | None = None  # seconds, as measured last
+        self._pending: list[_Step] = []
+        self._rows = 0.0
+        self._kept = 0
+        self._last_kept = self._started
+        self._rated: int | None = None  # the step up to which rates have been told
+
+    @property
+    def due(self) -> bool:
+        """True if the next step is to be handed to ``step``."""
+        return not self.idle and (self._kept < _KEPT_ANYWAY or self._clock() - self._last_kept >= _SPACING)
+
+    def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
+        """Take the numbers of an optimizer step, of which tensors stay where they are for now."""
+        self._pending.append((step, values))
+        self._rows += rows
+        self._kept += 1
+        self._last_kept = now = self._clock()
+        if self._rated is None:
+            self._rated = step - 1
+        if now - self._last >= _EVERY:
+            self.flush()
+
+    def event(self, name: str, facts: Mapping[str, object]) -> None:
+        """Hand over an event, after the steps before it."""
+        self.flush()
+        self._tell(lambda sink: sink.event(name, dict(facts)))
+
+    def flush(self) -> None:
+        """Hand over what has come."""
+        began = self._clock()
+        pending, rows, seconds = self._pending, self._rows, began - self._last
+        self._pending, self._rows, self._last = [], 0.0, began
+        if not pending or self.idle:
+            return
+        newest, values = pending[-1]
+        if seconds > 0 and self._rated is not None and newest > self._rated:
+            rate = (newest - self._rated) / seconds
+            values.update(steps_per_second=rate, rows_per_second=rate * rows / len(pending))
+        self._rated = newest
+        if self._per_step is None:
+            self._per_step = min(self._hand_over([one]) for one in pending[:_TRIALS])
+            pending = pending[_TRIALS:]
+        if chosen := self._affordable(pending, began, self._per_step):
+            self._per_step = self._hand_over(chosen) / len(chosen)
+
+    def _hand_over(self, steps: list[_Step]) -> float:
+        """Read the steps, and tell all sinks; returns the seconds that it took."""
+        began = self._clock()
+        for (step, _), values in zip(steps, _read([values for _, values in steps]), strict=True):
+            self._tell(lambda sink, step=step, values=values: sink.scalars(step, dict(values)))  # type: ignore[misc]
+        spent = self._clock() - began
+        self._spent += spent
+        return spent
+
+    def _affordable(self, pending: list[_Step], now: float, each: float) -> list[_Step]:
+        """Return as many of the steps as the sinks may take now, evenly spread, the last always."""
+        budget = _HEAD_START + _SHARE * (now - self._started) - self._spent
+        if len(pending) * each <= budget or not pending:
+            return pending
+        many = max(1, int(budget / each))
+        return [pending[(index + 1) * len(pending) // many - 1] for index in range(many)]
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._fed):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001 - of the user's or a library's, and no reason to end a training
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._fed.remove(sink)
+        self._given.remove(sink)
+        self.idle = not self._fed
+        with suppress(Exception):
+            sink.close()
+        _warn(sink, error, "it gets nothing more, and the training goes on without it")
+
+    def close(self) -> None:
+        """Hand over the rest, and close every sink, those of other ranks too."""
+        try:
+            self.flush()
+        finally:
+            given, self._given, self._fed, self.idle = self._given, [], [], True
+            for sink in given:
+                try:
+                    sink.close()
+                except Exception as error:  # noqa: BLE001 - as above
+                    _warn(sink, error, "it may not have kept everything")
+
+
+def _warn(sink: Sink, error: Exception, consequence: str) -> None:
+    warnings.warn(
+        f"the sink {type(sink).__name__} raised {type(error).__name__}: {error}; {consequence}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _read(steps: list[dict[str, Tensor | float]]) -> list[dict[str, float]]:
+    """Return plain numbers for tensors of one element; each device is waited for once."""
+    elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, float], str, Tensor]]] = {}
+    found: list[dict[str, float]] = []
+    for values in steps:
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            numbers[name] = 0.0  # keeps the order
+            if not isinstance(value, Tensor):
+                numbers[name] = float(value)
+            elif value.device.type == "cpu":
+                numbers[name] = float(value.item())
+            else:
+                elsewhere.setdefault((value.device, value.dtype), []).append((numbers, name, value))
+        found.append(numbers)
+    for waiting in elsewhere.values():
+        read = torch.stack([value.reshape(()) for _, _, value in waiting]).tolist()
+        for (numbers, name, _), number in zip(waiting, read, strict=True):
+            numbers[name] = float(number)
+    return found

@@ -1,0 +1,81 @@
+"""``job.json`` in the log folder of a job: its processes, for ``anabranch status`` and other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["JOB_FILE", "JobFile"]
+
+JOB_FILE = "job.json"
+
+_ORDER = ("worker", "parameters", "expert")
+
+
+def _since_epoch() -> float:
+    return time.time()
+
+
+class JobFile:
+    """Keeps ``job.json`` up to date; replaced whole at each change, so that readers never see half of it.
+
+    ::
+
+        {"roles": [{"role": "worker", "rank": 0, "pid": 4711, "endpoint": null}, ...],
+         "started": 1764000000.0, "ended": null}
+
+    Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again.
+
+    Args:
+        folder: the job's log folder.
+        tell: called with a line if the file cannot be written; the job goes on.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, folder: Path, tell: Callable[[str], None] = lambda line: None, clock: Callable[[], float] | None = None
+    ) -> None:
+        self._path = folder / JOB_FILE
+        self._tell = tell
+        self._clock = clock or _since_epoch
+        self._started = self._clock()
+        self._roles: dict[tuple[str, int], dict[str, object]] = {}
+        self._failed = False
+
+    def began(self, role: str, rank: int, pid: int, endpoint: str | None) -> None:
+        """Record a process that was started, or started again."""
+        if role in _ORDER:
+            self._roles[role, rank] = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
+            self._write(None)
+
+    def returns(self, role: str, rank: int) -> None:
+        """Record that a process has ended and is to be started again."""
+        self._roles[role, rank]["pid"] = None
+        self._write(None)
+
+    def all_return(self) -> None:
+        """Record that the whole job is to be started again."""
+        for entry in self._roles.values():
+            entry["pid"] = None
+        self._write(None)
+
+    def ended(self) -> None:
+        """Record the end of the job, if any of it had begun."""
+        if self._roles:
+            self._write(self._clock())
+
+    def _write(self, ended: float | None) -> None:
+        places = sorted(self._roles, key=lambda place: (_ORDER.index(place[0]), place[1]))
+        record = {"roles": [self._roles[place] for place in places], "started": self._started, "ended": ended}
+        new = self._path.with_name(f".{JOB_FILE}.{os.getpid()}")
+        try:
+            new.write_text(json.dumps(record) + "\n")
+            os.replace(new, self._path)
+        except OSError as error:  # a full disk, a folder that was removed
+            if not self._failed:
+                self._tell(f"{self._path} is not up to date: {error.strerror}")
+            self._failed = True

@@ -1,0 +1,164 @@
+"""``executor.on``: functions called at steps, checkpoints, losses and restarts; and what ``fetch`` tells of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_sinks import BATCH, Kept, make_step
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.errors import PeerLost, RolledBack
+from anabranch.observe import PeerLostRecord, RestartRecord, SaveRecord, StepRecord
+
+
+def test_a_step_is_told_once_it_was_taken() -> None:
+    seen: list[StepRecord] = []
+    with ab.Executor({"train": make_step(accumulate=2)}, engine="tape") as executor:
+        executor.on("step", seen.append)
+        executor.run("train", BATCH)
+        assert not seen
+        result = executor.run("train", BATCH, fetch=["out"])
+        assert executor.step == 1
+    (record,) = seen
+    assert (record.step, record.name, record.rows, record.learning_rates) == (1, "train", 4.0, (0.5,))
+    assert record.values["loss"] is result["loss"]
+    assert record.values["out"] is result["out"]
+    assert record.seconds > 0
+
+
+def test_a_callback_can_be_taken_off() -> None:
+    seen: list[int] = []
+    with ab.Executor(make_step(), engine="tape") as executor:
+        first = executor.on("step", lambda record: seen.append(1))
+        with executor.on("step", lambda record: seen.append(2)):
+            executor.run(batch=BATCH)
+        first.remove()
+        first.remove()
+        executor.run(batch=BATCH)
+    assert seen == [1, 2]
+
+
+def test_a_callback_may_save_and_evaluate(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    train = ab.TrainStep(model, lambda m, b: m(b["x"]).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    validate = ab.EvalStep(model, lambda m, b: {"out": m(b["x"])})
+    kept = Kept()
+    with ab.Executor({"train": train, "validate": validate}, engine="tape", sinks=[kept]) as executor:
+        saved: list[SaveRecord] = []
+        executor.on("save", saved.append)
+        executor.on("step", lambda record: (executor.run("validate", BATCH), executor.save(tmp_path / "c")))
+        executor.run("train", BATCH)
+    assert [(record.step, record.path) for record in saved] == [(1, tmp_path / "c")]
+    ((name, facts),) = kept.events
+    assert (name, facts["step"], facts["path"]) == ("save", 1, str(tmp_path / "c"))
+
+
+def test_an_error_in_a_callback_goes_to_the_caller_with_a_note() -> None:
+    def complain(record: StepRecord) -> None:
+        raise KeyError("missing")
+
+    with ab.Executor(make_step(), engine="tape") as executor:
+        executor.on("step", complain)
+        with pytest.raises(KeyError) as caught:
+            executor.run(batch=BATCH)
+        assert "complain" in caught.value.__notes__[0]
+        assert executor.step == 1
+        assert executor.statistics().runs == {"default": 1}
+
+
+def failing_with(executor: ab.Executor, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(executor._runners["default"], "run", fail)
+
+
+def test_a_lost_peer_is_told_before_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[PeerLostRecord] = []
+    with ab.Executor(make_step(), engine="tape") as executor:
+        executor.on("peer_lost", seen.append)
+        failing_with(executor, PeerLost("gone", peer="rank 1", operation="all_reduce"), monkeypatch)
+        with pytest.raises(PeerLost):
+            executor.run(batch=BATCH)
+    assert [(record.peer, record.operation, record.step) for record in seen] == [("rank 1", "all_reduce", 0)]
+
+
+def test_a_server_that_came_back_with_less_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RestartRecord] = []
+    with ab.Executor(make_step(), engine="tape") as executor:
+        executor.on("restart", seen.append)
+        failing_with(executor, RolledBack("fewer", lost=3, peer="unix:/run/shard"), monkeypatch)
+        with pytest.raises(RolledBack):
+            executor.run(batch=BATCH)
+    assert seen == [RestartRecord(step=0, peer="unix:/run/shard", lost=3)]
+
+
+def test_a_job_that_was_started_again_is_told_once_it_has_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RestartRecord] = []
+    with ab.Executor(make_step(), engine="tape") as executor:
+        executor.on("restart", seen.append)
+        executor.run(batch=BATCH)
+        executor.save(tmp_path)
+        executor.load(tmp_path)
+        assert not seen  # the first time it is no restart
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    with ab.Executor(make_step(), engine="tape") as executor:
+        executor.on("restart", seen.append)
+        assert not executor.resume(tmp_path / "nothing")
+        assert not seen
+        assert executor.resume(tmp_path)
+    assert seen == [RestartRecord(step=1, attempt=2, path=tmp_path)]
+
+
+def test_unknown_events_and_what_cannot_be_called_are_refused() -> None:
+    with ab.Executor(make_step(), engine="tape") as executor:
+        with pytest.raises(ValueError, match="'peer_lost'"):
+            executor.on("epoch", print)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="function of one record"):
+            executor.on("step", None)  # type: ignore[call-overload]
+
+
+# What fetch tells of a run.
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_rows_and_learning_rates_are_fetched(engine: str) -> None:
+    step = make_step()
+    step.schedulers.append(torch.optim.lr_scheduler.StepLR(step.optimizers[0], step_size=1, gamma=0.5))
+    with ab.Executor(step, engine=engine) as executor:  # type: ignore[arg-type]
+        first = executor.run(batch=BATCH, fetch=["rows", "learning_rates"])
+        second = executor.run(batch=BATCH, fetch=["learning_rates"], as_numpy=True)
+    assert set(first) == {"loss", "rows", "learning_rates"}
+    assert first["rows"].item() == 4
+    assert first["rows"].dtype is torch.int64
+    assert first["learning_rates"].tolist() == [0.5]
+    assert second["learning_rates"].tolist() == [0.25]
+
+
+def test_rows_are_as_the_step_weighs_them() -> None:
+    with ab.Executor(make_step(rows=lambda batch: 2.5), engine="tape") as executor:
+        assert executor.run(batch=BATCH, fetch=["rows"])["rows"].item() == 2.5
+
+
+def test_the_steps_own_keys_go_first() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(batch["x"]).square().mean(), {"rows": batch["x"].sum(1), "learning_rates": torch.tensor(7)}
+
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="tape") as executor:
+        found = executor.run(batch=BATCH, fetch=["rows", "learning_rates"])
+    assert found["rows"].tolist() == [3.0] * 4
+    assert found["learning_rates"].item() == 7
+
+
+def test_an_evaluation_tells_its_rows() -> None:
+    model = nn.Linear(3, 1)
+    with ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m(b["x"])}), engine="tape") as executor:
+        assert executor.run(batch=BATCH, fetch=["rows"])["rows"].item() == 4

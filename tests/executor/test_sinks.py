@@ -1,0 +1,224 @@
+"""Sinks get every step's numbers, late and cheaply, and cannot break a training."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.executor import sinks as sinks_module
+from anabranch.executor.sinks import SinkFeed
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self.closed = 0
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self.steps.append((step, values))
+
+    def event(self, name: str, facts: dict[str, object]) -> None:
+        self.events.append((name, facts))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Broken(Kept):
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        super().scalars(step, values)
+        raise OSError("no space left")
+
+
+class Seconds:
+    """A clock that is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_step(**options: object) -> ab.TrainStep:
+    model = nn.Linear(3, 1)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        out = model(batch["x"])
+        return out.square().mean(), {"largest": out.abs().max(), "out": out}
+
+    return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **options)  # type: ignore[arg-type]
+
+
+BATCH = {"x": torch.ones(4, 3)}
+
+
+def test_every_step_is_told_with_its_single_numbers() -> None:
+    kept = Kept()
+    with ab.Executor(make_step(), sinks=[kept], engine="tape") as executor:
+        losses = [executor.run(batch=BATCH)["loss"].item() for _ in range(5)]
+    assert [step for step, _ in kept.steps] == [1, 2, 3, 4, 5]
+    assert [values["loss"] for _, values in kept.steps] == losses
+    assert all(values["learning_rate"] == 0.5 for _, values in kept.steps)
+    assert {"loss", "largest", "learning_rate"} == set(kept.steps[0][1])  # and not the output of four rows
+    assert kept.steps[-1][1]["rows_per_second"] == pytest.approx(4 * kept.steps[-1][1]["steps_per_second"])
+    assert kept.closed == 1
+
+
+def test_the_norm_is_told_where_it_was_taken() -> None:
+    kept = Kept()
+    with ab.Executor(make_step(), sinks=[kept], engine="tape") as executor:
+        norm = executor.run(batch=BATCH, fetch=["grad_norm"])["grad_norm"].item()
+        executor.run(batch=BATCH)
+    assert kept.steps[0][1]["grad_norm"] == norm
+    assert "grad_norm" not in kept.steps[1][1]  # nor the one before
+
+
+def test_steps_are_the_optimizers() -> None:
+    kept = Kept()
+    step = make_step(accumulate=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(step.optimizers[0], step_size=1, gamma=0.1)
+    step.schedulers.append(scheduler)
+    with ab.Executor(step, sinks=[kept], engine="tape") as executor:
+        for _ in range(4):
+            executor.run(batch=BATCH)
+    assert [step for step, _ in kept.steps] == [1, 2]
+    # Those that the step was taken with, not what the scheduler made of them.
+    assert [values["learning_rate"] for _, values in kept.steps] == pytest.approx([0.5, 0.05])
+
+
+def test_several_steps_and_several_groups_have_names() -> None:
+    kept = Kept()
+    first, second = make_step(), make_step()
+    second.optimizers[0].add_param_group({"params": [], "lr": 0.25})
+    with ab.Executor({"a": first, "b": second}, sinks=[kept], engine="tape") as executor:
+        executor.run("a", BATCH)
+        executor.run("b", BATCH)
+    assert {"a/loss", "a/learning_rate"} <= set(kept.steps[0][1])
+    assert kept.steps[1][1]["b/learning_rate/1"] == 0.25
+
+
+def test_a_sink_that_raises_is_dropped_and_training_goes_on() -> None:
+    broken, kept = Broken(), Kept()
+    executor = ab.Executor(make_step(), sinks=[broken, kept], engine="tape")
+    for _ in range(3):
+        executor.run(batch=BATCH)
+    with pytest.warns(RuntimeWarning, match="Broken raised OSError: no space left") as told:
+        executor.close()
+    assert len(told) == 1
+    assert (len(broken.steps), broken.closed) == (1, 1)
+    assert len(kept.steps) == 3
+
+
+def test_only_rank_0_is_told_unless_a_sink_asks() -> None:
+    plain, asking = Kept(), Kept()
+    asking.every_rank = True  # type: ignore[attr-defined]
+    feed = SinkFeed([plain, asking], rank=1)
+    feed.step(1, {"loss": 1.0}, 4)
+    feed.close()
+    assert (len(plain.steps), len(asking.steps)) == (0, 1)
+    assert (plain.closed, asking.closed) == (1, 1)
+
+
+def test_nothing_is_read_before_a_second_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = sinks_module._read
+    monkeypatch.setattr(sinks_module, "_read", lambda steps: read.append(len(steps)) or real(steps))
+    clock, kept = Seconds(), Kept()
+    feed = SinkFeed([kept], 0, clock)
+    for step in range(1, 21):
+        clock.now += 0.125
+        feed.step(step, {"loss": torch.tensor(float(step))}, 2)
+    feed.close()
+    assert read == [1, 1, 1, 1, 1, 3, 8, 4]  # the first ones one by one, to learn what a step costs
+    assert kept.steps[7][1]["steps_per_second"] == 8
+    assert kept.steps[7][1]["rows_per_second"] == 16
+
+
+def test_of_quick_steps_some_are_left_out() -> None:
+    clock, kept = Seconds(), Kept()
+    feed = SinkFeed([kept], 0, clock)
+    for step in range(1, 4001):
+        clock.now += 1 / 2048
+        if feed.due:
+            feed.step(step, {"loss": float(step)}, 3)
+    feed.close()
+    told = [step for step, _ in kept.steps]
+    assert told[:200] == list(range(1, 201))
+    assert 700 < len(told) < 1000
+    rates = [values for _, values in kept.steps if "steps_per_second" in values]
+    assert [rate["steps_per_second"] for rate in rates[:1]] == [2048]  # those left out counted
+    assert [rate["rows_per_second"] for rate in rates[:1]] == [3 * 2048]
+
+
+def test_slow_sinks_get_fewer_steps_and_cost_little() -> None:
+    clock = Seconds()
+
+    class Slow(Kept):
+        def scalars(self, step: int, values: dict[str, float]) -> None:
+            super().scalars(step, values)
+            clock.now += 0.002
+            spent.append(0.002)
+
+    spent: list[float] = []
+    slow = Slow()
+    feed = SinkFeed([slow], 0, clock)
+    for step in range(1, 10_001):
+        clock.now += 0.01
+        feed.step(step, {"loss": float(step)}, 1)
+    feed.close()
+    told = [step for step, _ in slow.steps]
+    assert told[:5] == [1, 2, 3, 4, 5]
+    assert 20 <= sum(step <= 100 for step in told) <= 30  # what the head start pays for
+    assert told[-1] == 10_000
+    assert told == sorted(set(told))
+    assert sum(spent) < 0.01 * clock.now
+    assert max(later - earlier for earlier, later in itertools.pairwise(told)) <= 110
+
+
+def test_an_event_comes_after_the_steps_before_it() -> None:
+    order: list[str] = []
+
+    class Ordered(Kept):
+        def scalars(self, step: int, values: dict[str, float]) -> None:
+            order.append(f"step {step}")
+
+        def event(self, name: str, facts: dict[str, object]) -> None:
+            order.append(name)
+
+    feed = SinkFeed([Ordered()], 0)
+    feed.step(1, {"loss": 1.0}, 1)
+    feed.event("save", {"step": 1})
+    feed.close()
+    assert order == ["step 1", "save"]
+
+
+def test_sinks_are_closed_when_the_executor_cannot_be_made() -> None:
+    kept = Kept()
+    with pytest.raises(ValueError, match="nowhere"):
+        ab.Executor(make_step(), sinks=[kept], devices={"nowhere": "cpu"})
+    assert kept.closed == 1
+
+
+@pytest.mark.parametrize("sinks", [Kept(), [Kept], [object()], "sinks"])
+def test_what_is_no_sink_is_refused(sinks: object) -> None:
+    with pytest.raises(TypeError, match="scalars, event and close"):
+        ab.Executor(make_step(), sinks=sinks)  # type: ignore[arg-type]
+
+
+def test_a_warning_made_an_error_leaves_the_sink_out() -> None:
+    broken = Broken()
+    feed = SinkFeed([broken], 0)
+    feed.step(1, {"loss": 1.0}, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            feed.flush()
+    assert feed.idle

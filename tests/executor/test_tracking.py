@@ -1,0 +1,160 @@
+"""``executor.track``: one calm line on a terminal, a line every few seconds elsewhere, nothing on other ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from anabranch.executor.tracking import Progress
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().replace("\n", "").split("\r\x1b[K")[1:]
+
+
+def run(progress: Progress, clock: Seconds, rounds: int, seconds: float, label: str | None = None) -> None:
+    for _ in progress.track(rounds, label):
+        clock.now += seconds
+
+
+def test_it_gives_what_it_was_given() -> None:
+    progress = Progress(True, io.StringIO())
+    assert list(progress.track(3)) == [0, 1, 2]
+    assert list(progress.track(iter("ab"))) == ["a", "b"]
+    assert list(Progress(False).track(["x"])) == ["x"]
+
+
+def test_a_terminal_has_one_line_drawn_a_few_times_a_second() -> None:
+    clock, stream = Seconds(), Terminal()
+    run(Progress(True, stream, clock), clock, 1000, 0.01, "training")
+    lines = drawn(stream)
+    assert len(lines) <= 4 * 10 + 2
+    assert lines[0].startswith("training 1/1000 0% · 100.0/s · 0:10 left")
+    assert lines[-1] == "training 1000/1000 100% · 100.0/s · took 0:10"
+    assert stream.getvalue().count("\n") == 1  # at the end
+    assert stream.getvalue().endswith("\n")
+
+
+def test_elsewhere_a_line_is_written_every_five_seconds() -> None:
+    clock, stream = Seconds(), io.StringIO()
+    run(Progress(True, stream, clock), clock, 96, 0.125)
+    assert stream.getvalue().splitlines() == [
+        "40/96 41% · 8.0/s · 0:07 left",
+        "80/96 83% · 8.0/s · 0:02 left",
+        "96/96 100% · 8.0/s · took 0:12",
+    ]
+
+
+def test_a_short_loop_elsewhere_says_nothing() -> None:
+    clock, stream = Seconds(), io.StringIO()
+    run(Progress(True, stream, clock), clock, 10, 0.1)
+    assert stream.getvalue() == ""
+
+
+def test_other_ranks_say_nothing() -> None:
+    clock, stream = Seconds(), Terminal()
+    run(Progress(False, stream, clock), clock, 100, 1.0)
+    assert stream.getvalue() == ""
+
+
+def test_loops_inside_one_another_share_the_line() -> None:
+    clock, stream = Seconds(), Terminal()
+    progress = Progress(True, stream, clock)
+    for _ in progress.track(2, "epoch"):
+        run(progress, clock, 10, 0.5, "batch")
+    assert "epoch 1/2 · batch 5/10 50% · 2.0/s · 0:02 left" in drawn(stream)
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_without_a_length_there_is_no_time_left() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+        def __len__(self) -> int:
+            raise TypeError("no length")
+
+    clock, stream = Seconds(), Terminal()
+    for _ in Progress(True, stream, clock).track(Endless()):
+        clock.now += 4.0
+    assert drawn(stream)[-1] == "4 · 4.0 s each"
+
+
+def test_a_line_is_no_longer_than_the_terminal() -> None:
+    clock, stream = Seconds(), Terminal()
+    run(Progress(True, stream, clock), clock, 10, 1.0, "a" * 200)
+    assert all(len(line) == 79 for line in drawn(stream))  # 80 columns where the terminal does not say
+    assert drawn(stream)[0].endswith("a 1/10 10% · 1.0/s · 0:09 left")  # what counts stays
+
+
+def test_a_loop_that_is_left_ends_its_line() -> None:
+    clock, stream = Seconds(), Terminal()
+    progress = Progress(True, stream, clock)
+    for i in progress.track(10):
+        clock.now += 1.0
+        if i == 4:
+            break
+    assert drawn(stream)[-1].startswith("4/10 40%")
+    assert stream.getvalue().endswith("\n")
+
+
+def test_prints_go_above_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, screen = Seconds(), Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    for i in Progress(True, None, clock).track(4):
+        clock.now += 1.0
+        if i == 1:
+            print("hello")
+        if i == 2:
+            print("half", end="")
+    assert sys.stdout is screen
+    assert sys.stderr is screen
+    text = screen.getvalue()
+    # The line is taken away for what is printed, and not drawn behind a line that has only begun.
+    assert "\r\x1b[K1/4 25% · 1.0/s · 0:03 left\r\x1b[Khello\n\r\x1b[K2/4" in text
+    assert "half\r" not in text
+
+
+def test_a_terminal_that_was_closed_ends_no_loop() -> None:
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    clock = Seconds()
+    progress = Progress(True, stream, clock)
+    seen = 0
+    for _ in progress.track(5):
+        clock.now += 1.0
+        seen += 1
+        if seen == 2:
+            os.close(ours)
+    assert seen == 5
+    with pytest.raises(OSError):  # noqa: PT011 - what it had buffered
+        stream.close()
+
+
+@pytest.mark.parametrize(("over", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)])
+def test_what_is_no_loop_is_refused(over: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="track takes"):
+        Progress(True).track(over)  # type: ignore[call-overload]
+
+
+def test_a_label_is_a_text() -> None:
+    with pytest.raises(TypeError, match="label is a text"):
+        Progress(True).track(3, label=3)  # type: ignore[call-overload]

@@ -1,0 +1,127 @@
+"""``job.json`` says which processes a job has, while it runs, after restarts and at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anabranch.launch import launch
+from anabranch.launch.job_file import JobFile
+
+
+def read(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "job.json").read_text())
+
+
+def test_it_lists_the_roles_in_order_and_when_they_began_and_ended(tmp_path: Path) -> None:
+    now = 100.0
+    record = JobFile(tmp_path, clock=lambda: now)
+    assert not (tmp_path / "job.json").exists()  # a job that never began
+    record.began("rendezvous", 0, 9, None)
+    record.began("expert", 0, 13, "unix:/run/expert-0")
+    record.began("worker", 1, 12, None)
+    record.began("worker", 0, 11, None)
+    first = {"role": "worker", "rank": 0, "pid": 11, "endpoint": None}
+    second = {"role": "worker", "rank": 1, "pid": 12, "endpoint": None}
+    expert = {"role": "expert", "rank": 0, "pid": 13, "endpoint": "unix:/run/expert-0"}
+    assert read(tmp_path) == {"roles": [first, second, expert], "started": 100.0, "ended": None}
+    record.returns("expert", 0)
+    assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": None}]
+    record.began("expert", 0, 14, "unix:/run/expert-0")
+    assert read(tmp_path)["roles"] == [first, second, {**expert, "pid": 14}]
+    record.all_return()
+    assert [role["pid"] for role in read(tmp_path)["roles"]] == [None] * 3  # type: ignore[attr-defined, index]
+    now = 150.0
+    record.ended()
+    assert read(tmp_path)["ended"] == 150.0
+    assert os.listdir(tmp_path) == ["job.json"]  # nothing half written beside it
+
+
+def test_readers_never_see_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = JobFile(tmp_path)
+    record.began("worker", 0, 1, None)
+    before = read(tmp_path)
+    replace = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        assert read(tmp_path) == before
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    record.began("worker", 1, 2, None)
+    assert len(read(tmp_path)["roles"]) == 2  # type: ignore[arg-type]
+
+
+def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
+    told: list[str] = []
+    record = JobFile(tmp_path / "gone", told.append)
+    record.began("worker", 0, 1, None)
+    record.ended()
+    assert told == [f"{tmp_path / 'gone' / 'job.json'} is not up to date: No such file or directory"]
+
+
+def test_a_job_finds_itself_in_it(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    path = script(
+        """
+        import json, os, sys, time
+        mine = int(os.environ["RANK"])
+        end = time.monotonic() + 60
+        pids, record = [], {}
+        while len(pids) < 2 or pids[mine] != os.getpid():  # a process may be quicker than the launcher writes
+            assert time.monotonic() < end, record
+            if os.path.exists(sys.argv[1]):
+                record = json.load(open(sys.argv[1]))
+                pids = [role["pid"] for role in record["roles"]]
+        assert record["ended"] is None
+        sys.exit(mine == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        """
+    )
+    found = launch(path, [str(tmp_path / "job.json")], workers=2, log_dir=tmp_path, max_restarts=1, seconds=200)
+    assert found.exit_code == 0, (tmp_path / "worker-0.log").read_text()
+    record = read(tmp_path)
+    assert [(role["role"], role["rank"]) for role in record["roles"]] == [("worker", 0), ("worker", 1)]  # type: ignore[index, attr-defined]
+    assert [role["pid"] for role in record["roles"]] == [exit_.pid for exit_ in found.exits]  # type: ignore[index, attr-defined]
+    assert record["ended"] >= record["started"]  # type: ignore[operator]
+
+
+def test_services_are_listed_with_their_endpoints(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    path = script(
+        """
+        import os, anabranch as ab
+        if ab.job().role == "worker":
+            print(ab.job().servers[0])
+        """
+    )
+    launch(path, servers=1, log_dir=tmp_path, seconds=200)
+    roles = read(tmp_path)["roles"]
+    (said,) = (tmp_path / "worker-0.log").read_text().split()
+    assert [role["endpoint"] for role in roles] == [None, said]  # type: ignore[index, attr-defined]
+
+
+def test_a_service_that_is_started_again_is_listed_with_its_new_process(
+    tmp_path: Path, script: Callable[[str], Path]
+) -> None:
+    path = script(
+        """
+        import json, os, signal, sys, time, torch, anabranch as ab
+
+        def make(index, count):
+            return [ab.ExpertBackend(f"e.{index}", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])]
+
+        directory = ab.job().serve(make)
+        found = lambda: json.load(open(sys.argv[1]))["roles"][1]
+        first = found()
+        assert first["endpoint"] == directory.lookup(["e.0"])["e.0"], first
+        os.kill(first["pid"], signal.SIGKILL)
+        end = time.monotonic() + 60
+        while found()["pid"] in (first["pid"], None):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        """
+    )
+    found = launch(path, [str(tmp_path / "job.json")], experts=1, log_dir=tmp_path, seconds=200)
+    assert found.exit_code == 0, (tmp_path / "worker-0.log").read_text()
