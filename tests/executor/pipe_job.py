@@ -128,6 +128,7 @@ class Piped:
             case["balance"],
             chunks=case.get("chunks", 3),
             schedule=case.get("schedule", "1F1B"),
+            checkpoint=case.get("checkpoint", "except_last"),
             process_group=lines[self.row] if lines else None,
         )
         optimizers = optimizers_of(self.pipe)
@@ -143,7 +144,7 @@ class Piped:
         )
         self.executor = ab.Executor(
             {"train": self.step, "validate": ab.EvalStep(self.pipe, self.outputs)},
-            comm_mode="AllReduce" if groups else None,
+            comm_mode=case.get("mode", "AllReduce" if groups else None),
             process_group=groups[self.stage] if groups else None,
             timeout=60.0,
         )
@@ -179,8 +180,16 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def compare(piped: Piped, plain: Plain) -> float:
+    """The largest distance of what this rank has, on servers or here, from the plain loop's."""
     expected = dict(plain.model.named_parameters(remove_duplicate=False))
-    return max([distance(value, expected[name]) for name, value in piped.pipe.named_parameters()] or [0.0])
+    here = dict(piped.pipe.named_parameters())
+    remote = piped.executor._remote
+    if remote is not None and not piped.executor._closed:
+        if dist.is_initialized():
+            dist.barrier()  # by now everyone has pushed
+        kept = remote.read()
+        here |= {moved.name: kept[moved.parameter].values for moved in remote.moved}
+    return max([distance(value, expected[name]) for name, value in here.items()] or [0.0])
 
 
 def train() -> dict:
