@@ -141,6 +141,7 @@ class Piped:
             scheduler=schedulers_of(optimizers),
             clip_grad_norm=case["clip"],
             accumulate=case["accumulate"],
+            skip_nonfinite=case.get("skip_nonfinite", False),
         )
         self.executor = ab.Executor(
             {"train": self.step, "validate": ab.EvalStep(self.pipe, self.outputs)},
@@ -239,6 +240,50 @@ def load() -> dict:
         calls = piped.pipe.calls
     piped.pipe.close()
     return {"losses": losses, "calls": calls}
+
+
+def skip() -> dict:
+    """A step with NaN in it changes nothing, on the servers and on any stage; the next one counts."""
+    case = json.loads(sys.argv[2])
+    plain, piped = Plain(case), Piped(case)
+    with piped.executor as executor:
+        for run, spoilt in enumerate([False, True, False]):
+            x, target = piped.shard(batch_of(run, 8), run)
+            if target is not None and spoilt:
+                target[0, 0] = torch.nan
+            executor.run("train", (x, target))
+        plain.train(range(1), 8)
+        plain.train(range(2, 3), 8)
+        assert executor.statistics().skipped_steps == 1
+        found = compare(piped, plain)
+    piped.pipe.close()
+    return {"found": found}
+
+
+def places() -> dict:
+    """Where the parameters of this rank's stages live, and what cannot be."""
+    case = json.loads(sys.argv[2])
+    piped = Piped(case)
+    column = piped.executor._workers._group
+
+    def again(**options: object) -> None:
+        ab.Executor(piped.step, process_group=column, **options).close()
+
+    with piped.executor as executor:
+        found = {route.parameter: str(route.place) for route in executor.routes()}
+    for words, options in {
+        "use consistency='bsp', or a Pipe in one process": {"comm_mode": "PS", "consistency": "ssp:1"},
+        "routes= names '9.weight'": {"comm_mode": "PS", "routes": {"9.weight": "AllReduce"}},
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            again(**options)
+        assert words in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        again(comm_mode="AllReduce", routes={"1.weight": "PS", "6.weight": "PS"})
+    assert "stages on several ranks share this parameter" in str(caught.value)
+    again(comm_mode="Hybrid", routes={"3.bias": "PS", "6.bias": "PS"})  # said on every rank, whosever they are
+    piped.pipe.close()
+    return {"places": found}
 
 
 def mistakes() -> dict:
