@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,38 @@ def test_tables_in_two_stages_are_looked_up_at_once_as_by_the_unsplit_model(cach
         return found
 
     assert losses(split=True) == pytest.approx(losses(split=False), rel=1e-12)
+
+
+def test_lookups_of_two_stages_take_turns(monkeypatch: pytest.MonkeyPatch):
+    """A cache and the messages on their way are one state, which two threads would tear."""
+    layers = [nn.Embedding(8, 2, sparse=True), Again(), nn.Linear(2, 1)]
+    pipe = ab.Pipe(nn.Sequential(*layers), [1, 2], chunks=4, checkpoint="never")
+    step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    with ab.Executor(step, "Hybrid", cache=ab.Cache(capacity=2)) as executor, pipe:
+        remote = executor._remote
+        assert remote is not None
+        pull, inside, together = remote.client.pull_many, 0, 0
+
+        def slow(*arguments: object, **options: object) -> object:
+            nonlocal inside, together
+            inside += 1
+            together = max(inside, together)
+            time.sleep(0.02)  # enough for the other stage to come in as well
+            found = pull(*arguments, **options)  # type: ignore[arg-type]
+            inside -= 1
+            return found
+
+        monkeypatch.setattr(remote.client, "pull_many", slow)
+        executor.run(batch=(torch.arange(8), torch.zeros(8, 1)))
+    assert together == 1
+
+
+class Again(nn.Module):
+    """Looks up rows of a second table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 2, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x[:, 0].detach() > 0).long() * 3 + 2)

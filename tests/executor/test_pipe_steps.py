@@ -96,8 +96,9 @@ def test_a_grid_whose_parameters_live_on_servers_trains_as_the_plain_loop(
         assert max(distance for pair in found["found"] for distance in pair) < 1e-12
 
 
-def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages():
-    found = run_job("skip", case(2, 2, [3, 4], mode="Hybrid", skip_nonfinite=True))
+@pytest.mark.parametrize(("mode", "balance"), [("Hybrid", [3, 4]), ("PS", [1, 6])])
+def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages(mode: str, balance: list[int]):
+    found = run_job("skip", case(2, 2, balance, mode=mode, skip_nonfinite=True))
     assert max(one["found"] for one in found) < 1e-12
 
 
