@@ -4,8 +4,8 @@ The first argument is ``"plain"``, for PyTorch's own loop in one process, or ``"
 one the number of stages. Each rank prints one line of JSON: its losses, what the model says in the end, and its
 parameters.
 
-The experts are synchronous: one gathers the gradients of all rows of a step, whichever microbatch and pipeline they come
-from, and then steps once. A pipeline's loss is a mean over its own rows, so the sum is divided by the pipelines.
+The experts are synchronous: one gathers the gradients of all rows of a step, whichever microbatch and pipeline they
+come from, and then steps once. A pipeline's loss is a mean over its own rows, so the sum is divided by the pipelines.
 """
 
 from __future__ import annotations

@@ -80,9 +80,7 @@ def test_a_stage_that_runs_again_sees_the_rows_that_it_saw():
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_each_microbatch_reads_its_rows_once_and_a_step_pushes_once(checkpoint: str):
-    pipe = ab.Pipe(
-        nn.Sequential(nn.Embedding(8, 2, sparse=True), Square()), [1, 1], chunks=3, checkpoint=checkpoint
-    )
+    pipe = ab.Pipe(nn.Sequential(nn.Embedding(8, 2, sparse=True), Square()), [1, 1], chunks=3, checkpoint=checkpoint)
     step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
     with ab.Executor(step, "Hybrid") as executor, pipe:
         for _ in range(2):

@@ -154,7 +154,8 @@ def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
         (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
         (case(1, 2, [2, 5], mode="PS", **KEPT), case(1, 2, [6, 1], mode="PS", **KEPT)),
         pytest.param(
-            case(2, 2, [2, 5], mode="Hybrid", **KEPT), case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT),
+            case(2, 2, [2, 5], mode="Hybrid", **KEPT),
+            case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT),
             marks=pytest.mark.slow,
         ),
         pytest.param(case(2, 2, [2, 5], **KEPT), case(1, 1, [3, 4], **KEPT), marks=pytest.mark.slow),

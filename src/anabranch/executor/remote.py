@@ -268,9 +268,7 @@ class RemotePart:
         """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
-    def replace_embeddings(
-        self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]
-    ) -> None:
+    def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Put a checkpoint's rows on the servers, and drop all else; one rank does so while the others wait."""
         self.client.drop(self._served)
         if self.embeddings:

@@ -536,9 +536,7 @@ class Pipe(nn.Module):
         skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
         return self._schedules.of(m).with_transfers(skips, recompute)
 
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None
-    ) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
         """Scales all stages' gradients such that their norm, as of one vector, is at most ``max_norm``.
 
         Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
