@@ -37,6 +37,59 @@ def test_one_job_across_every_boundary_trains_as_one_process(workers: int):
             assert far(values, plain["values"][name]) < 1e-12, name
 
 
+# Models that are no nn.Sequential.
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def start(table: nn.Module, first: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    x = table(ids)
+    return x, torch.tanh(first(x))
+
+
+def end(second: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return given[0] + second(given[1])
+
+
+def losses_of(model: nn.Module, mode: str | None, **options: bool) -> list[float]:
+    step = ab.TrainStep(
+        model,
+        F.mse_loss if isinstance(model, ab.Pipe) else lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        torch.optim.Adam(model.parameters(), lr=0.01),
+    )
+    with ab.Executor(step, mode, engine="tape", **options) as executor:
+        return [executor.run(batch=batch_for(number))["loss"].item() for number in range(5)]
+
+
+def batch_for(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 10, (7,), generator=generator)
+    return ids, torch.randn(7, 4, generator=generator, dtype=torch.float64)
+
+
+def test_a_model_split_with_glue_has_its_table_on_servers_and_a_traced_one_whole():
+    expected = pytest.approx(losses_of(Looks(), None), rel=1e-12)
+    glued = ab.pipeline.split(Looks(), glue=[(["table", "first"], start), (["second"], end)])
+    with ab.Pipe(glued, [1, 1], chunks=3) as pipe:
+        assert losses_of(pipe, "PS") == expected
+    traced = ab.Pipe(ab.pipeline.split(Looks(), at=["second"]), [1, 1], chunks=3)
+    with traced, pytest.raises(ValueError, match=r"table.weight is a table of a model that split"):
+        losses_of(traced, "Hybrid")
+    with traced:
+        assert losses_of(traced, "PS", use_sparse_pull=False) == expected
+
+
 # What a lookup reads.
 
 

@@ -140,6 +140,7 @@ def plan_routes(
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
     elsewhere = {f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere}
     tied = {parameter for pipe in pipes.values() for parameter in pipe.tied_to_other_ranks()}
+    traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
     overrides = _checked_overrides(overrides or {}, named, elsewhere, mode)
     owners = _owners(steps)
     routes = []
@@ -159,6 +160,12 @@ def plan_routes(
                     "use_sparse_pull=False and cache="
                 )
             place = Place.WHOLE_TABLE
+        if place is Place.ROWS and parameter in traced:
+            raise ValueError(
+                f"{name} is a table of a model that split(at=...) cuts, whose code is traced with its parameters, and "
+                "one whose rows live on servers is not here; give split glue=, refresh the whole table with "
+                f"use_sparse_pull=False, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+            )
         routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule, optimizer))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 

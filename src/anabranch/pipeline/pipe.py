@@ -578,6 +578,11 @@ class Pipe(nn.Module):
         """
         return self._first_names
 
+    @property
+    def is_traced(self) -> bool:
+        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
+        return self._source is not None
+
     def tied_to_other_ranks(self) -> frozenset[Tensor]:
         """Return this process's parameters that stages on other ranks use too."""
         return frozenset(parameter for _, parameter, _ in self._ties)
