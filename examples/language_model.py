@@ -4,6 +4,7 @@
     anabranch run --workers 2 examples/language_model.py       # two, their gradients averaged
     anabranch run --workers 4 examples/language_model.py --stages 2                 # two pipelines of two stages
     anabranch run --workers 2 --servers 1 --experts 2 examples/language_model.py    # and more processes, see below
+    anabranch run --workers 4 --servers 1 --experts 2 examples/language_model.py --stages 2     # all of it in one job
 
 It learns to predict the next byte of the Python standard library's sources (or of ``--text``), and is measured in bits
 per byte on files it never saw, beside what ``lzma`` needs for the same bytes::
@@ -231,14 +232,16 @@ def serve_experts(options: argparse.Namespace, job: ab.Job) -> DirectoryLike:
         if begins and (options.fresh or not (options.out / "checkpoint").exists()):
             for uid in uids_of(index):
                 shutil.rmtree(checkpoint / uid, ignore_errors=True)
-        return [expert(uid, options.steps * job.workers) for uid in uids_of(index)]
+        # An update for each worker's share of a batch; a pipeline's comes in microbatches.
+        shares = job.workers if options.stages == 1 else max(1, job.workers // options.stages) * MICROBATCHES
+        return [expert(uid, options.steps * shares) for uid in uids_of(index)]
 
     torch.manual_seed(options.seed * 2**10 + job.rank)
     return job.serve(make_backends, checkpoint_dir=checkpoint, checkpoint_seconds=10.0)
 
 
 def expert(uid: str, updates: int) -> ab.ExpertBackend:
-    """Return a feed-forward layer that trains itself; each worker's step is an update of its own."""
+    """Return a feed-forward layer that trains itself; every call's gradients are an update of their own."""
     module = feed_forward()
     for weight in module.parameters():
         if weight.ndim > 1:
@@ -319,8 +322,6 @@ def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:
         return None
     if options.stages > BLOCKS + 2:
         sys.exit(f"--stages {options.stages}: this model has {BLOCKS + 2} layers, so at most as many stages")
-    if job.servers or options.comm_mode in ("PS", "Hybrid"):
-        sys.exit("--stages lays every parameter on a worker, so servers have none to hold; leave out --servers and PS")
     if job.world_size == 1:
         return None
     if job.world_size % options.stages:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 
@@ -128,6 +129,7 @@ class Piped:
             case["balance"],
             chunks=case.get("chunks", 3),
             schedule=case.get("schedule", "1F1B"),
+            checkpoint=case.get("checkpoint", "except_last"),
             process_group=lines[self.row] if lines else None,
         )
         optimizers = optimizers_of(self.pipe)
@@ -140,10 +142,11 @@ class Piped:
             scheduler=schedulers_of(optimizers),
             clip_grad_norm=case["clip"],
             accumulate=case["accumulate"],
+            skip_nonfinite=case.get("skip_nonfinite", False),
         )
         self.executor = ab.Executor(
             {"train": self.step, "validate": ab.EvalStep(self.pipe, self.outputs)},
-            comm_mode="AllReduce" if groups else None,
+            comm_mode=case.get("mode", "AllReduce" if groups else None),
             process_group=groups[self.stage] if groups else None,
             timeout=60.0,
         )
@@ -179,8 +182,16 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def compare(piped: Piped, plain: Plain) -> float:
+    """The largest distance of what this rank has, on servers or here, from the plain loop's."""
     expected = dict(plain.model.named_parameters(remove_duplicate=False))
-    return max([distance(value, expected[name]) for name, value in piped.pipe.named_parameters()] or [0.0])
+    here = dict(piped.pipe.named_parameters())
+    remote = piped.executor._remote
+    if remote is not None and not piped.executor._closed:
+        if dist.is_initialized():
+            dist.barrier()  # by now everyone has pushed
+        kept = remote.read()
+        here |= {moved.name: kept[moved.parameter].values for moved in remote.moved}
+    return max([distance(value, expected[name]) for name, value in here.items()] or [0.0])
 
 
 def train() -> dict:
@@ -230,6 +241,47 @@ def load() -> dict:
         calls = piped.pipe.calls
     piped.pipe.close()
     return {"losses": losses, "calls": calls}
+
+
+def skip() -> dict:
+    """A step with NaN in it changes nothing, on the servers and on any stage; the next one counts."""
+    case = json.loads(sys.argv[2])
+    plain, piped = Plain(case), Piped(case)
+    with piped.executor as executor:
+        for run, spoilt in enumerate([False, True, False]):
+            x, target = piped.shard(batch_of(run, 8), run)
+            if target is not None and spoilt:
+                target[0, 0] = torch.nan
+            executor.run("train", (x, target))
+        plain.train(range(1), 8)
+        plain.train(range(2, 3), 8)
+        assert executor.statistics().skipped_steps == 1
+        found = compare(piped, plain)
+    piped.pipe.close()
+    return {"found": found}
+
+
+def places() -> dict:
+    """Where the parameters of this rank's stages live, and what cannot be."""
+    case = json.loads(sys.argv[2])
+    piped = Piped(case)
+    column = piped.executor._workers._group
+
+    def again(**options: object) -> None:
+        ab.Executor(piped.step, process_group=column, **options).close()
+
+    with piped.executor as executor:
+        found = {route.parameter: str(route.place) for route in executor.routes()}
+    for words, options in {
+        "use consistency='bsp', or a Pipe in one process": {"comm_mode": "PS", "consistency": "ssp:1"},
+        "routes= names '9.weight'": {"comm_mode": "PS", "routes": {"9.weight": "AllReduce"}},
+        "ranks share this parameter": {"comm_mode": "AllReduce", "routes": {"1.weight": "PS", "6.weight": "PS"}},
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            again(**options)
+    again(comm_mode="Hybrid", routes={"3.bias": "PS", "6.bias": "PS"})  # said on every rank, whosever they are
+    piped.pipe.close()
+    return {"places": found}
 
 
 def mistakes() -> dict:

@@ -37,7 +37,15 @@ def cases(data: int, pipeline: int, balance: list[int], *, few: bool = False) ->
     return [*mixed, case(data, pipeline, [1, 2, 1, 3], schedule="ZBV")] if pipeline == 2 else mixed
 
 
-@pytest.mark.parametrize("chosen", cases(1, 1, [3, 4]), ids=str)
+ON_SERVERS = [
+    *(case(1, 1, [3, 4], mode="Hybrid", reduction=r, clip=c, accumulate=a, checkpoint=k)
+      for r, c, a, k in [("mean", None, 1, "always"), ("sum", 0.1, 3, "except_last"), ("mean", 0.1, 3, "never")]),
+    case(1, 1, [1, 2, 1, 3], mode="PS", reduction="sum", schedule="ZBV"),
+    case(1, 1, [3, 4], mode="PS", clip=0.1, accumulate=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [*cases(1, 1, [3, 4]), *ON_SERVERS], ids=str)
 def test_a_pipe_in_one_process_trains_as_the_plain_loop(chosen: dict):
     plain, piped = Plain(chosen), Piped(chosen)
     runs = range(4 * chosen["accumulate"])
@@ -67,12 +75,51 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(data: int, pipeline: int, 
         assert max(distance for pair in found["found"] for distance in pair) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("data", "pipeline", "balance", "mode", "few"),
+    [
+        (1, 2, [4, 3], "PS", True),
+        (2, 2, [4, 3], "Hybrid", True),
+        pytest.param(1, 2, [3, 4], "Hybrid", False, marks=pytest.mark.slow),
+        pytest.param(2, 2, [3, 4], "PS", False, marks=pytest.mark.slow),
+        pytest.param(3, 1, [3, 4], "PS", False, marks=pytest.mark.slow),
+        pytest.param(1, 3, [2, 2, 3], "PS", False, marks=pytest.mark.slow),
+        pytest.param(2, 3, [2, 2, 3], "Hybrid", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_grid_whose_parameters_live_on_servers_trains_as_the_plain_loop(
+    data: int, pipeline: int, balance: list[int], mode: str, few: bool
+):
+    chosen = json.dumps([{**one, "mode": mode} for one in cases(data, pipeline, balance, few=few)])
+    result = LocalJob(data * pipeline, servers=2, timeout=200).run(SCRIPT, "train", chosen)
+    for found in result.check().results:
+        assert max(distance for pair in found["found"] for distance in pair) < 1e-12
+
+
+@pytest.mark.parametrize(("mode", "balance"), [("Hybrid", [3, 4]), ("PS", [1, 6])])
+def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages(mode: str, balance: list[int]):
+    found = run_job("skip", case(2, 2, balance, mode=mode, skip_nonfinite=True))
+    assert max(one["found"] for one in found) < 1e-12
+
+
+def test_each_stage_has_its_own_parameters_on_the_servers_and_what_ranks_share_stays_with_them():
+    first, last = (one["places"] for one in run_job("places", case(1, 2, [4, 3], mode="PS")))
+    assert first == {
+        "0.table.weight": "servers, by row",
+        "1.weight": "workers",  # the last layer's, too
+        "1.bias": "servers, whole",
+        "3.weight": "servers, whole",
+        "3.bias": "servers, whole",
+    }
+    assert last == {"6.weight": "workers", "6.bias": "servers, whole"}
+
+
 RUNS = 4
 """Before saving; with windows of three runs, in the middle of the second one."""
 KEPT = {"clip": 0.1, "accumulate": 3}
 
 
-def go_on_unsplit(path: Path) -> list[float]:
+def go_on_unsplit(path: Path, mode: str | None = None) -> list[float]:
     """The losses of an ordinary step of the unsplit model that goes on from a pipe's checkpoint."""
     model = new_model(seed=99)
     optimizers = optimizers_of(model)
@@ -84,7 +131,9 @@ def go_on_unsplit(path: Path) -> list[float]:
         clip_grad_norm=0.1,
         accumulate=3,
     )
-    with ab.Executor({"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}) as executor:
+    routes = {"1.weight": "AllReduce"} if mode else None  # where ranks that share it kept it, in an open window
+    program = {"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}
+    with ab.Executor(program, mode, routes=routes) as executor:
         executor.load(path)
         return [executor.run("train", batch_of(run, 8 + run % 3))["loss"].item() for run in range(RUNS, RUNS + 4)]
 
@@ -92,7 +141,10 @@ def go_on_unsplit(path: Path) -> list[float]:
 def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
     workers = chosen["data"] * chosen["pipeline"]
     return list(
-        LocalJob(workers, timeout=100).run(SCRIPT, what, json.dumps(chosen), *map(str, arguments)).check().results
+        LocalJob(workers, servers=int("mode" in chosen), timeout=100)
+        .run(SCRIPT, what, json.dumps(chosen), *map(str, arguments))
+        .check()
+        .results
     )
 
 
@@ -100,6 +152,12 @@ def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
     ("saved", "loaded"),
     [
         (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
+        (case(1, 2, [2, 5], mode="PS", **KEPT), case(1, 2, [6, 1], mode="PS", **KEPT)),
+        pytest.param(
+            case(2, 2, [2, 5], mode="Hybrid", **KEPT),
+            case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(case(2, 2, [2, 5], **KEPT), case(1, 1, [3, 4], **KEPT), marks=pytest.mark.slow),
         pytest.param(case(1, 2, [1, 6], **KEPT), case(1, 3, [2, 1, 4], **KEPT), marks=pytest.mark.slow),
         pytest.param(case(1, 3, [1, 3, 3], **KEPT), case(2, 2, [6, 1], **KEPT), marks=pytest.mark.slow),
@@ -112,7 +170,7 @@ def test_what_one_split_saved_another_split_and_the_unsplit_model_go_on_with(sav
     found = run_job("load", loaded, tmp_path / "run", RUNS)
     for one in found:
         assert one["losses"] == pytest.approx(expected[0]["losses"], rel=1e-11)
-    assert go_on_unsplit(tmp_path / "run") == pytest.approx(expected[0]["losses"], rel=1e-11)
+    assert go_on_unsplit(tmp_path / "run", saved.get("mode")) == pytest.approx(expected[0]["losses"], rel=1e-11)
     if saved["data"] == loaded["data"]:
         assert found[0]["calls"] == expected[0]["calls"]
 

@@ -33,7 +33,7 @@ from anabranch.executor.fetching import Fetch
 from anabranch.executor.likeness import check_alike
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.pipe_runner import PipelineGrid, check_pipes, evaluated, runner_for, seed_pipes
+from anabranch.executor.pipe_runner import PipelineGrid, PipeRunner, check_pipes, evaluated, runner_for, seed_pipes
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
@@ -220,12 +220,13 @@ class Executor:
             }
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
             self._share_parameters()
-            if self._routes.served:
+            if self._serves_any():
                 self._remote = RemotePart(
                     self._routes,
                     self._steps,
                     self._models,
-                    self._workers,
+                    self._grid or self._workers,
+                    stages=1 if self._grid is None else self._grid.stages,
                     consistency=consistency,
                     cache=cache,
                     row_compression=row_compression,
@@ -234,7 +235,8 @@ class Executor:
                 )
                 for runner in self._runners.values():
                     runner.remote = RemoteWindow(self._remote, runner.step)
-                    runner.upcoming = UpcomingIds() if self._remote.tables.names else None
+                    if self._remote.tables.names and not isinstance(runner, PipeRunner):
+                        runner.upcoming = UpcomingIds()
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
             if prefetch and cache is not None and self._remote is not None:
                 for name in self._runners.keys() & self._batches.loaders.keys():
@@ -280,6 +282,13 @@ class Executor:
             for parameter, value in zip(unique, sent, strict=True):
                 if value.data_ptr() != parameter.data_ptr():
                     parameter.copy_(value)
+
+    def _serves_any(self) -> bool:
+        """Return True if something of the model lives on the servers, be it on another stage's rank."""
+        if self._grid is None:
+            return self._routes.served
+        mine = b"served" if self._routes.served else b""
+        return any(self._grid.all_gather_bytes(mine, operation="meet"))
 
     def _ask_ahead(self, name: str, remote: RemotePart) -> None:
         """Lets the step ask for the rows of its loader's next batch once it has read its own."""

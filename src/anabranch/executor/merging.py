@@ -32,6 +32,12 @@ class _OptimizerState(TypedDict):
     groups: list[dict[str, object]]
 
 
+class _RemoteSums(TypedDict):
+    total: float
+    dense: dict[str, Tensor]
+    rows: dict[str, dict[str, Tensor]]
+
+
 _NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
 
 
@@ -92,4 +98,18 @@ def merge_windows(stages: Sequence[dict[str, object]], model: nn.Module) -> dict
     if isinstance(model, Pipe) and model.elsewhere:
         here = names_of(model)
         sums = {name: total for name, total in sums.items() if name in here}
-    return {**stages[0], "sums": sums}
+    merged = {**stages[0], "sums": sums}
+    if "remote" in stages[0]:
+        merged["remote"] = _merge_remote([cast(_RemoteSums, window["remote"]) for window in stages], model)
+    return merged
+
+
+def _merge_remote(stages: Sequence[_RemoteSums], model: nn.Module) -> _RemoteSums:
+    dense = {name: value for sums in stages for name, value in sums["dense"].items()}
+    rows = {name: value for sums in stages for name, value in sums["rows"].items()}
+    elsewhere = model.elsewhere if isinstance(model, Pipe) else frozenset[str]()
+    return _RemoteSums(
+        total=stages[0]["total"],
+        dense={name: value for name, value in dense.items() if name not in elsewhere},
+        rows={name: value for name, value in rows.items() if name not in elsewhere},
+    )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
+from anabranch.executor.clipping import clip_scale
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
 from anabranch.executor.fetching import FACTS, Fetch
 from anabranch.executor.finite import nonfinite_names
@@ -68,6 +69,8 @@ class PipeRunner(StepRunner):
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this pipeline's share of the batch."""
         _check_fetch(fetch)
+        if self.remote is not None:
+            self.remote.part.tables.keeps_reads = self._pipe.checkpoint != "never"
         self._schedule.rows = int(rows)
         self._schedule.asks_to_stop = self.asked_to_stop
         return super().run(batch, rows, fetch)
@@ -77,16 +80,31 @@ class PipeRunner(StepRunner):
         return self.asked_to_stop if self._pipe.process_group is None else self._schedule.asked_to_stop
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
-        return {name: parameter for parameter, name in self._pipe.first_names().items()}
+        here = set(self._pipe.parameters())  # those that have moved to servers are not
+        return {name: parameter for parameter, name in self._pipe.first_names().items() if parameter in here}
 
     def _clip(self, max_norm: float) -> Tensor:
-        return self._pipe.clip_grad_norm(max_norm)
+        if self.remote is None:
+            return self._pipe.clip_grad_norm(max_norm)
+        norm = self._pipe.clip_grad_norm(max_norm, elsewhere=self.remote.squared_norm())
+        self.remote.release(clip_scale(norm, max_norm).item())
+        return norm
 
     def _norm(self) -> Tensor:
         return self._pipe.grad_norm()
 
     def _find_nonfinite(self) -> list[str]:
-        return _nonfinite(self._pipe)
+        found = _nonfinite(self._pipe)
+        if self.remote is None or not self.step.skip_nonfinite:
+            return found
+        everyone = self.remote.part.gather([[*found, *self.remote.nonfinite()]])
+        return sorted({name for names in everyone for name in names[0]})
+
+    @property
+    def _looks_first(self) -> bool:
+        # Alike on all stages, whatever each has to sum.
+        across = self._pipe.process_group is not None
+        return self.step.skip_nonfinite is not None and (across or super()._looks_first)
 
     def _update(self) -> None:
         if self._workers is not None and self._workers.size > 2:
@@ -228,11 +246,6 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
             other stages in it.
     """
     for name, step in steps.items():
-        if isinstance(step.model, Pipe) and comm_mode not in (None, "AllReduce"):
-            raise ValueError(
-                f"step {name!r} runs a Pipe, whose parameters lie on its stages, not on servers; comm_mode is None or "
-                f"'AllReduce', got {comm_mode!r}"
-            )
         if isinstance(step.model, Pipe) and isinstance(step, TrainStep) and step.rows is not None:
             raise ValueError(f"step {name!r} trains a Pipe, which cuts batches along their rows; leave out rows=")
     across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]
@@ -293,6 +306,12 @@ class PipelineGrid:
             return row
         rows = self._column.gather_bytes(msgspec.msgpack.encode(row), operation=operation)
         return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
+
+    def check_present(self) -> None:
+        """Raise ``PeerLost`` if a rank of this row or of this column is known to be lost."""
+        self._line.check_present()
+        if self._column is not None:
+            self._column.check_present()
 
     def close(self) -> None:
         """End watching the ranks of this pipeline."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from anabranch.collectives import Workers
 from anabranch.executor.loss_module import model_of
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.statistics import TableLoads
@@ -35,7 +36,25 @@ from anabranch.parameter_server.client.warming_caches import compile_cache_kerne
 from anabranch.tables import Cache, CacheStatistics, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
-__all__ = ["RemotePart", "ServedParameter"]
+__all__ = ["RemotePart", "ServedParameter", "Together"]
+
+
+class Together(Protocol):
+    """The processes that push together in each step: workers, or all ranks of a grid of pipelines."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+
+    @property
+    def size(self) -> int:
+        """The number of them."""
+
+    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        """Everyone's ``data``, in the order of ranks."""
+
+    def check_present(self) -> None:
+        """Raise ``PeerLost`` if somebody is known to be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +88,21 @@ class RemotePart:
         routes: where everything lives; what is on the servers is taken over at once.
         steps, models: whose parameters these are.
         workers: whose steps are ordered with this one's; ``None`` is alone.
+        stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
         consistency: how.
         cache: how looked-up rows are cached here, if at all.
         row_compression: how rows are rounded on the way, if at all.
         timeout, heartbeat: as the executor's.
 
+    Attributes:
+        clock: the number of pushes so far.
+        moved: what was a parameter of the model on this rank.
+        embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
+        stages: as given.
+
     Raises:
-        ValueError: several workers and no servers; clipping or a cache that does not go with the consistency.
+        ValueError: several workers and no servers; clipping, a cache or stages on several ranks that do not go with
+            the consistency.
     """
 
     def __init__(
@@ -83,8 +110,9 @@ class RemotePart:
         routes: Routes,
         steps: Mapping[str, Step],
         models: Mapping[str, nn.Module],
-        workers: Workers | None,
+        workers: Together | None,
         *,
+        stages: int = 1,
         consistency: str = "bsp",
         cache: Cache | None = None,
         row_compression: Compression | None = None,
@@ -95,11 +123,17 @@ class RemotePart:
         self.clock = 0
         self._read_at = 0
         self._workers = workers if workers is not None and workers.size > 1 else None
+        self.stages = stages
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
         _check_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
+        if stages > 1 and not self.consistency.merges:
+            raise ValueError(
+                f"consistency={consistency!r} lets workers run apart, and the ranks of a Pipe make each step together; "
+                "use consistency='bsp', or a Pipe in one process"
+            )
         if world > 1 and not job().servers:
             raise ValueError(
                 f"{world} workers share parameters on servers, and this job has none; start it with `anabranch run "
@@ -107,7 +141,7 @@ class RemotePart:
             )
         rank = 0 if self._workers is None else self._workers.rank
         self.client = ParameterClient(
-            worker=Worker(rank, world, consistency),
+            worker=Worker(rank, world, consistency, leads=rank < stages),
             timeout=timeout,
             heartbeat=heartbeat,
             compression=row_compression,
@@ -116,9 +150,11 @@ class RemotePart:
         try:
             self.tables = RemoteTables(self.client, cache=cache)
             self.whole = WholeParameters(self.client)
-            self._meet()
+            everyone = self.gather([[moved.name for moved in self.moved], self.embeddings])
+            self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
+            self._served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
             if rank == 0:
-                self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
+                self.client.drop(self._served)
             self._meet()
             self._take_over(steps)
             if cache is not None:
@@ -147,12 +183,18 @@ class RemotePart:
 
     @property
     def alone(self) -> bool:
-        """True if there are no other workers."""
-        return self._workers is None
+        """True if there are no other workers: the ranks of one pipeline are one."""
+        return self._workers is None or self._workers.size == self.stages
+
+    def gather(self, names: list[list[str]]) -> list[list[list[str]]]:
+        """Return what each rank gives, in the order of ranks."""
+        if self._workers is None:
+            return [names]
+        texts = self._workers.all_gather_bytes(msgspec.json.encode(names), operation="meet at the servers")
+        return [msgspec.json.decode(text, type=list[list[str]]) for text in texts]
 
     def _meet(self) -> None:
-        if self._workers is not None:
-            self._workers.barrier(operation="meet at the servers")
+        self.gather([])
 
     @property
     def whole_parameters(self) -> dict[Tensor, str]:
@@ -226,18 +268,16 @@ class RemotePart:
         """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
-    def replace(
-        self,
-        kept: Mapping[Tensor, ParameterState],
-        state: Mapping[str, object],
-        groups: Callable[[str], Mapping[str, Tensor]],
-    ) -> None:
-        """Put a checkpoint's values on the servers; one worker does so while the others wait."""
-        self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
-        for moved in self.moved:
-            self._tables_or_whole(moved, kept[moved.parameter])
+    def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Put a checkpoint's rows on the servers, and drop all else; one rank does so while the others wait."""
+        self.client.drop(self._served)
         if self.embeddings:
             self.client.restore_some(state, groups)
+
+    def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
+        """Then put its parameters there; one rank of each stage does so."""
+        for moved in self.moved:
+            self._tables_or_whole(moved, kept[moved.parameter])
 
     def _tables_or_whole(self, moved: ServedParameter, kept: ParameterState) -> None:
         if moved.place is Place.WHOLE:

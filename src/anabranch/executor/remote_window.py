@@ -79,6 +79,8 @@ class RemoteWindow:
         """Send the window's gradients; with clipping they wait for ``release``."""
         mean = self._step.reduction == "mean"
         divisor = self._total if mean and not self._alone and self._total else 1.0
+        if mean:  # every stage of a pipeline pushes with the weight of its rows, so they count once for each
+            divisor /= self.part.stages
         given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
         dense = self._dense
         if divisor != 1.0:
@@ -114,13 +116,16 @@ class RemoteWindow:
         }
 
     def restore(self, windows: Iterable[Sums]) -> None:
-        """Goes on with the open windows of several workers as one."""
+        """Goes on with the open windows of several workers as one; what is of other stages is theirs."""
         self.start()
+        here = self.names
         for window in windows:
             self._total += window["total"]
-            for name, gradient in window["dense"].items():
+            for name in window["dense"].keys() & here:
+                gradient = window["dense"][name]
                 self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
-            for name, part in window["rows"].items():
+            for name in window["rows"].keys() & here:
+                part = window["rows"][name]
                 self._rows.setdefault(name, []).append((part["ids"], part["grads"]))
 
     def squared_norm(self) -> float:

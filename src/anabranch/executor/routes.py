@@ -7,12 +7,13 @@
     AllReduce     workers                             workers
     Hybrid        servers, by row                     workers
     PS            servers, by row                     servers, whole
-    (any)         what is frozen or in no optimizer: workers;  RemoteEmbedding: servers, by row
+    (any)         what is frozen, in no optimizer, or shared by ranks of a Pipe: workers;
+                  RemoteEmbedding: servers, by row
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -23,6 +24,7 @@ from torch import nn
 from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
+from anabranch.pipeline import Pipe
 from anabranch.tables import RowOptimizer
 
 __all__ = ["CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
@@ -131,12 +133,18 @@ def plan_routes(
     named = {
         f"{prefix}{name}": parameter for prefix, model in models.items() for name, parameter in model.named_parameters()
     }
-    overrides = _checked_overrides(overrides or {}, named, mode)
+    pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
+    elsewhere = {f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere}
+    tied = {parameter for pipe in pipes.values() for parameter in pipe.tied_to_other_ranks()}
+    traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
+    overrides = _checked_overrides(overrides or {}, named, elsewhere, mode)
     owners = _owners(steps)
     routes = []
     for name, parameter in named.items():
         users = users_of(parameter, models.values())
-        place, why = _place(name, parameter, users, mode, overrides.get(name), owned=parameter in owners)
+        place, why = _place(
+            name, parameter, users, mode, overrides.get(name), owned=parameter in owners, tied=parameter in tied
+        )
         rule = optimizer = None
         if place.served:
             _check_served(name, parameter, users)
@@ -148,18 +156,24 @@ def plan_routes(
                     "use_sparse_pull=False and cache="
                 )
             place = Place.WHOLE_TABLE
+        if place is Place.ROWS and parameter in traced:
+            raise ValueError(
+                f"{name} is a table of a model that split(at=...) cuts, whose code is traced with its parameters, and "
+                "one whose rows live on servers is not here; give split glue=, refresh the whole table with "
+                f"use_sparse_pull=False, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+            )
         routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule, optimizer))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 
 
 def _checked_overrides(
-    given: Mapping[str, str], named: Mapping[str, nn.Parameter], mode: CommMode | None
+    given: Mapping[str, str], named: Mapping[str, nn.Parameter], elsewhere: Collection[str], mode: CommMode | None
 ) -> dict[str, CommMode]:
     if given and mode is None:
         raise ValueError("routes= makes exceptions from a comm_mode; give comm_mode='AllReduce', 'PS' or 'Hybrid'")
     found = {}
     for name, where in given.items():
-        if name not in named:
+        if name not in named and name not in elsewhere:
             raise ValueError(f"routes= names {name!r}; the parameters are: {', '.join(named)}")
         found[name] = choice(f"the route of {name!r}", where, _COMM_MODES)
     return found
@@ -186,6 +200,7 @@ def _place(
     override: CommMode | None,
     *,
     owned: bool,
+    tied: bool,
 ) -> tuple[Place, str]:
     looked_up = all(isinstance(module, nn.Embedding | nn.EmbeddingBag) and label == "weight" for module, label in users)
     why = "" if override is None else f"routes={{...: {override!r}}}"
@@ -196,6 +211,13 @@ def _place(
     if not owned:
         return Place.WORKERS, "no optimizer moves it"
     chosen = override or mode
+    if tied:
+        if override in ("PS", "Hybrid"):
+            raise ValueError(
+                f"routes={{{name!r}: {override!r}}}: stages on several ranks share this parameter, and it stays with "
+                "them; leave the route out"
+            )
+        return Place.WORKERS, "shared by stages on several ranks"
     if chosen == "AllReduce":
         return Place.WORKERS, why or "comm_mode='AllReduce'"
     if looked_up:

@@ -16,7 +16,7 @@ live on servers are in "model" and "optimizer" like others, so that a checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -109,12 +109,12 @@ class Saver:
         """Write a checkpoint; on every worker, or raised on every worker."""
         if self.remote is not None:
             self.remote.settle()
+            if self._stages > 1:
+                self._gather(b"")  # stages read their parts once all have settled
         mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
         mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
         if self._row == 0 < self._rank:  # another stage's part of the model
-            # Cloned: names of one tied tensor would share memory, which the format refuses.
-            model = {name: tensor.clone() for name, tensor in self._model_tensors().items()}
-            mine["part"] = {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states({})}
+            mine |= self._part()
         ranks = self._gather_at_first(_pack(mine))
         failure = ""
         if self._rank == 0:
@@ -128,11 +128,24 @@ class Saver:
         if failure:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
 
+    def _part(self) -> dict[str, object]:
+        """Return this stage's part of the model, or why it cannot be had."""
+        try:
+            kept = {} if self.remote is None else self.remote.read()
+        except AnabranchError as error:  # a server may be lost
+            return {"failure": f"{type(error).__name__}: {error}"}
+        tensors = self._model_tensors() | self._remote_tensors(lambda moved: kept[moved.parameter].values)
+        # Cloned: names of one tied tensor would share memory, which the format refuses.
+        model = {name: tensor.clone() for name, tensor in tensors.items()}
+        return {"part": {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states(kept)}}
+
     def _write(self, path: Path, ranks: list[bytes]) -> None:
         kept = {} if self.remote is None else self.remote.read()
         model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
         everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
-        for stage in everyone[1 : self._stages]:
+        for rank, stage in enumerate(everyone[1 : self._stages], 1):
+            if "failure" in stage:
+                raise CheckpointError(f"rank {rank}: {stage['failure']}")
             part = cast(Part, stage.pop("part"))
             model, extra = {**part["model"], **model}, {**part.get("extra", {}), **extra}
             merge_optimizer_states(optimizer_states, part["optimizers"])
@@ -412,17 +425,24 @@ class Saver:
                     raise CheckpointError(f"{moved.name}: {error}") from error
 
         def replace() -> None:
-            failure = ""
-            if self._rank == 0:
-                try:
-                    remote.replace(kept, servers or {}, lambda group: found.tensors(f"servers.{group}"))
-                except AnabranchError as error:
-                    failure = f"{type(error).__name__}: {error}"
-            if failure := self._gather(failure.encode())[0].decode():
-                raise CheckpointError(f"rank 0 could not put the checkpoint on the servers: {failure}")
+            groups = lambda group: found.tensors(f"servers.{group}")  # noqa: E731
+            self._put_there([0], lambda: remote.replace_embeddings(servers or {}, groups))
+            self._put_there(range(self._stages), lambda: remote.replace_moved(kept))
             remote.continue_from(sum(runner.steps for runner in self._runners.values()))
 
         return replace
+
+    def _put_there(self, ranks: Collection[int], put: Callable[[], None]) -> None:
+        """Let ``ranks`` put something on the servers while the others wait."""
+        failure = ""
+        if self._rank in ranks:
+            try:
+                put()
+            except AnabranchError as error:
+                failure = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(self._gather(failure.encode())):
+            if text:
+                raise CheckpointError(f"rank {rank} could not put the checkpoint on the servers: {text.decode()}")
 
     def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
         for name, step in self._steps.items():
@@ -477,7 +497,7 @@ class Saver:
         """Raise ``CheckpointError`` for an open window whose sums belong elsewhere now."""
         for name, windows in self._saved_windows(found, state).items():
             remote = self._runners[name].remote
-            there = set() if remote is None else remote.names
+            there = set() if remote is None else {*remote.names, *remote.part.embeddings}
             here = set(self._parameters[name]) - there
             for window in windows:
                 if not window["in_window"]:

@@ -537,15 +537,22 @@ class Pipe(nn.Module):
         skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
         return self._schedules.of(m).with_transfers(skips, recompute)
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
         """Scales all stages' gradients such that their norm, as of one vector, is at most ``max_norm``.
 
         Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
+
+        Args:
+            max_norm: the largest norm that all gradients may have together.
+            norm_type: of the norm.
+            elsewhere: the sum of squares of gradients that are on no rank, and count too; with the 2-norm only.
 
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
         total = self.grad_norm(norm_type)
+        if elsewhere is not None:
+            total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -571,6 +578,15 @@ class Pipe(nn.Module):
         there.
         """
         return self._first_names
+
+    @property
+    def is_traced(self) -> bool:
+        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
+        return self._source is not None
+
+    def tied_to_other_ranks(self) -> frozenset[Tensor]:
+        """Return this process's parameters that stages on other ranks use too."""
+        return frozenset(parameter for _, parameter, _ in self._ties)
 
     def align_ties(self) -> None:
         """Give a parameter that several ranks share the gradient on the first of them; all ranks call it."""

@@ -88,11 +88,13 @@ class Worker:
     Attributes:
         rank, world: the worker's number, and the number of workers.
         consistency: ``"bsp"``, ``"ssp:K"`` or ``"asp"``, the same for all.
+        leads: its first values of what workers share are everyone's; by default those of rank 0 are.
     """
 
     rank: int
     world: int
     consistency: str = "bsp"
+    leads: bool | None = None
 
 
 @dataclass(slots=True)
@@ -247,6 +249,12 @@ class ParameterClient:
     def rank(self) -> int:
         """The worker's rank; 0 for a bare client, which is alone."""
         return 0 if self._worker is None else self._worker.rank
+
+    @property
+    def leads(self) -> bool:
+        """True if this worker's first values are everyone's; a bare client's are."""
+        leads = None if self._worker is None else self._worker.leads
+        return self.rank == 0 if leads is None else leads
 
     # --- making -----------------------------------------------------------------------------------------------------
 

@@ -73,10 +73,18 @@ class RemoteTables:
     Args:
         client: with a worker, whose steps are ordered with the other workers'; a bare client's are applied at once.
         cache: how each table is cached here; ``None`` reads every row from the servers.
+
+    Attributes:
+        keeps_reads: a step's lookups read the rows of the same ids once: for layers that run again before their
+            backward, which are to see the rows that they saw.
+
+    Lookups may be made by several threads at once.
     """
 
     def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
+        self.keeps_reads = False
         self._client = client
+        self._reading = threading.RLock()  # the caches and the messages on their way are one state
         self._cache = cache
         self._sources: dict[str, _Source] = {}
         self._caches: list[tuple[Caches, list[str]]] = []
@@ -141,7 +149,7 @@ class RemoteTables:
         rule: Callable[[], RowOptimizer],
         state: Mapping[str, object] | None = None,
     ) -> None:
-        """Move one parameter to the servers, under ``name``: rank 0's values, available after a barrier.
+        """Move one parameter to the servers, under ``name``: the leading worker's values, available after a barrier.
 
         Args:
             name: of the table.
@@ -156,7 +164,7 @@ class RemoteTables:
         rows, width = parameter.shape
         spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
         source = self._add(spec, rule)
-        if self._client.rank == 0:
+        if self._client.leads:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
         for module, label in users:
             del module._parameters[label]
@@ -246,6 +254,7 @@ class RemoteTables:
         self._reads = 0
         for source in self._sources.values():
             source.at_hand = None
+            source.seen.clear()
             if training:
                 source.gradients.clear()
 
@@ -576,6 +585,7 @@ class _Source:
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
     at_hand: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what lookups of this step have read
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.at_hand is not None and ids.device.type == "cpu":
@@ -585,10 +595,16 @@ class _Source:
         return unique_of(ids)
 
     def read(self, ids: Tensor) -> Tensor:
-        expected = self._expected(ids)
-        rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
-        self.tables._count_read()
-        return rows
+        with self.tables._reading:
+            for known, rows in self.seen:
+                if torch.equal(known, ids):
+                    return rows
+            expected = self._expected(ids)
+            rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
+            if self.tables.keeps_reads:
+                self.seen.append((ids, rows))
+            self.tables._count_read()
+            return rows
 
     def _expected(self, ids: Tensor) -> Tensor | None:
         """Return the rows of ``ids``, if the step has read them all."""

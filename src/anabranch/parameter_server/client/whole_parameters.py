@@ -65,7 +65,7 @@ class WholeParameters:
         *,
         sparse: bool | None = None,
     ) -> None:
-        """Put rank 0's values on the servers, under ``name``; they are available after a barrier.
+        """Put the leading worker's values on the servers, under ``name``; they are available after a barrier.
 
         Args:
             name: its name on the servers.
@@ -82,9 +82,9 @@ class WholeParameters:
             quiet = sparse or numbers.family is Family.SPARSE_ADAM
             spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not quiet)
             self._client.init_table(spec, numbers)
-            if self._client.rank == 0:
+            if self._client.leads:
                 self._client.write_rows(name, kept, numbers)
-        elif self._client.rank == 0:
+        elif self._client.leads:
             self._client.write_dense(name, kept, numbers)
         else:
             self._client.expect_dense(name, parameter)
