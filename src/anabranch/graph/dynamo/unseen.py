@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, KeysView
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -65,6 +66,7 @@ class Unseen:
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._names: set[str] = set()  # that the user's code may look up in objects
         self._reads_dicts = False
+        self._states: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
         self.kinds: set[type] = set()
         """Metaclasses, whose attributes their classes have too."""
         self.refused: str | None = None
@@ -146,9 +148,22 @@ class Unseen:
             if node.op != "call_function":
                 continue
             name = getattr(node.target, "__name__", "")
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                self._watch(("autocast", node.args[0]), functools.partial(_autocast_of, node.args[0]))
             if "attention" in name:
                 self._watch("attention", _attention_switches)
             _refuse_unread(node.target)
+
+    def note_state(self, read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that the code being traced asks PyTorch for a state of the process, such as the rank."""
+        self._states.append((read, args, kwargs))
+
+    def examine_states(self) -> None:
+        """Record the states noted, as they are outside of the code that is traced."""
+        for read, args, kwargs in self._states:
+            self._watch((read, str(args), str(kwargs)), functools.partial(read, *args, **kwargs))
+        self._states.clear()
+        self._watch("kernels", _kernel_switches)
 
     def _watch_absence(self, held: dict[str, Any], names: Collection[str]) -> None:
         absent = set(names).difference(held)
@@ -193,6 +208,8 @@ class Unseen:
         elif isinstance(value, OrderedDict) and kind is OrderedDict and _has_order(name, value):
             kept = weakref.ref(value)
             self._watch(("order", id(value)), lambda: None if (now := kept()) is None else list(now))
+        elif isinstance(value, (np.ndarray, np.generic)):
+            self.refused = f"{name}, a value of NumPy (a tensor, or a number of Python, would do)"
         elif isinstance(value, ChainMap):
             self.refused = f"{name}, a ChainMap, in which a value may come to hide another"
         elif isinstance(value, dict) and _is_users(getattr(kind, "__missing__", None)):
@@ -231,6 +248,16 @@ class Unseen:
 
 def _attention_switches() -> list[bool]:
     return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
+
+
+def _autocast_of(device: str) -> tuple[object, ...]:
+    """Return what autocast takes from the process where the code does not say."""
+    return torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+
+
+def _kernel_switches() -> tuple[bool, ...]:
+    """Return the switches of libraries that a captured operation has asked already, as an LSTM does."""
+    return torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
 
 
 def _globals_of(codes: Collection[CodeType]) -> list[dict[str, Any]]:
