@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.errors import CaptureError
@@ -147,6 +149,36 @@ STATES: dict[str, Case] = {
         lambda x, _: 2 if torch.backends.cudnn.enabled else 1, **switch_of(torch.backends.cudnn, "enabled", False)
     ),
 }
+
+
+def of_attention() -> Callable[[Tensor, float], Tensor]:
+    torch.manual_seed(3)
+    layer = nn.MultiheadAttention(4, 2, batch_first=True).requires_grad_(False)
+
+    def attend(x: Tensor) -> Tensor:
+        return layer(x[None], x[None], x[None], need_weights=False)[0].sum()  # type: ignore[no-any-return]
+
+    return lambda x, _: attend(x)
+
+
+def of_attention_again() -> Callable[[Tensor, float], Tensor]:
+    attend = of_attention()
+    return lambda x, v: checkpoint(attend, x, v, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+attended = F.scaled_dot_product_attention
+patched = switch_of(F, "scaled_dot_product_attention", lambda q, *a, **k: attended(q * 3, *a, **k))
+UNENTERED: dict[str, Case] = {
+    "attention replaced": Case(of_attention(), **patched),
+    "attention replaced in a checkpointed region": Case(of_attention_again(), **patched),
+    "defaults": Case(
+        lambda x, _: F.cross_entropy(x, x.argmax(1)),
+        **switch_of(F.cross_entropy, "__defaults__", (*F.cross_entropy.__defaults__[:-1], 0.3)),
+    ),
+    "kinds of sums": Case(
+        lambda x, _: F.mse_loss(x, x * 0.3), **switch_of(torch.nn._reduction, "get_enum", lambda kind: 2)
+    ),
+}
 WHOLE: dict[str, Case] = {
     "addcdiv": Case(lambda x, _: sum(torch.addcdiv(row[0], row[1], row[2].abs() + 1.1, value=0.13) for row in x)),
     "addcdiv_": Case(lambda x, _: (x[0] * 1.0).addcdiv_(x[1], x[2].abs() + 1.1, value=0.13).sum()),
@@ -221,6 +253,11 @@ def test_what_no_guard_looks_at_again_is_read_on_the_tape(name: str) -> None:
 def test_what_no_guard_looks_at_again_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match="a graph would not|cannot be a graph"):
         losses(READS[name], "graph")
+
+
+@pytest.mark.parametrize("name", UNENTERED)
+def test_functions_of_torch_that_are_replaced_beneath_another_are_noticed(name: str) -> None:
+    check(UNENTERED[name])
 
 
 @pytest.mark.parametrize("name", STATES)

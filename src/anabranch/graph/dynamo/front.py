@@ -290,7 +290,7 @@ class Front:
             _guard_order()
             self.traced.update(torch._guards.TracingContext.get_traced_code() or ())
             self.unseen.examine_code(self.traced)
-            self.unseen.examine_calls(module.graph)
+            self.unseen.examine_calls(module)
             self.unseen.examine_states()
             call = _describe(module)
             call.check()

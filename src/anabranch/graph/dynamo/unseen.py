@@ -31,6 +31,7 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.origins import INSTALLED, LIBRARIES, OURS, closed_over
+from anabranch.graph.dynamo.unentered import look_at
 
 __all__ = ["REGISTERED", "Unseen"]
 
@@ -66,6 +67,7 @@ class Unseen:
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._names: set[str] = set()  # that the user's code may look up in objects
         self._reads_dicts = False
+        self._unentered: dict[int, FunctionType] = {}  # functions of torch that are called unread
         self._states: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
         self.kinds: set[type] = set()
         """Metaclasses, whose attributes their classes have too."""
@@ -138,21 +140,26 @@ class Unseen:
         if {"isinstance", "issubclass"} & names:
             self._watch(REGISTERED, abc.get_cache_token)
 
-    def examine_calls(self, graph: fx.Graph) -> None:
-        """Record the torch calls found.
+    def examine_calls(self, module: fx.GraphModule) -> None:
+        """Record the torch calls found, those of checkpointed regions too.
 
         Raises:
             CaptureError: one is a function or a gradient that Dynamo does not read.
         """
-        for node in graph.nodes:
+        parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+        for node in (node for part in parts for node in part.graph.nodes):
             if node.op != "call_function":
                 continue
+            if isinstance(node.target, FunctionType) and node.target.__code__.co_filename.startswith(OURS[0]):
+                self._unentered[id(node.target)] = node.target
             name = getattr(node.target, "__name__", "")
             if node.target is torch.amp.autocast_mode._enter_autocast:
                 self._watch(("autocast", node.args[0]), functools.partial(_autocast_of, node.args[0]))
             if "attention" in name:
                 self._watch("attention", _attention_switches)
             _refuse_unread(node.target)
+        if self._unentered:
+            self._looks["functions of torch"] = look_at(self._unentered.values())
 
     def note_state(self, read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that the code being traced asks PyTorch for a state of the process, such as the rank."""
