@@ -55,7 +55,6 @@ _ENGINES: tuple[Literal["auto", "graph", "tape"], ...] = ("auto", "graph", "tape
 _T = TypeVar("_T")
 
 
-
 class Executor:
     """Runs named training and evaluation steps, alone or with the other workers of a ``torch.distributed`` job.
 

@@ -41,10 +41,11 @@ from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.caught_lookups import caught_lookups
+from anabranch.graph.dynamo.faithful_values import faithful_values
 from anabranch.graph.dynamo.misread_calls import misread_calls
 from anabranch.graph.dynamo.origins import closed_over
 from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
-from anabranch.graph.dynamo.refusals import refusal_of
+from anabranch.graph.dynamo.refusals import reason_here, refusal_of
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slowness import told_if_slow
 from anabranch.graph.dynamo.unseen import REGISTERED, Unseen
@@ -67,6 +68,8 @@ _SOUND: Mapping[str, object] = {
     "guard_nn_modules": True,
     "suppress_errors": False,
     "replay_side_effects": True,
+    "trace_numpy": False,  # torch's functions in place of NumPy's round otherwise
+    "enable_dynamo_decompositions": False,  # and so do products and sums in place of addcdiv_
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # self.calls += 1
     "trace_autograd_ops": True,  # gradient penalties
@@ -230,10 +233,11 @@ class Front:
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            slow, caught, misread = (
+            slow, caught, misread, faithful = (
                 told_if_slow(self.when_slow),
                 caught_lookups(self._refuse),
                 misread_calls(self._refuse),
+                faithful_values(self._deny, self._refuse, self.unseen.note_state),
             )
             with (
                 one_at_a_time,
@@ -244,6 +248,7 @@ class Front:
                 slow,
                 caught,
                 misread,
+                faithful,
                 _untimed(),
                 unseen_by_other_threads(),
             ):
@@ -264,6 +269,12 @@ class Front:
     def _refuse(self, what: str) -> None:
         self.unseen.refused = what
 
+    def _deny(self, reason: str) -> None:
+        """Raise that the code cannot be a graph, past whoever would catch it in Dynamo."""
+        self.unseen.refused = reason
+        self.failure = CaptureError(reason_here(reason, self._what))
+        raise self.failure
+
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:
             return compiled.full(*args)
@@ -281,7 +292,8 @@ class Front:
             _guard_order()
             self.traced.update(torch._guards.TracingContext.get_traced_code() or ())
             self.unseen.examine_code(self.traced)
-            self.unseen.examine_calls(module.graph)
+            self.unseen.examine_calls(module)
+            self.unseen.examine_states()
             call = _describe(module)
             call.check()
             program = self._noting(self._make(call))
@@ -299,7 +311,7 @@ class Front:
             try:
                 front = mine()
                 if front is not None and front.unseen.refused is not None:
-                    raise CaptureError(
+                    raise front.failure or CaptureError(
                         f"{front._what} reads {_plain_source(front.unseen.refused)}, whose changes a graph would not "
                         "notice; use engine='tape'"
                     )

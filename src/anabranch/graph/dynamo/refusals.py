@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.origins import OURS
 
-__all__ = ["Raises", "reason_of", "reason_of_call", "refusal_of", "user_line_of"]
+__all__ = ["DIVIDED", "Raises", "reason_here", "reason_of", "reason_of_call", "refusal_of", "user_line_of"]
 
 _REASONS = (
+    ("trace_numpy", "it computes with NumPy, which a graph would round otherwise; compute with torch"),
+    ("numpy.", "it computes with NumPy, which a graph would round otherwise; compute with torch"),
     ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
     ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
     ("DynamicOutputShape", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
@@ -31,6 +34,7 @@ _REASONS = (
     ("Backward hook", "a module has a backward hook"),
     ("backward()", "it calls backward() in the middle of the step"),
 )
+DIVIDED = "it divides a float that changes by // or divmod(), which a graph would round otherwise"
 _CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
 
 
@@ -56,6 +60,8 @@ def reason_of(error: BaseException, what: str) -> str:
         )
     line = _user_line(text)
     where = f"{line}: " if line else ""
+    if "for divmod(): 'float' and 'float'" in text:  # of numbers that Dynamo does not know
+        return f"{where}{what} cannot be a graph: {DIVIDED}{_CURE}"
     if "Observed exception" in text:
         return f"{where}{what} raises {_raised(text)} while it is captured"
     failed = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", text)
@@ -70,6 +76,14 @@ def reason_of(error: BaseException, what: str) -> str:
     explanation = re.search(r"Explanation: (?!Dynamo does not support this)(.*)", text)
     said = explanation[1] if explanation else (text.strip().splitlines() or [type(error).__name__])[0]
     return f"{where}{what} cannot be a graph: {_simple(said)}{_CURE}"
+
+
+def reason_here(words: str, what: str) -> str:
+    """Return the same for the line of code that is being traced."""
+    frames = torch._guards.TracingContext.extract_stack()
+    own = [frame for frame in frames if not frame.filename.startswith(OURS)]
+    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    return f"{where}{what} cannot be a graph: {words}{_CURE}"
 
 
 def reason_of_call(error: Exception, line: str) -> str:

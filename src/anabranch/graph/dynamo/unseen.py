@@ -25,11 +25,13 @@ from collections.abc import Callable, Collection, KeysView
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.origins import INSTALLED, LIBRARIES, OURS, closed_over
+from anabranch.graph.dynamo.unentered import look_at
 
 __all__ = ["REGISTERED", "Unseen"]
 
@@ -65,6 +67,8 @@ class Unseen:
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._names: set[str] = set()  # that the user's code may look up in objects
         self._reads_dicts = False
+        self._unentered: dict[int, FunctionType] = {}  # functions of torch that are called unread
+        self._states: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
         self.kinds: set[type] = set()
         """Metaclasses, whose attributes their classes have too."""
         self.refused: str | None = None
@@ -136,19 +140,37 @@ class Unseen:
         if {"isinstance", "issubclass"} & names:
             self._watch(REGISTERED, abc.get_cache_token)
 
-    def examine_calls(self, graph: fx.Graph) -> None:
-        """Record the torch calls found.
+    def examine_calls(self, module: fx.GraphModule) -> None:
+        """Record the torch calls found, those of checkpointed regions too.
 
         Raises:
             CaptureError: one is a function or a gradient that Dynamo does not read.
         """
-        for node in graph.nodes:
+        parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+        for node in (node for part in parts for node in part.graph.nodes):
             if node.op != "call_function":
                 continue
+            if isinstance(node.target, FunctionType) and node.target.__code__.co_filename.startswith(OURS[0]):
+                self._unentered[id(node.target)] = node.target
             name = getattr(node.target, "__name__", "")
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                self._watch(("autocast", node.args[0]), functools.partial(_autocast_of, node.args[0]))
             if "attention" in name:
                 self._watch("attention", _attention_switches)
             _refuse_unread(node.target)
+        if self._unentered:
+            self._looks["functions of torch"] = look_at(self._unentered.values())
+
+    def note_state(self, read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that the code being traced asks PyTorch for a state of the process, such as the rank."""
+        self._states.append((read, args, kwargs))
+
+    def examine_states(self) -> None:
+        """Record the states noted, as they are outside of the code that is traced."""
+        for read, args, kwargs in self._states:
+            self._watch((read, str(args), str(kwargs)), functools.partial(read, *args, **kwargs))
+        self._states.clear()
+        self._watch("kernels", _kernel_switches)
 
     def _watch_absence(self, held: dict[str, Any], names: Collection[str]) -> None:
         absent = set(names).difference(held)
@@ -193,6 +215,8 @@ class Unseen:
         elif isinstance(value, OrderedDict) and kind is OrderedDict and _has_order(name, value):
             kept = weakref.ref(value)
             self._watch(("order", id(value)), lambda: None if (now := kept()) is None else list(now))
+        elif isinstance(value, (np.ndarray, np.generic)):
+            self.refused = f"{name}, a value of NumPy (a tensor, or a number of Python, would do)"
         elif isinstance(value, ChainMap):
             self.refused = f"{name}, a ChainMap, in which a value may come to hide another"
         elif isinstance(value, dict) and _is_users(getattr(kind, "__missing__", None)):
@@ -231,6 +255,16 @@ class Unseen:
 
 def _attention_switches() -> list[bool]:
     return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
+
+
+def _autocast_of(device: str) -> tuple[object, ...]:
+    """Return what autocast takes from the process where the code does not say."""
+    return torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+
+
+def _kernel_switches() -> tuple[bool, ...]:
+    """Return the switches of libraries that a captured operation has asked already, as an LSTM does."""
+    return torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
 
 
 def _globals_of(codes: Collection[CodeType]) -> list[dict[str, Any]]:
