@@ -83,14 +83,14 @@ class RestartRecord:
         attempt: how often the job was started again; 0 where a server was.
         path: the checkpoint's directory; ``None`` where a server was started again.
         peer: the server; ``None`` where the job was started again. ``RolledBack`` is raised next.
-        lost: pushes of this worker that the server no longer has.
+        lost: pushes of this worker that the server no longer has; ``None`` where that is not known any more.
     """
 
     step: int
     attempt: int = 0
     path: Path | None = None
     peer: str | None = None
-    lost: int = 0
+    lost: int | None = 0
 
 
 Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
