@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -641,14 +642,52 @@ def left_open() -> dict:
 _OPEN: list[ab.Pipe] = []
 
 
-def make_gloo(store: dist.Store, rank: int, seconds: float) -> dist.ProcessGroupGloo:
-    """One end of a link between two ranks, whose "devices" are CPUs."""
-    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+class GlooLine:
+    """One end of a link between two ranks, whose "devices" are CPUs; like NCCL's, an abort ends the waits."""
+
+    def __init__(self, store: dist.Store, rank: int, seconds: float) -> None:
+        self._group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+        self.aborted = threading.Event()
+
+    def send(self, *arguments: object) -> GlooWork:
+        return GlooWork(self, self._group.send(*arguments))
+
+    def recv(self, *arguments: object) -> GlooWork:
+        return GlooWork(self, self._group.recv(*arguments))
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self._group.abort()
+
+
+class GlooWork:
+    def __init__(self, line: GlooLine, work: dist.Work) -> None:
+        self._line, self._work = line, work
+        self._error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        thread = threading.Thread(target=self._wait, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.005)
+            if self._line.aborted.is_set():
+                raise RuntimeError("aborted")
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
 
 
 if __name__ == "__main__":
     if "direct" in POST:
-        MAKERS["gloo"] = make_gloo
+        MAKERS["gloo"] = GlooLine
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {"rank": RANK}

@@ -128,12 +128,12 @@ class RankEngine:
         backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         backend = backends.get(device.type, "") if nccl else ""
         ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
-        self.links = DirectLinks(self.rank, device, ends, self._inbox)
+        self.links = DirectLinks(self.rank, device, ends, self._inbox, 2 * heartbeat)
         self._beats = Beats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
         lost = partial(_lost, self._inbox, self._beats, self._names, self.links)
         self._watch = PeerWatch(lost, heartbeat)
-        unguard = guard(self.links, partial(lost, ()), heartbeat / 2) if ends else None
+        unguard = guard(self.links, partial(_by_group, lost, self._names), heartbeat / 2) if ends else None
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         on_one_host = len({identity.host for identity in identities.values()}) == 1
         sockets = (
@@ -294,8 +294,13 @@ class RankEngine:
 def _lost(inbox: Inbox, beats: Beats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]) -> dict[int, str]:
     """Return all ranks that are lost: a turn needs every one of them."""
     with inbox.changed:
-        lost = {names[rank]: why for rank, why in inbox.lost.items()}
-    return lost | links.lost | beats.lost()
+        lost = links.lost() | inbox.lost
+    return {names[rank]: why for rank, why in lost.items()} | beats.lost()
+
+
+def _by_group(lost: Callable[[Sequence[int]], Mapping[int, str]], names: Sequence[int]) -> dict[int, str]:
+    """Return all ranks that are lost, by their rank in the group."""
+    return {names.index(rank): why for rank, why in lost(()).items()}
 
 
 def _exit_without_the_lost(channel: Channel) -> None:
@@ -386,9 +391,11 @@ class RankTurn:
         runner = Runner(runs, outside, self, keep=keep)
         try:
             runner.run(actions[self._engine.rank])
-        except BaseException:
+        except BaseException as error:
             for run in runs.values():
                 run.abandon()
+            if isinstance(error, Failure):
+                self._check_links()
             raise
         outcome = Outcome()
         self._observed = runner.observed
@@ -457,6 +464,7 @@ class RankTurn:
         if key in self._receipts:
             receipt = self._receipts.pop(key)
             self._engine.links.wait(receipt)
+            self._check_links()
             return unpack(sent.kind, receipt.header.body, receipt.tensors)
         with self._engine.inbox.changed:
             return data.pop(key)
@@ -465,6 +473,11 @@ class RankTurn:
         for receipt in self._engine.links.receive():
             header = receipt.header
             self._receipts[header.kind, header.stage, header.peer, header.microbatch] = receipt
+
+    def _check_links(self) -> None:
+        """Raise the reason if tensors were given up on their way here, rather than what a stage made of them."""
+        if self._engine.links.gave_up():
+            self._wait(lambda: False, "tensors on their way", self._engine.peers)
 
     def wait_for_arrivals(self) -> None:
         """Wait until all tensors are here that streams wait for."""

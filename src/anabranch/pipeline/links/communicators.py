@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from time import sleep
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from anabranch.deadline import Deadline
 
-__all__ = ["MAKERS", "Backend", "Ends", "connect", "other", "reached"]
+__all__ = ["MAKERS", "Backend", "Ends", "abort", "connect", "other", "reached"]
 
 _log = logging.getLogger("anabranch.pipeline")
 
@@ -48,6 +48,15 @@ class Backend(Protocol):
     def abort(self) -> None:
         """End all operations, done or not."""
         ...
+
+
+@runtime_checkable
+class _Grouping(Protocol):
+    """NCCL's backend, which takes operations of several communicators together."""
+
+    def _group_start(self) -> None: ...
+
+    def _group_end(self) -> None: ...
 
 
 def _make_nccl(store: Store, rank: int, seconds: float) -> Backend:
@@ -83,6 +92,16 @@ Ends: TypeAlias = dict[int, tuple[Backend, Backend]]
 def other(rank: int, peer: int) -> int:
     """Return the rank of ``peer`` in its group of two with ``rank``."""
     return int(peer > rank)
+
+
+def abort(backends: Sequence[Backend]) -> None:
+    """End all operations, done or not; of NCCL's communicators together, because one may wait for another."""
+    with ExitStack() as stack:
+        for nccl in [backend for backend in backends if isinstance(backend, _Grouping)][:1]:
+            nccl._group_start()
+            stack.callback(nccl._group_end)
+        for backend in backends:
+            backend.abort()
 
 
 def reached(tensor: Tensor) -> Callable[[], bool]:
@@ -125,25 +144,39 @@ def connect(
     links = [(low, high) for low, high in links if low != high and names[low] and names[low] == names[high]]
     if not links:
         return {}
+    mine = [low if rank == high else high for low, high in links if rank in (low, high)]
     ends: Ends = {}
-    problem: Exception | None = None
-    for low, high in (pair for pair in links if rank in pair):
-        peer = high if rank == low else low
+
+    def make(peer: int) -> None:
+        low, high = sorted((rank, peer))
         stores = [PrefixStore(f"anabranch/pipe/{key}/{a}-{b}", store) for a, b in ((low, high), (high, low))]
+        up, down = (MAKERS[backend](each, int(rank == high), timeout) for each in stores)
+        ends[peer] = (up, down) if rank == low else (down, up)
+
+    def try_out(peer: int) -> None:
+        _try_out(rank, peer, ends, device, Deadline.after(patience))
+
+    for attempt in (make, try_out):
+        problem = _problem(attempt, mine)
+        if problem is not None:
+            _log.warning("rank %d of a pipe sends tensors over the host, not over %s: %s", rank, backend, problem)
+        if not all(answer == "yes" for answer in gather("yes" if problem is None else "no")):
+            break
+    else:
+        return ends
+    abort([end for pair in ends.values() for end in pair])
+    return {}
+
+
+def _problem(attempt: Callable[[int], None], peers: Sequence[int]) -> Exception | None:
+    """Return what was raised for a peer; each is attempted, because each waits for this rank."""
+    problem = None
+    for peer in peers:
         try:
-            up, down = (MAKERS[backend](each, int(rank == high), timeout) for each in stores)
-            ends[peer] = (up, down) if rank == low else (down, up)
-            _try_out(rank, peer, ends, device, Deadline.after(patience))
+            attempt(peer)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises, the other ranks go on and ask
             problem = error
-    if problem is not None:
-        _log.warning("rank %d of a pipe sends tensors over the host, not over %s: %s", rank, backend, problem)
-    if all(answer == "yes" for answer in gather("yes" if problem is None else "no")):
-        return ends
-    for pair in ends.values():
-        for end in pair:
-            end.abort()
-    return {}
+    return problem
 
 
 def _try_out(rank: int, peer: int, ends: Ends, device: torch.device, deadline: Deadline) -> None:

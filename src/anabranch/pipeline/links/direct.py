@@ -34,10 +34,12 @@ message with a tensor that is not on its rank's device.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 
 import msgspec
 import torch
@@ -45,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.pipeline.links.communicators import Ends, other, reached
+from anabranch.pipeline.links.communicators import Backend, Ends, abort, other, reached
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import Header, bytes_of
 from anabranch.pipeline.schedule.actions import Kind
@@ -89,16 +91,17 @@ class DirectLinks:
         rank: this process's rank.
         device: of the tensors.
         ends: for each peer the backends to send to it and to receive from it.
-        inbox: of the headers; told of a peer whose backend fails.
+        inbox: of the headers.
+        patience: seconds in which the reason for a failed link is looked for: the other end may have had to abort it.
 
     Attributes:
         bytes_sent: of all tensors sent.
         deadline: of the turn.
-        lost: the ranks for whose loss the links were aborted in this turn, by their rank in the job, with the reason.
     """
 
-    def __init__(self, rank: int, device: torch.device, ends: Ends, inbox: Inbox) -> None:
+    def __init__(self, rank: int, device: torch.device, ends: Ends, inbox: Inbox, patience: float) -> None:
         self._rank = rank
+        self._patience = patience
         self._device = device
         self._ends = dict(ends)
         self._inbox = inbox
@@ -108,12 +111,12 @@ class DirectLinks:
         self._awaited: list[Receipt] = []
         self.bytes_sent = 0
         self.deadline: Deadline | None = None
-        self.lost: dict[int, str] = {}
+        self._failed: dict[int, tuple[float, str]] = {}
 
     def begin(self, deadline: Deadline) -> None:
         """Begin a turn."""
         self.deadline = deadline
-        self._received, self._awaited, self.lost = [], [], {}
+        self._received, self._awaited, self._failed = [], [], {}
 
     def peers(self) -> list[int]:
         """Return the ranks that tensors can go to and come from."""
@@ -135,7 +138,7 @@ class DirectLinks:
         """Begin to send flat bytes, whose header has just been sent."""
         self.bytes_sent += sum(part.numel() for part in parts)
         with self._naming(peer):
-            out, _ = self._ends[peer]
+            out, _ = self._ends_of(peer)
             pending = [(work, part) for work, part in self._sent[peer] if not work.is_completed()]
             self._sent[peer] = pending
             pending += [(out.send([part], other(self._rank, peer), 0), part) for part in parts]
@@ -153,28 +156,42 @@ class DirectLinks:
         tensors = [torch.empty(shape, dtype=dtype_named(name), device=self._device) for name, shape in header.carried]
         receipt = Receipt(peer, header, tensors, [])
         with self._naming(peer):
-            _, into = self._ends[peer]
+            _, into = self._ends_of(peer)
             receipt.works += [into.recv([part], other(self._rank, peer), 0) for part in bytes_of(tensors)]
         return receipt
 
+    def _ends_of(self, peer: int) -> tuple[Backend, Backend]:
+        ends = self._ends.get(peer)
+        if ends is None:
+            raise RuntimeError(f"the link to rank {peer} of the pipe is closed")
+        return ends
+
     def wait(self, receipt: Receipt) -> None:
-        """Let the current stream wait for what is received; if it cannot come, ``all_arrived`` is never true."""
+        """Let the current stream wait for what is received; see ``gave_up``."""
         self._awaited.append(receipt)
         with self._naming(receipt.peer):
             receipt.wait()
 
     @contextmanager
     def _naming(self, peer: int) -> Iterator[None]:
-        """Take a backend's error for the loss of ``peer``, unless the link was closed: who closed it ends the turn."""
+        """Give up the link to ``peer`` on a backend's error: the turn fails where it next waits."""
         try:
             yield
-        except (RuntimeError, KeyError) as error:
-            if peer in self._ends:
-                self._inbox.lose(peer, f"sending tensors between it and this rank failed: {error}")
+        except RuntimeError as error:
+            self.close([peer])
+            self._failed.setdefault(peer, (monotonic(), f"sending tensors between it and this rank failed: {error}"))
+
+    def lost(self) -> dict[int, str]:
+        """Return the peers to which links failed in this turn, and nothing else was found for a while to be why."""
+        return {peer: why for peer, (since, why) in list(self._failed.items()) if monotonic() - since > self._patience}
+
+    def gave_up(self) -> bool:
+        """Return True if the link closed by which something waited for was to come: what is there may be anything."""
+        return any(receipt.peer not in self._ends for receipt in list(self._awaited))
 
     def all_arrived(self) -> bool:
-        """Return True if all tensors are here that were waited for; what an aborted link owed never is."""
-        return all(receipt.peer in self._ends and receipt.has_arrived() for receipt in list(self._awaited))
+        """Return True if all tensors are here that were waited for."""
+        return all(receipt.has_arrived() for receipt in list(self._awaited)) and not self.gave_up()
 
     def finish(self) -> None:
         """Lets go of what was sent, once a turn has ended well on all ranks."""
@@ -194,15 +211,18 @@ class DirectLinks:
                 self._rank,
             )
 
+    def give_up(self, lost: Mapping[int, str]) -> None:
+        """Close all links, because ranks are lost or time is over, of which nobody may have known who waits."""
+        self._failed.update((peer, (-math.inf, why)) for peer, why in lost.items())
+        self.close()
+
     def close(self, peers: Iterable[int] | None = None) -> bool:
         """Abort the links to ``peers``, to all if not given; their tensors never arrive. True if any was open."""
         with self._lock:
             chosen = list(self._ends) if peers is None else [peer for peer in peers if peer in self._ends]
             taken = {peer: self._ends.pop(peer) for peer in chosen}
-            for peer, ends in taken.items():
-                for end in ends:
-                    end.abort()
-                self._sent[peer] = []
+            abort([end for ends in taken.values() for end in ends])
+            self._sent.update({peer: [] for peer in taken})
         return bool(taken)
 
 
@@ -211,7 +231,7 @@ def guard(links: DirectLinks, lost: Callable[[], Mapping[int, str]], every: floa
 
     Args:
         links: to abort.
-        lost: returns the ranks that are lost.
+        lost: returns the ranks that are lost, with the reason.
         every: seconds between two looks.
 
     Returns:
@@ -226,8 +246,7 @@ def guard(links: DirectLinks, lost: Callable[[], Mapping[int, str]], every: floa
             late = links.deadline is not None and links.deadline.expired()
             found = lost()
             if found or late:
-                links.lost = dict(found)
-                links.close()
+                links.give_up(found)
 
     thread = threading.Thread(target=run, name="anabranch-direct", daemon=True)
     thread.start()
