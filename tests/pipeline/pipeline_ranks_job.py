@@ -668,7 +668,8 @@ class GlooWork:
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
-    def wait(self) -> None:
+    def block_current_stream(self) -> None:
+        """The host waits: a CPU has no stream."""
         thread = threading.Thread(target=self._wait, daemon=True)
         thread.start()
         while thread.is_alive():

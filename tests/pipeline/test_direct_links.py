@@ -102,7 +102,7 @@ class Work:
     def is_completed(self) -> bool:
         return self.done
 
-    def wait(self) -> None:
+    def block_current_stream(self) -> None:
         self.done = True
 
 
@@ -194,7 +194,7 @@ def test_what_was_waited_for_never_comes_over_a_closed_link():
     inbox.deliver(1, announce(header()), [])
     (receipt,) = links.receive()
     assert links.all_arrived(), "nobody waits for it yet"
-    links.wait(receipt)
+    links.take_up(receipt)
     assert links.all_arrived()
     assert links.close([1])
     assert not links.close([1])

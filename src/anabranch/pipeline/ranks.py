@@ -463,7 +463,7 @@ class RankTurn:
         self._wait(is_here, str(action), [self._engine.rank_of(action.peer)])
         if key in self._receipts:
             receipt = self._receipts.pop(key)
-            self._engine.links.wait(receipt)
+            self._engine.links.take_up(receipt)
             self._check_links()
             return unpack(sent.kind, receipt.header.body, receipt.tensors)
         with self._engine.inbox.changed:

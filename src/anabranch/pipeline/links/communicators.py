@@ -20,13 +20,12 @@ from time import sleep
 from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from anabranch.deadline import Deadline
 
-__all__ = ["MAKERS", "Backend", "Ends", "abort", "connect", "other", "reached"]
+__all__ = ["MAKERS", "Backend", "Ends", "Work", "abort", "connect", "other", "reached"]
 
 _log = logging.getLogger("anabranch.pipeline")
 
@@ -34,14 +33,26 @@ _PAUSE = 0.001
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
+class Work(Protocol):
+    """The methods used of an operation."""
+
+    def is_completed(self) -> bool:
+        """Return True if it is done; a backend of the host may know only after a wait."""
+        ...
+
+    def block_current_stream(self) -> None:
+        """Let the current stream wait for it; the host goes on."""
+        ...
+
+
 class Backend(Protocol):
     """The methods used of a ``torch.distributed`` backend over two ranks."""
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Begin to send."""
         ...
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
         """Begin to receive into a tensor."""
         ...
 
@@ -186,7 +197,7 @@ def _try_out(rank: int, peer: int, ends: Ends, device: torch.device, deadline: D
     order = [partial(out.send, [here]), partial(into.recv, [there])]
     works = [begin(other(rank, peer), 0) for begin in (order if rank < peer else order[::-1])]
     for work in works:
-        work.wait()
+        work.block_current_stream()
     is_there = reached(there)
     while not is_there():
         if deadline.expired():

@@ -43,11 +43,10 @@ from time import monotonic
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.pipeline.links.communicators import Backend, Ends, abort, other, reached
+from anabranch.pipeline.links.communicators import Backend, Ends, Work, abort, other, reached
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import Header, bytes_of
 from anabranch.pipeline.schedule.actions import Kind
@@ -72,13 +71,13 @@ class Receipt:
     peer: int
     header: Header
     tensors: list[Tensor]
-    works: list[dist.Work]
+    works: list[Work]
     has_arrived: Callable[[], bool] = lambda: False
 
-    def wait(self) -> None:
-        """Let the current stream wait for the tensors; on CPU the host waits."""
+    def block(self) -> None:
+        """Let the current stream wait for the tensors."""
         for work in self.works:
-            work.wait()
+            work.block_current_stream()
         self.has_arrived = reached(self.tensors[0])
 
 
@@ -106,7 +105,7 @@ class DirectLinks:
         self._ends = dict(ends)
         self._inbox = inbox
         self._lock = threading.Lock()
-        self._sent: dict[int, list[tuple[dist.Work, Tensor]]] = {peer: [] for peer in ends}
+        self._sent: dict[int, list[tuple[Work, Tensor]]] = {peer: [] for peer in ends}
         self._received: list[Receipt] = []
         self._awaited: list[Receipt] = []
         self.bytes_sent = 0
@@ -166,11 +165,11 @@ class DirectLinks:
             raise RuntimeError(f"the link to rank {peer} of the pipe is closed")
         return ends
 
-    def wait(self, receipt: Receipt) -> None:
+    def take_up(self, receipt: Receipt) -> None:
         """Let the current stream wait for what is received; see ``gave_up``."""
         self._awaited.append(receipt)
         with self._naming(receipt.peer):
-            receipt.wait()
+            receipt.block()
 
     @contextmanager
     def _naming(self, peer: int) -> Iterator[None]:
@@ -198,7 +197,7 @@ class DirectLinks:
         for peer, pending in self._sent.items():
             with self._naming(peer):
                 for work, _ in pending:
-                    work.wait()
+                    work.block_current_stream()
             pending.clear()
         self._received, self._awaited = [], []
 
