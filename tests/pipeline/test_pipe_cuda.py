@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,16 @@ from pipeline_models import assert_same_gradients, close, reference, skipping_mo
 
 from anabranch import Pipe
 from anabranch.pipeline.stage.device_transfers import brought
+from anabranch.testing import LocalJob
+
+SCRIPT = Path(__file__).with_name("direct_links_job.py")
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+nccl = pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this PyTorch has no NCCL")
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
@@ -69,3 +75,25 @@ def test_a_pipe_computes_on_its_callers_streams():
         stream.synchronize()
     assert seen == [stream] * 2
     torch.testing.assert_close(y, model(x))
+
+
+@nccl
+@two_devices
+def test_tensors_of_two_ranks_go_from_device_to_device():
+    for found in LocalJob(2, timeout=180).run(SCRIPT, "on_cuda:0,1").check().results:
+        assert found["sent"] > 0
+
+
+@nccl
+def test_two_ranks_that_share_a_device_go_over_the_host():
+    """NCCL refuses to connect them."""
+    for found in LocalJob(2, timeout=180).run(SCRIPT, "on_cuda:0,0").check().results:
+        assert found["sent"] == 0
+
+
+@nccl
+@two_devices
+def test_a_killed_rank_is_named_by_one_whose_device_waits_for_it():
+    result = LocalJob(2, timeout=120).run(SCRIPT, "killed_on_cuda")
+    assert result.exit_codes[1] == -9
+    assert "rank 1 is lost" in result.results[0]["text"]

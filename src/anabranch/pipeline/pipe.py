@@ -135,6 +135,8 @@ class Pipe(nn.Module):
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
         heartbeat: seconds between two checks of ranks that are waited for.
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
+        nccl: between stages on GPUs of different ranks send tensors from device to device, if the group has NCCL beside
+            gloo (``"cpu:gloo,cuda:nccl"``); else they go over the host.
         deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
@@ -173,6 +175,7 @@ class Pipe(nn.Module):
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
         shared_memory: bool = True,
+        nccl: bool = True,
     ) -> None:
         super().__init__()
         _check_choices(chunks, checkpoint)
@@ -213,7 +216,10 @@ class Pipe(nn.Module):
             self._engine = LocalEngine(rank_of, timeout)
         else:
             likeness = _likeness(split, self._schedules)
-            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory, likeness)
+            self._engine = ranks = RankEngine(
+                process_group, rank_of, timeout, heartbeat, shared_memory, likeness,
+                device=self._stages[self._here[0]].device, neighbours=_neighbours(self._stages, rank_of), nccl=nccl,
+            )  # fmt: skip
             self._ties = _find_ties(split, rank_of, ranks)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -782,6 +788,11 @@ def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
     """
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
+
+
+def _neighbours(stages: Sequence[Stage], rank_of: Sequence[int]) -> set[tuple[int, int]]:
+    """Return the pairs of ranks whose stages exchange tensors."""
+    return {(rank_of[s.index], rank_of[target]) for s in stages for target in s.targets if target != OUTSIDE}
 
 
 def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:

@@ -11,7 +11,8 @@ So a receiver always knows whether another message is owed: it stops at the end 
 sides are at the same place in the stream when the next turn begins. No rank ends a turn before all have done its work.
 
 Messages travel by a ``Channel``: in shared memory where all ranks are on one host, else over the group's gloo. A wait
-for messages has a deadline, and checks the peers' heartbeats meanwhile.
+for messages has a deadline, and checks the peers' heartbeats meanwhile. Tensors between stages on GPUs go beside it,
+over NCCL, where the group has that: see ``links/direct.py``.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import atexit
 import hashlib
 import itertools
 import logging
-import socket
+import math
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import cast
@@ -37,11 +38,13 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PipelineError
 from anabranch.pipeline.action_runner import Failure, Runner, phase_of
 from anabranch.pipeline.description import Observed
+from anabranch.pipeline.links.communicators import connect
+from anabranch.pipeline.links.direct import DirectLinks, Receipt, announce, guard
 from anabranch.pipeline.links.exchange import Aborted, Message
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.inbox import Channel, Inbox
-from anabranch.pipeline.links.packet_codec import Facts, Fault, Header, pack
-from anabranch.pipeline.links.shared_memory_channel import Meeting, SharedMemoryChannel
+from anabranch.pipeline.links.packet_codec import Facts, Fault, Header, pack, unpack
+from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
 from anabranch.pipeline.local_ranks import annotate
 from anabranch.pipeline.pipe_call import Outcome
 from anabranch.pipeline.schedule.actions import Action, Kind
@@ -60,7 +63,9 @@ _MOST_WORDS = 1 << 16
 _CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
 _LAST_SECONDS = 2.0
+_PAUSE = 0.0005
 _FIRST_TAG = 0x70697065
+_CPU = torch.device("cpu")
 # Pipes on one group are separated by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -77,6 +82,13 @@ class RankEngine:
         heartbeat: seconds after which a rank seen stopped twice is lost.
         shared_memory: true if ranks that are all on one host exchange tensors there.
         likeness: a text that must be equal on all ranks; of long ones the beginning is shown.
+        device: of this rank's stages.
+        neighbours: the pairs of ranks whose stages exchange tensors.
+        nccl: true if tensors may go from device to device, where the group has NCCL for them.
+
+    Attributes:
+        links: the ways for tensors from device to device, if there are any.
+        bytes_sent: of all tensors sent.
 
     Raises:
         ValueError: the group's backend carries no CPU tensors, or ranks that are not alike.
@@ -90,6 +102,9 @@ class RankEngine:
         heartbeat: float = 1.0,
         shared_memory: bool = True,
         likeness: str = "",
+        device: torch.device = _CPU,
+        neighbours: Iterable[tuple[int, int]] = (),
+        nccl: bool = True,
     ) -> None:
         if not heartbeat > 0:
             raise ValueError(f"heartbeat is a number of seconds above 0, got {heartbeat!r}")
@@ -109,14 +124,21 @@ class RankEngine:
         self._inbox = Inbox(self._peers)
         self._check_alike(likeness)
         identities = self._meet()
-        self._beats = Beats(
-            identities, self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
-        )
+        store = dist.distributed_c10d._get_default_store()
+        backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+        backend = backends.get(device.type, "") if nccl else ""
+        ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
+        self.links = DirectLinks(self.rank, device, ends, self._inbox, 2 * heartbeat)
+        self._beats = Beats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
-        self._watch = PeerWatch(partial(_lost, self._inbox, self._beats, self._names), heartbeat)
+        lost = partial(_lost, self._inbox, self._beats, self._names, self.links)
+        self._watch = PeerWatch(lost, heartbeat)
+        unguard = guard(self.links, partial(_by_group, lost, self._names), heartbeat / 2) if ends else None
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         on_one_host = len({identity.host for identity in identities.values()}) == 1
-        sockets = self._connect() if self._everyone(shared_memory and on_one_host) else None
+        sockets = (
+            meet(self.rank, self._gather, _CONNECT_SECONDS) if self._everyone(shared_memory and on_one_host) else None
+        )
         self._channel: Channel = (
             GlooChannel(group, tag, self._inbox) if sockets is None else SharedMemoryChannel(sockets, self._inbox)
         )
@@ -124,7 +146,7 @@ class RankEngine:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         leave = partial(_exit_without_the_lost, self._channel)
-        self._end = weakref.finalize(self, _end, self._channel, self._beats, leave)
+        self._end = weakref.finalize(self, _end, self._channel, self._beats, leave, self.links, unguard)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
     def _meet(self) -> dict[int, Identity]:
@@ -151,30 +173,6 @@ class RankEngine:
     def _everyone(self, this_one: bool) -> bool:
         return all(answer == "yes" for answer in self._gather("yes" if this_one else "no"))
 
-    def _connect(self) -> dict[int, socket.socket] | None:
-        """Return a socket to every other rank; ``None`` on all of them if one could not be reached."""
-        sockets: dict[int, socket.socket] | None = None
-        with ExitStack() as stack:
-            path, problem = "", None
-            try:
-                meeting = stack.enter_context(Meeting(self.rank))
-                path = meeting.path
-            except OSError as error:
-                problem = error
-            paths = self._gather(path)  # even after a failure: the others gather too
-            try:
-                if all(paths):
-                    sockets = meeting.connect(paths, _CONNECT_SECONDS)
-            except OSError as error:
-                problem = error
-        if problem is not None:
-            _log.warning("rank %d reaches another rank of its host over gloo only: %s", self._names[self.rank], problem)
-        if self._everyone(sockets is not None):
-            return sockets
-        for sock in (sockets or {}).values():
-            sock.close()
-        return None
-
     @contextmanager
     def turn(self, operation: str, step: int) -> Iterator[RankTurn]:
         """Take a turn of all ranks together; it ends when all have finished it, or with an error on each.
@@ -187,12 +185,16 @@ class RankEngine:
         """
         self._turns += 1
         self._inbox.begin(self._turns, operation)
-        turn = RankTurn(self, self._turns, operation, step, Deadline.after(self._timeout))
+        deadline = Deadline.after(self._timeout)
+        self.links.begin(deadline)
+        turn = RankTurn(self, self._turns, operation, step, deadline)
         try:
             yield turn
+            turn.wait_for_arrivals()
             turn.end(None)
             turn.wait_for_all_ends()
             self.flush(self._timeout)
+            self.links.finish()
         except Aborted:
             fault = self._inbox.fault
             assert fault is not None
@@ -227,16 +229,29 @@ class RankEngine:
     def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to ``rank``; ``tensors`` are flat bytes."""
         self.bytes_sent += sum(tensor.numel() for tensor in tensors)
-        self._channel.send(rank, header, tensors)
+        if self.links.carry(rank, header, tensors):
+            self._channel.send(rank, announce(header))
+            self.links.send(rank, tensors)
+        else:
+            self._channel.send(rank, header, [tensor.cpu() for tensor in tensors])
 
     def wait(
-        self, found: Callable[[], bool], deadline: Deadline, operation: str, step: int, peers: Sequence[int]
+        self,
+        found: Callable[[], bool],
+        deadline: Deadline,
+        operation: str,
+        step: int,
+        peers: Sequence[int],
+        pause: float = math.inf,
     ) -> None:
-        """Wait for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
+        """Wait for ``found()``, which looks at the inbox, or anew every ``pause`` seconds; ``peers`` are the ranks it
+        depends on.
+        """
         inbox, began = self._inbox, monotonic()
 
         def done(seconds: float) -> bool:
-            self._channel.wait_for(lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation), seconds)
+            ends = lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation)  # noqa: E731
+            self._channel.wait_for(ends, min(seconds, pause))
             with inbox.changed:
                 if found():
                     return True
@@ -276,11 +291,16 @@ class RankEngine:
         self._end()
 
 
-def _lost(inbox: Inbox, beats: Beats, names: Sequence[int], ranks: Sequence[int]) -> dict[int, str]:
+def _lost(inbox: Inbox, beats: Beats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]) -> dict[int, str]:
     """Return all ranks that are lost: a turn needs every one of them."""
     with inbox.changed:
-        lost = {names[rank]: why for rank, why in inbox.lost.items()}
-    return lost | beats.lost()
+        lost = links.lost() | inbox.lost
+    return {names[rank]: why for rank, why in lost.items()} | beats.lost()
+
+
+def _by_group(lost: Callable[[Sequence[int]], Mapping[int, str]], names: Sequence[int]) -> dict[int, str]:
+    """Return all ranks that are lost, by their rank in the group."""
+    return {names.index(rank): why for rank, why in lost(()).items()}
 
 
 def _exit_without_the_lost(channel: Channel) -> None:
@@ -290,7 +310,16 @@ def _exit_without_the_lost(channel: Channel) -> None:
         end_without_waiting()
 
 
-def _end(channel: Channel, beats: Beats, leave: Callable[[], None]) -> None:
+def _end(
+    channel: Channel,
+    beats: Beats,
+    leave: Callable[[], None],
+    links: DirectLinks,
+    unguard: Callable[[], None] | None,
+) -> None:
+    if unguard is not None:
+        unguard()
+    links.close()
     channel.close()
     if not channel.is_stuck():
         atexit.unregister(leave)
@@ -336,6 +365,7 @@ class RankTurn:
         self._has_ended = False
         self._word: object = None
         self._observed = Observed()
+        self._receipts: dict[tuple[str, int, int, int], Receipt] = {}
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts, made on the rank of the first stage and sent to all others."""
@@ -361,9 +391,11 @@ class RankTurn:
         runner = Runner(runs, outside, self, keep=keep)
         try:
             runner.run(actions[self._engine.rank])
-        except BaseException:
+        except BaseException as error:
             for run in runs.values():
                 run.abandon()
+            if isinstance(error, Failure):
+                self._check_links()
             raise
         outcome = Outcome()
         self._observed = runner.observed
@@ -422,14 +454,41 @@ class RankTurn:
         """Wait for the message of the action's peer."""
         assert action.peer is not None
         sent = Action(_SENT_AS[action.kind], action.peer, action.microbatch, action.stage)
-        data = self._engine.inbox.data
-        self._wait(lambda: _key(sent) in data, str(action), [self._engine.rank_of(action.peer)])
+        key, data = _key(sent), self._engine.inbox.data
+
+        def is_here() -> bool:
+            self._begin_to_receive()
+            return key in data or key in self._receipts
+
+        self._wait(is_here, str(action), [self._engine.rank_of(action.peer)])
+        if key in self._receipts:
+            receipt = self._receipts.pop(key)
+            self._engine.links.take_up(receipt)
+            self._check_links()
+            return unpack(sent.kind, receipt.header.body, receipt.tensors)
         with self._engine.inbox.changed:
-            return data.pop(_key(sent))
+            return data.pop(key)
+
+    def _begin_to_receive(self) -> None:
+        for receipt in self._engine.links.receive():
+            header = receipt.header
+            self._receipts[header.kind, header.stage, header.peer, header.microbatch] = receipt
+
+    def _check_links(self) -> None:
+        """Raise the reason if tensors were given up on their way here, rather than what a stage made of them."""
+        if self._engine.links.gave_up():
+            self._wait(lambda: False, "tensors on their way", self._engine.peers)
+
+    def wait_for_arrivals(self) -> None:
+        """Wait until all tensors are here that streams wait for."""
+        links = self._engine.links
+        if not links.all_arrived():
+            self._wait(links.all_arrived, "tensors on their way", self._engine.peers, _PAUSE)
 
     def check(self) -> None:
         """Raise ``Aborted`` once another rank's fault has arrived."""
         self._engine.look()
+        self._begin_to_receive()
         if self._engine.inbox.fault is not None:
             raise Aborted
 
@@ -441,6 +500,7 @@ class RankTurn:
             for peer in self._engine.peers:
                 self._engine.send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
             if fault is not None:
+                self._engine.links.fail(self._engine.peers)
                 self._engine.flush(_FAREWELL_SECONDS)
 
     def wait_for_all_ends(self) -> None:
@@ -453,10 +513,11 @@ class RankTurn:
         for body in engine.inbox.bodies.values():
             engine.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
 
-    def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int]) -> None:
-        self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers)
+    def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int], pause: float = math.inf) -> None:
+        self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers, pause)
 
 
+_CARRIED = frozenset({Kind.SEND_F.value, Kind.SEND_B.value})
 _SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 

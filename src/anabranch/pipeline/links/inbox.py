@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -17,13 +18,19 @@ __all__ = ["Channel", "Inbox"]
 
 
 class Inbox:
-    """Takes in messages from any thread; those of an earlier turn are dropped, except that its ends are counted."""
+    """Takes in messages from any thread; those of an earlier turn are dropped, except that its ends are counted.
+
+    Attributes:
+        faulted: the peers of which some turn's fault has arrived.
+        carried: the headers, with their peers, whose tensors come by another way.
+    """
 
     def __init__(self, peers: Sequence[int]) -> None:
         self.changed = threading.Condition()
         self.owed = dict.fromkeys(peers, 0)
         self.closed = False
         self.lost: dict[int, str] = {}
+        self.faulted: set[int] = set()
         self._turn = 0
         self.begin(0, "")
 
@@ -34,6 +41,7 @@ class Inbox:
             self._operation = operation
             self.other_operation: tuple[int, str] | None = None
             self.data: dict[tuple[str, int, int, int], Message] = {}
+            self.carried: deque[tuple[int, Header]] = deque()
             self.shares: dict[tuple[int, int], Tensor | None] = {}
             self.spread: dict[int, Message] = {}
             self.bodies: dict[int, object] = {}
@@ -49,6 +57,8 @@ class Inbox:
         with self.changed:
             if header.kind == "end":
                 self.owed[peer] -= 1
+                if header.fault is not None:
+                    self.faulted.add(peer)
             if header.turn == self._turn:
                 self._take(peer, header, tensors)
             self.changed.notify_all()
@@ -70,6 +80,8 @@ class Inbox:
                 ]
             case "spread":
                 self.spread[peer] = unpack(Kind.SEND_F, header.body, tensors)
+            case _ if header.carried:
+                self.carried.append((peer, header))
             case kind:
                 key = (kind, header.stage, header.peer, header.microbatch)
                 self.data[key] = unpack(Kind(kind), header.body, tensors)

@@ -72,7 +72,10 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end."""
+    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end.
+
+    ``tensors`` follow the header on the channel, ``carried`` ones go by another way.
+    """
 
     turn: int
     operation: str
@@ -84,6 +87,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     tensors: list[tuple[str, list[int]]] = []
     facts: Facts | None = None
     fault: Fault | None = None
+    carried: list[tuple[str, list[int]]] = []
 
 
 def encode_header(header: Header) -> list[Tensor]:
@@ -115,7 +119,7 @@ _Spec: TypeAlias = object
 
 
 def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Tensor]]:
-    """Pack a message: plain values for the header, its tensors' dtypes and shapes, and their bytes.
+    """Pack a message: plain values for the header, its tensors' dtypes and shapes, and their bytes, where they are.
 
     Raises:
         TypeError: a value that is meaningless outside this process; names its type.
@@ -216,4 +220,4 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8).cpu()
+    return flat.view(torch.uint8)

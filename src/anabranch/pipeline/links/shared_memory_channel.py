@@ -19,6 +19,7 @@ No message of a peer is read before this rank is in its turn; an early one stays
 from __future__ import annotations
 
 import array
+import logging
 import mmap
 import os
 import select
@@ -29,6 +30,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from time import monotonic
@@ -42,7 +44,9 @@ from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import HEADERS, Header
 from anabranch.tensors.dtypes import dtype_named
 
-__all__ = ["Meeting", "SharedMemoryChannel"]
+__all__ = ["Meeting", "SharedMemoryChannel", "meet"]
+
+_log = logging.getLogger("anabranch.pipeline")
 
 _FRAME = struct.Struct("<?xxxiQ")  # whether the header goes on in another frame, the slot, its size if it is new
 _CREDENTIALS = struct.Struct("3i")
@@ -277,6 +281,37 @@ class SharedMemoryChannel:
         """Close the sockets and drop the slots, which live as long as the tensors in them."""
         for line in self._lines.values():
             line.close()
+
+
+def meet(rank: int, gather: Callable[[str], list[str]], seconds: float) -> dict[int, socket.socket] | None:
+    """Return a socket to every other rank; ``None`` on all of them if one could not be reached. A collective.
+
+    Args:
+        rank: this process's rank.
+        gather: returns the texts that all ranks give.
+        seconds: that another rank may take.
+    """
+    sockets: dict[int, socket.socket] | None = None
+    with ExitStack() as stack:
+        path, problem = "", None
+        try:
+            meeting = stack.enter_context(Meeting(rank))
+            path = meeting.path
+        except OSError as error:
+            problem = error
+        paths = gather(path)  # even after a failure: the others gather too
+        try:
+            if all(paths):
+                sockets = meeting.connect(paths, seconds)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        _log.warning("rank %d of a pipe reaches another rank of its host over gloo only: %s", rank, problem)
+    if all(answer == "yes" for answer in gather("no" if sockets is None else "yes")):
+        return sockets
+    for sock in (sockets or {}).values():
+        sock.close()
+    return None
 
 
 class Meeting:
