@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ STATUS = [sys.executable, "-m", "anabranch.cli", "status"]
 
 def test_the_states_of_processes(tmp_path: Path) -> None:
     record = JobFile(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # a frozen one would be waited for
         record.began("worker", 0, os.getpid(), None)
         record.began("worker", 1, process.pid, None)
         record.began("parameters", 0, process.pid, f"unix:{tmp_path}/socket")
@@ -35,7 +40,6 @@ def test_the_states_of_processes(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         assert status_of(tmp_path).roles[1].state == "stopped"
-        process.kill()
     assert status_of(tmp_path).roles[1].state == "gone"
     record.ended()
     assert {one.state for one in status_of(tmp_path).roles} == {"gone"}
