@@ -165,3 +165,22 @@ def test_a_pytorch_whose_guards_miss_changes_costs_speed_and_no_truth(monkeypatc
     assert found == losses("tape", lambda *_: None, Scaled())[0]
     with pytest.raises(CaptureError, match="failed the self-test"):
         ab.capture(nn.ReLU(), torch.ones(2))
+
+
+def test_where_torch_compile_is_switched_off_auto_stays_on_the_tape_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(front_module, "_passed", None)
+    torch.compiler.set_stance("force_eager")
+    try:
+        model = Scaled()
+        step = ab.TrainStep(model, square, torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, capture_after=1) as executor:
+            for _ in range(4):
+                executor.run(batch=torch.ones(2, 4))
+            assert executor.engine() == "tape"
+            assert "torch.compile is switched off" in executor.explain()
+    finally:
+        torch.compiler.set_stance("default")
+    assert not recwarn.list
+    assert losses("auto", lambda *_: None, Scaled())[1] == "graph"  # nothing is remembered

@@ -97,6 +97,10 @@ class GuardMiss(CaptureError):
     """No program fits the present Python state, and none may be made now; nothing has been computed."""
 
 
+class _SwitchedOff(CaptureError):
+    """Dynamo compiles nothing here."""
+
+
 class _NotCompiled(BaseException):
     """The front was about to run as plain Python; raised before its first line."""
 
@@ -343,7 +347,7 @@ class Front:
         if isinstance(error, (CaptureError, AnabranchError, KeyboardInterrupt, SystemExit)):
             return error
         if isinstance(error, _NotCompiled) or "no compiled frames" in str(error):
-            return CaptureError(
+            return _SwitchedOff(
                 "torch.compile is switched off here (torch.compiler.set_stance, TORCHDYNAMO_DISABLE, a dispatch mode), "
                 "and graphs are captured with it; switch it on, or use engine='tape'"
             )
@@ -405,13 +409,15 @@ def _refuse_other_pytorch() -> None:
     """Test Dynamo's guards once a process, before the first capture.
 
     Raises:
-        CaptureError: they miss changes.
+        CaptureError: they miss changes, or Dynamo is switched off.
     """
     global _passed
     if _passed is None and not _self_test.running:
         _self_test.running = True
         try:
             _passed = guards_hold()
+        except _SwitchedOff:  # which says nothing about guards
+            raise
         except CaptureError:
             _passed = False
         finally:

@@ -10,11 +10,30 @@ from torch import fx
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.origins import OURS
 
-__all__ = ["DIVIDED", "Raises", "reason_here", "reason_of", "reason_of_call", "refusal_of", "user_line_of"]
+__all__ = [
+    "DIVIDED",
+    "WITHOUT_WORDS",
+    "Raises",
+    "is_inside_talk",
+    "reason_here",
+    "reason_of",
+    "reason_of_call",
+    "refusal_of",
+    "user_line_of",
+]
 
 _REASONS = (
     ("trace_numpy", "it computes with NumPy, which a graph would round otherwise; compute with torch"),
     ("numpy.", "it computes with NumPy, which a graph would round otherwise; compute with torch"),
+    ("fork_rng", "it puts the state of torch's random numbers back in the middle of the step"),
+    ("scope of this HOP", "a checkpointed region, or a branch, changes a variable that lives outside of it"),
+    ("tolist()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
+    ("torch.nn.Parameter()", "it makes an nn.Parameter in the middle of the step"),
+    ("ops that return a non-Tensor", "it asks PyTorch for something that is no tensor"),
+    ("Cannot trace class definition", "it defines a class in the middle of the step"),
+    ("sparse Tensors", "it computes with sparse tensors"),
+    ("copy.deepcopy()", "it copies a tensor or a module (copy.deepcopy)"),
+    ("changes to a Tensor's `requires_grad`", "it calls requires_grad_() in the middle of the step"),
     ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
     ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
     ("DynamicOutputShape", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
@@ -105,7 +124,35 @@ def _python_name(source: str) -> str:
     return repr(names[-1]) if names else "a variable that it closes over"
 
 
+_INSIDE = re.compile(
+    r"VariableTracker|\bHOP\b|AOT|\bFX\b|prox(y|ies)\b|python_type|SymInt|SymNode|fake tensor|FakeTensor|higher.order|"
+    r"bytecode|graph.?break|\bunbacked\b|__\w+__",
+    re.IGNORECASE,
+)
+"""Words of PyTorch's tracers, which say nothing to those who write models."""
+
+
+WITHOUT_WORDS = "PyTorch does not capture what it does"
+"""The reason where PyTorch gives none that a user would know."""
+
+
+def is_inside_talk(said: str) -> bool:
+    """Return True if PyTorch's message is about its own tracers.
+
+    >>> is_inside_talk("Mutating a variable from outside the scope of this HOP is not supported")
+    True
+    """
+    return _INSIDE.search(said) is not None
+
+
 def _simple(said: str) -> str:
+    called = re.search(r"how to trace the builtin `([\w.]+?)\.?`", said) or re.search(
+        r"calling function `<\w+ (\w+)", said
+    )
+    if called:
+        return f"it calls {called[1]}(), which PyTorch does not capture"
+    if is_inside_talk(said):
+        return WITHOUT_WORDS
     said = said.replace("Dynamo", "the capture").replace("torch.compile", "the capture")
     return said.strip().rstrip(".")[:300]
 

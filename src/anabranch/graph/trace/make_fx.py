@@ -46,6 +46,7 @@ from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
 from anabranch.graph.dynamo.origins import OURS
+from anabranch.graph.dynamo.refusals import WITHOUT_WORDS, is_inside_talk
 
 __all__ = [
     "Interceptor",
@@ -445,9 +446,8 @@ def _explained() -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise CaptureError(
-            f"{_line_of_error(error)}: cannot be captured as a graph ({type(error).__name__}: {reason})"
-        ) from error
+        said = WITHOUT_WORDS if is_inside_talk(reason) else f"{type(error).__name__}: {reason}"
+        raise CaptureError(f"{_line_of_error(error)}the code cannot be captured as a graph ({said})") from error
     finally:
         _FAKES.disabled = silent
 
@@ -468,11 +468,12 @@ def user_line() -> str:
 
 
 def _line_of_error(error: BaseException) -> str:
+    """Return the user's line that raised it, with a colon behind it; nothing for errors of autograd, which has none."""
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         if not is_library(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{number}"
-    return line or user_line()
+            line = f"{frame.f_code.co_filename}:{number}: "
+    return line
 
 
 def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> None:

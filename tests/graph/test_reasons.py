@@ -1,0 +1,82 @@
+"""Reasons why a step cannot be a graph: the user's line, in words that a user knows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import anabranch as ab
+from anabranch.errors import CaptureError
+
+
+def forks(model: nn.Module, x: Tensor) -> Any:
+    with torch.random.fork_rng():
+        return model(x + torch.rand(3, 4)).sum()
+
+
+def writes_outside(model: nn.Module, x: Tensor) -> Any:
+    sums = []
+
+    def region(x: Tensor) -> Any:
+        sums.append(x.sum())
+        return model(x)
+
+    return checkpoint(region, x, use_reentrant=False).sum()
+
+
+def defines(model: nn.Module, x: Tensor) -> Any:
+    class Local(nn.Identity):
+        scale = x
+
+    return Local()(model(x)).sum()
+
+
+def hashes(model: nn.Module, x: Tensor) -> Any:
+    return model(x).sum() * hash(x)
+
+
+def reads_clock(model: nn.Module, x: Tensor) -> Any:
+    return model(x).sum() * time.time()
+
+
+def writes_early(model: nn.Module, x: Tensor) -> Any:
+    written = model(x).exp()
+    written.add_(1)
+    return written.sum()
+
+
+REASONS = {
+    forks: "puts the state of torch's random numbers back",
+    writes_outside: "changes a variable that lives outside of it",
+    defines: "it defines a class in the middle of the step",
+    hashes: "PyTorch does not capture what it does",
+    reads_clock: r"it calls time\.time\(\), which PyTorch does not capture",
+}
+
+
+def refusal(loss: Any) -> str:
+    model = nn.Linear(4, 4)
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError) as raised:
+        executor.run(batch=torch.ones(3, 4))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("loss", REASONS, ids=lambda loss: loss.__name__)
+def test_reasons_name_the_line_and_are_in_the_users_words(loss: Any) -> None:
+    first = loss.__code__.co_firstlineno
+    found = refusal(loss)
+    assert any(f"{__file__}:{line}: the step cannot be a graph" in found for line in range(first, first + 8)), found
+    with pytest.raises(CaptureError, match=REASONS[loss]):
+        raise CaptureError(found)
+
+
+def test_an_error_of_backward_is_not_put_at_the_line_that_runs_the_step() -> None:
+    found = refusal(writes_early)
+    assert "modified by an inplace operation" in found
+    assert __file__ not in found
