@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from anabranch.deadline import Deadline
 
-__all__ = ["MAKERS", "Backend", "Ends", "Work", "abort", "connect", "other", "reached"]
+__all__ = ["Backend", "Ends", "MAKERS", "Work", "abort", "connect", "other", "reached"]
 
 _log = logging.getLogger("anabranch.pipeline")
 
