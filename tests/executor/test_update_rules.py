@@ -343,7 +343,7 @@ def test_an_epoch_goes_on_where_it_was_saved(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"precision": "fp16"}, ValueError, "precision is 'bfloat16', 'float16' or None, got 'fp16'"),
+        ({"precision": "fp16"}, ValueError, "precision is None, 'bfloat16' or 'float16', got 'fp16'"),
         ({"skip_nonfinite": "yes"}, TypeError, "skip_nonfinite is True, False, or None"),
         ({"clip_grad_value": 0}, ValueError, "clip_grad_value is a finite number above 0"),
         ({"clip_grad_value": 1.0, "clip_grad_norm": 1.0}, ValueError, "both given"),

@@ -113,11 +113,14 @@ def test_a_service_that_is_started_again_is_listed_with_its_new_process(
             return [ab.ExpertBackend(f"e.{index}", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])]
 
         directory = ab.job().serve(make)
+        end = time.monotonic() + 60
+        while len(json.load(open(sys.argv[1]))["roles"]) < 2:  # this process may be here before the launcher has written
+            assert time.monotonic() < end
+            time.sleep(0.01)
         found = lambda: json.load(open(sys.argv[1]))["roles"][1]
         first = found()
         assert first["endpoint"] == directory.lookup(["e.0"])["e.0"], first
         os.kill(first["pid"], signal.SIGKILL)
-        end = time.monotonic() + 60
         while found()["pid"] in (first["pid"], None):
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -260,7 +260,7 @@ def test_a_remote_embedding_is_a_sparse_one(mode: str | None) -> None:
 def test_a_remote_embedding_without_an_optimizer_says_so() -> None:
     with pytest.raises(ValueError, match="optimizer="):
         RemoteEmbedding("t", 4, 2)(torch.tensor([1]))
-    with pytest.raises(ValueError, match="mode="):
+    with pytest.raises(ValueError, match="mode is None, 'sum'"):
         RemoteEmbedding("t", 4, 2, mode="min")
     with pytest.raises(ValueError, match="capacity=0"):
         RemoteEmbedding("t", None, 2, capacity=0)

@@ -180,7 +180,7 @@ def test_a_damaged_file_is_refused_saying_why(tmp_path: Path, text: str, message
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "ranks", "message"),
     [
-        ("Chimera", 2, 2, None, "there are 'GPipe', '1F1B'"),
+        ("Chimera", 2, 2, None, "schedule is 'GPipe', '1F1B'"),
         ("GPipe", 0, 2, None, "stages of at least 1, got 0"),
         ("GPipe", 2, 0, None, "microbatches of at least 1, got 0"),
         ("GPipe", 4, 2, 2, "got 4 stages for 2 ranks; make 2 stages"),
