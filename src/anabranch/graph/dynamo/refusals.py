@@ -12,8 +12,8 @@ from anabranch.graph.dynamo.origins import OURS
 
 __all__ = [
     "DIVIDED",
-    "WITHOUT_WORDS",
     "Raises",
+    "WITHOUT_WORDS",
     "is_inside_talk",
     "reason_here",
     "reason_of",
