@@ -128,8 +128,10 @@ def test_unknown_events_and_what_cannot_be_called_are_refused() -> None:
 
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_rows_and_learning_rates_are_fetched(engine: str) -> None:
-    step = make_step()
-    step.schedulers.append(torch.optim.lr_scheduler.StepLR(step.optimizers[0], step_size=1, gamma=0.5))
+    made = make_step()
+    (optimizer,) = made.optimizers
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    step = ab.TrainStep(made.model, made.loss, optimizer, scheduler=scheduler)
     with ab.Executor(step, engine=engine) as executor:  # type: ignore[arg-type]
         first = executor.run(batch=BATCH, fetch=["rows", "learning_rates"])
         second = executor.run(batch=BATCH, fetch=["learning_rates"], as_numpy=True)

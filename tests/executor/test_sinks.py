@@ -83,9 +83,10 @@ def test_the_norm_is_told_where_it_was_taken() -> None:
 
 def test_steps_are_the_optimizers() -> None:
     kept = Kept()
-    step = make_step(accumulate=2)
-    scheduler = torch.optim.lr_scheduler.StepLR(step.optimizers[0], step_size=1, gamma=0.1)
-    step.schedulers.append(scheduler)
+    made = make_step()
+    (optimizer,) = made.optimizers
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    step = ab.TrainStep(made.model, made.loss, optimizer, scheduler=scheduler, accumulate=2)
     with ab.Executor(step, sinks=[kept], engine="tape") as executor:
         for _ in range(4):
             executor.run(batch=BATCH)
