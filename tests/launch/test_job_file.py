@@ -114,7 +114,7 @@ def test_a_service_that_is_started_again_is_listed_with_its_new_process(
 
         directory = ab.job().serve(make)
         end = time.monotonic() + 60
-        while len(json.load(open(sys.argv[1]))["roles"]) < 2:  # this process may be here before the launcher has written
+        while len(json.load(open(sys.argv[1]))["roles"]) < 2:  # not written yet
             assert time.monotonic() < end
             time.sleep(0.01)
         found = lambda: json.load(open(sys.argv[1]))["roles"][1]

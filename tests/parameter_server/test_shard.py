@@ -38,7 +38,8 @@ SPEC = TableSpec("t", 10, 2, initial=Constant(1.0))
 
 
 @pytest.mark.parametrize(
-    ("name", "merges", "lag"), [("bsp", True, 0), ("ssp:0", False, 0), ("ssp:7", False, 7), ("asp", False, None), ("ASP", False, None)]
+    ("name", "merges", "lag"),
+    [("bsp", True, 0), ("ssp:0", False, 0), ("ssp:7", False, 7), ("asp", False, None), ("ASP", False, None)],
 )
 def test_consistencies_have_names(name: str, merges: bool, lag: int | None) -> None:
     assert Consistency.parse(name) == Consistency(name.lower(), merges, lag)
