@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -132,7 +133,8 @@ def _guarded_reads(refuse: Callable[[str], None]) -> Iterator[Any]:
         return call_storage(self, tx, name, *args, **kwargs)
 
     def read_function(self: Any, tx: Any, name: str) -> Any:
-        if name == "__annotations__" and not self.get_code().co_filename.startswith(OURS):
+        signature = tx.f_code.co_filename == inspect.__file__  # reads them along with the names that it is asked for
+        if name == "__annotations__" and not signature and not self.get_code().co_filename.startswith(OURS):
             refuse(f"the annotations of {self.get_name()}")
         return of_function(self, tx, name)
 
