@@ -12,6 +12,7 @@ import dis
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -124,25 +125,26 @@ class _Reads:
         names: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for space, name in reads:
             names.setdefault(id(space), (space, set()))[1].add(name)
-        self._spaces = [space for space, _ in names.values()]
-        self._absent = [wanted.difference(space) for space, wanted in names.values()]
+        spaces = [space for space, _ in names.values()]
+        absent = [wanted.difference(space) for space, wanted in names.values()]
+        self._absent = [(space.keys(), missing) for space, missing in zip(spaces, absent, strict=True) if missing]
         # Two names at least, so that an itemgetter gives a tuple.
         held = [sorted(wanted.intersection(space)) or ["__name__"] for space, wanted in names.values()]
-        self._readers = [operator.itemgetter(found[0], *found) for found in held]
-        self._values = [read(space) for read, space in zip(self._readers, self._spaces, strict=True)]
+        readers = [operator.itemgetter(found[0], *found) for found in held]
+        self._readers = list(zip(readers, spaces, strict=True))
+        self._values = list(self._read())
 
     def unchanged(self) -> bool:
         """Return True if each name still stands for the identical object."""
-        same = operator.is_
-        for space, absent, read, values in zip(self._spaces, self._absent, self._readers, self._values, strict=True):
-            try:
-                if not all(map(same, read(space), values)):
-                    return False
-            except KeyError:
+        try:
+            if not all(map(operator.is_, self._read(), self._values)):
                 return False
-            if not space.keys().isdisjoint(absent):
-                return False
-        return True
+        except KeyError:
+            return False
+        return all(held.isdisjoint(missing) for held, missing in self._absent)
+
+    def _read(self) -> Iterator[Any]:
+        return chain.from_iterable([read(space) for read, space in self._readers])
 
 
 def _contents(held: Any) -> list[object]:
