@@ -103,7 +103,7 @@ def shared_out(
     windows: Windows, batch: int, rank: int, workers: int, collate: Callable[[list[Tensor]], Any] | None = None
 ) -> DataLoader[Any]:
     """Return this worker's windows of every batch: the whole batch is the same for any number of workers."""
-    sampler = DistributedSampler(windows, num_replicas=workers, rank=rank, shuffle=False)
+    sampler: DistributedSampler[Tensor] = DistributedSampler(windows, num_replicas=workers, rank=rank, shuffle=False)
     return DataLoader(windows, batch_size=batch // workers, sampler=sampler, collate_fn=collate)
 
 

@@ -297,7 +297,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             comm_mode=team.comm_mode,
             engine=options.engine,
             dataloaders={"train": clicks(train, batch=options.batch, rank=team.rank, workers=team.workers)},
-            **({"cache": cache} if cache else {}),
+            cache=cache,
         ) as executor,
         stopped_by_sigterm(executor),
     ):

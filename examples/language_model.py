@@ -36,9 +36,10 @@ import shutil
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from _experts import Experts, uids_of
@@ -139,7 +140,7 @@ class Read(nn.Module):
         self.read_memory = nn.Linear(2 * MEMORY_WIDTH * len(NGRAMS), WIDTH)
         nn.init.normal_(self.bytes.weight, std=0.02)
 
-    def forward(self, text_BT: Tensor):
+    def forward(self, text_BT: Tensor) -> Generator[Any, Any, Tensor]:
         memory_BTM = self.memory(text_BT)
         yield ab.stash("memory", memory_BTM)
         # The n-grams that end one byte earlier, too: attention can look for them, and finds what followed them there.
@@ -156,7 +157,7 @@ class Write(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH + MEMORY_WIDTH * len(NGRAMS), 256)
 
-    def forward(self, hidden_BTD: Tensor):
+    def forward(self, hidden_BTD: Tensor) -> Generator[Any, Any, Tensor]:
         memory_BTM = yield ab.pop("memory")
         return self.head(torch.cat([self.norm(hidden_BTD), memory_BTM], -1))
 
@@ -260,7 +261,7 @@ def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> f
     for batch in batches[team.rank :: team.workers]:
         total += executor.run("validate", batch)["nats"]
     if team.workers > 1:
-        total = ab.all_reduce(total, group=team.grid and team.grid.data_group)
+        total = ab.all_reduce(total, group=None if team.grid is None else team.grid.data_group)
     return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
 
 

@@ -211,9 +211,9 @@ def job_servers(job: ab.Job, seed: int, out: Path) -> tuple[DirectoryLike, Seque
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pixels from 0 to 1 and labels: to learn from, and held out."""
-    digits = load_digits()
-    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target)
+    data, target = load_digits(return_X_y=True)
+    pixels = torch.tensor(data, dtype=torch.float32) / 16
+    labels = torch.tensor(target)
     held_out = torch.arange(len(labels)) % 5 == 0
     return pixels[~held_out], labels[~held_out], pixels[held_out], labels[held_out]
 

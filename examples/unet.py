@@ -20,7 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.pipeline import draw, make_schedule, save_picture
+from anabranch.pipeline import draw, isolate, make_schedule, save_picture
 
 CHANNELS = 16
 BALANCE = {1: [5], 2: [3, 2], 3: [1, 2, 2], 4: [1, 2, 1, 1]}
@@ -44,7 +46,7 @@ class Down(nn.Module):
         self.convolution = nn.Conv2d(channels, wider, 3, padding=1)
         self.norm = nn.GroupNorm(4, wider)
 
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         x = F.silu(self.norm(self.convolution(x)))
         yield ab.stash("skip", x)
         return F.avg_pool2d(x, 2)
@@ -60,7 +62,7 @@ class Up(nn.Module):
         self.norm = nn.GroupNorm(4, narrower)
         self.mix = nn.Conv2d(2 * narrower, narrower, 3, padding=1)
 
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         x = F.silu(self.norm(self.convolution(F.interpolate(x, scale_factor=2.0))))
         kept = yield ab.pop("skip")
         return F.silu(self.mix(torch.cat([x, kept], dim=1)))
@@ -69,17 +71,18 @@ class Up(nn.Module):
 def unet() -> nn.Sequential:
     outer, inner = ab.Namespace(), ab.Namespace()
     return nn.Sequential(
-        Down(1, CHANNELS).isolate(outer),
-        Down(CHANNELS, 2 * CHANNELS).isolate(inner),
+        isolate(Down(1, CHANNELS), outer),
+        isolate(Down(CHANNELS, 2 * CHANNELS), inner),
         nn.Sequential(nn.Conv2d(2 * CHANNELS, 2 * CHANNELS, 3, padding=1), nn.SiLU()),
-        Up(2 * CHANNELS, 2 * CHANNELS).isolate(inner),
-        nn.Sequential(Up(2 * CHANNELS, CHANNELS).isolate(outer), nn.Conv2d(CHANNELS, 1, 1)),
+        isolate(Up(2 * CHANNELS, 2 * CHANNELS), inner),
+        nn.Sequential(isolate(Up(2 * CHANNELS, CHANNELS), outer), nn.Conv2d(CHANNELS, 1, 1)),
     )
 
 
 def digits() -> tuple[Tensor, Tensor]:
     """1,697 pictures to learn from and 100 to show, 8x8, from 0 to 1."""
-    pictures = torch.from_numpy(load_digits().images).float().unsqueeze(1) / 16.0
+    found, _ = load_digits(return_X_y=True)
+    pictures = torch.from_numpy(found).float().reshape(-1, 1, 8, 8) / 16.0
     return pictures[:-100], pictures[-100:]
 
 

@@ -30,7 +30,19 @@ from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the fun
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from anabranch import autodiff as autodiff
+    from anabranch import checkpoint as checkpoint
+    from anabranch import errors as errors
+    from anabranch import executor as executor
+    from anabranch import experts as experts
+    from anabranch import graph as graph
+    from anabranch import launch as launch
     from anabranch import loaders, observe, testing
+    from anabranch import parameter_server as parameter_server
+    from anabranch import pipeline as pipeline
+    from anabranch import tables as tables
+    from anabranch import tensors as tensors
+    from anabranch import transport as transport
     from anabranch.autodiff import (
         Grad,
         GradManager,

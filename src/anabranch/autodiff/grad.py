@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from anabranch.autodiff.roots import check_differentiable, roots_on_tape
 
 __all__ = ["Grad", "GradCallback", "get_grad_managers"]
 
-GradCallback: TypeAlias = Callable[[Tensor | None, Tensor], object]
+GradCallback: TypeAlias = Callable[[Any, Tensor], object]
 """``callback(tensor, grad)``; the tensor is ``None`` if it has been dropped, what is returned is ignored.
 
 The gradient is the engine's own, which may have other users: it must not be changed in place.

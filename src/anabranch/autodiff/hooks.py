@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
-Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
+Callback: TypeAlias = "Callable[[Tensor, Any], Gradient | None]"
 """``callback(tensor, gradient)`` returns the gradient to go on with, a future of it, or ``None`` to keep it."""
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Checkpoint:
     """
 
     step: int
-    state: object
+    state: Any
     path: Path
     generation: int
     _files: Mapping[str, FileRecord] = field(repr=False)

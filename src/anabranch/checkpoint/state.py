@@ -22,6 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from torch import Tensor
 
@@ -104,7 +105,7 @@ def split(structure: object) -> tuple[object, dict[str, Tensor]]:
     return _replace(structure, name, ()), tensors
 
 
-def join(state: object, tensors: Mapping[str, Tensor]) -> object:
+def join(state: object, tensors: Mapping[str, Tensor]) -> Any:
     """Put the ``tensors`` that ``split`` took out back into ``state``.
 
     Raises:

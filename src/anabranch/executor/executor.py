@@ -40,7 +40,7 @@ from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, pla
 from anabranch.executor.saving import HasState, Saver
 from anabranch.executor.sinks import Sink, check_sinks
 from anabranch.executor.statistics import Statistics
-from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
+from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
 from anabranch.executor.tracking import Progress
 from anabranch.executor.watching import Watching, rates_of
 from anabranch.graph import Graph
@@ -119,7 +119,7 @@ class Executor:
 
     def __init__(
         self,
-        steps: Step | Mapping[str, Step],
+        steps: StepDescription | Mapping[str, StepDescription],
         comm_mode: str | None = None,
         *,
         engine: Literal["auto", "graph", "tape"] = "auto",
@@ -394,7 +394,7 @@ class Executor:
             fetch.rows = torch.tensor(rows if step.rows is not None else int(rows))
             fetch.rates = torch.tensor(rates, dtype=torch.float64)
         values = {"loss": ran.loss}
-        values.update(fetch.collect(ran.returned))  # type: ignore[arg-type]
+        values.update(fetch.collect(ran.returned))
         values["loss"] = ran.loss
         if runner.steps != steps_before:
             self._watching.counted(self.step)

@@ -22,7 +22,17 @@ from anabranch.executor.loss_module import ModelWithLoss, beside, model_of
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
-__all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "distinct_models", "named_steps", "parameters_of"]
+__all__ = [
+    "EvalStep",
+    "Loss",
+    "Outputs",
+    "Step",
+    "StepDescription",
+    "TrainStep",
+    "distinct_models",
+    "named_steps",
+    "parameters_of",
+]
 
 _T = TypeVar("_T")
 _REDUCTIONS: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
@@ -33,7 +43,7 @@ Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 """``loss(model, batch)`` and ``outputs(model, batch)``; the batch is whatever nested structure the caller passes."""
 
 
-class _Description:
+class StepDescription:
     """An object whose attributes are given once: graphs hold what they said when they were captured."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -50,7 +60,7 @@ def _fixed(step: object, name: str) -> str:
     return f"{name!r} of a {kind} cannot be changed, for graphs are made of it; make a new {kind} and a new Executor"
 
 
-class TrainStep(_Description):
+class TrainStep(StepDescription):
     """One training step: forward, loss, backward, and the optimizers' update.
 
     Its attributes, named as the arguments are, can be read and not changed: to train otherwise, make a new one.
@@ -180,7 +190,7 @@ class TrainStep(_Description):
         return None if self.precision is None else _PRECISIONS[self.precision]
 
 
-class EvalStep(_Description):
+class EvalStep(StepDescription):
     """One evaluation: the model in eval mode, without gradients, its modes restored afterwards.
 
     Its attributes can be read and not changed, as a ``TrainStep``'s.
@@ -324,7 +334,7 @@ def _schedulers(
     return tuple(schedulers)
 
 
-def named_steps(steps: Step | Mapping[str, Step]) -> dict[str, Step]:
+def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[str, Step]:
     """Return ``steps`` by name; a lone step is called ``"default"``.
 
     Raises:
@@ -336,12 +346,14 @@ def named_steps(steps: Step | Mapping[str, Step]) -> dict[str, Step]:
         raise TypeError(f"steps is a TrainStep, an EvalStep or a dict of them, got {type(steps).__name__}")
     if not steps:
         raise ValueError("steps is empty; give at least one TrainStep or EvalStep")
+    found: dict[str, Step] = {}
     for name, step in steps.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"a step's name is a text that is not empty, got {name!r}")
         if not isinstance(step, TrainStep | EvalStep):
             raise TypeError(f"step {name!r} is a {type(step).__name__}, not a TrainStep or EvalStep")
-    return dict(steps)
+        found[name] = step
+    return found
 
 
 def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:

@@ -104,4 +104,4 @@ def _example_inputs(graph: Graph) -> tuple[Structure, ...]:
                 torch.zeros_like(value, device=value.device) if isinstance(value, Tensor) else binding.fixed
             )
     structure = graph._argument_structure
-    return tuple(examples) if structure is None else tuple(unflatten(structure, examples))  # type: ignore[arg-type]
+    return tuple(examples) if structure is None else tuple(unflatten(structure, examples))

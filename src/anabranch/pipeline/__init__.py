@@ -16,7 +16,7 @@ from anabranch.pipeline.schedule.schedule import Schedule
 from anabranch.pipeline.schedule.simulator import Interval, Simulation, simulate
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.recomputing import is_recomputing
-from anabranch.pipeline.stage.skips import Namespace, pop, skippable, stash, verify_skippables
+from anabranch.pipeline.stage.skips import Namespace, isolate, pop, skippable, stash, verify_skippables
 
 __all__ = [
     "Action",
@@ -32,6 +32,7 @@ __all__ = [
     "balance_by_time",
     "draw",
     "is_recomputing",
+    "isolate",
     "make_schedule",
     "pop",
     "save_picture",

@@ -363,7 +363,7 @@ def open_portal(call: PipeCall, turn: Turn) -> Structure:
     tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]
     treedef, leaves = box
     assert isinstance(leaves, list)
-    return unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])  # type: ignore[arg-type]
+    return unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 class _Deliver(torch.autograd.Function):

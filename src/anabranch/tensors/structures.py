@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import optree
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Structure", "flatten", "map_structure", "paths", "unflatten"]
 
-Structure: TypeAlias = object
+Structure: TypeAlias = Any
 """Tensors in any nesting of dict, list, tuple, named tuple and registered dataclass."""
 
 
@@ -28,7 +28,7 @@ def flatten(structure: Structure, is_leaf: Callable[[object], bool] | None = Non
     >>> unflatten(treedef, leaves)
     {'a': 1, 'b': (2, None)}
     """
-    return optree.tree_flatten(structure, is_leaf, none_is_leaf=True)  # type: ignore[arg-type]
+    return optree.tree_flatten(structure, is_leaf, none_is_leaf=True)
 
 
 def unflatten(treedef: PyTreeSpec, leaves: list[object]) -> Structure:
@@ -38,7 +38,7 @@ def unflatten(treedef: PyTreeSpec, leaves: list[object]) -> Structure:
 
 def map_structure(function: Callable[[object], object], structure: Structure) -> Structure:
     """``structure`` with every leaf replaced by ``function(leaf)``."""
-    return optree.tree_map(function, structure, none_is_leaf=True)  # type: ignore[arg-type]
+    return optree.tree_map(function, structure, none_is_leaf=True)
 
 
 def paths(structure: Structure, is_leaf: Callable[[object], bool] | None = None) -> list[str]:
@@ -47,5 +47,5 @@ def paths(structure: Structure, is_leaf: Callable[[object], bool] | None = None)
     >>> paths({"ids": 0, "pair": (1, [2])})
     ['ids', 'pair.0', 'pair.1.0']
     """
-    found, _, _ = optree.tree_flatten_with_path(structure, is_leaf, none_is_leaf=True)  # type: ignore[arg-type]
+    found, _, _ = optree.tree_flatten_with_path(structure, is_leaf, none_is_leaf=True)
     return [".".join(str(entry) for entry in path) for path in found]

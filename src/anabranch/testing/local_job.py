@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from anabranch.deadline import check_seconds
 from anabranch.errors import DeadlineExceeded, RemoteError
@@ -37,7 +38,7 @@ class JobResult:
 
     exit_codes: tuple[int, ...]
     logs: tuple[str, ...]
-    results: tuple[dict[str, object] | None, ...]
+    results: tuple[dict[str, Any] | None, ...]
     first_failure: int | None
     seconds: float
     first_failed: str | None = None

@@ -107,7 +107,7 @@ def _numbers_as_tensors(
     def with_numbers(*given: Structure) -> Structure:
         return fn(*_unwrapped(given, templates))
 
-    return unflatten(structure, wrapped), with_numbers  # type: ignore[return-value]
+    return unflatten(structure, wrapped), with_numbers
 
 
 def _unwrapped(value: Any, template: Any) -> Any:
@@ -233,7 +233,7 @@ def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> C
     def capture_for(shapes: Sequence[torch.Size]) -> Graph:
         wanted = iter(shapes)
         examples = [f.new_empty(next(wanted, f.shape)) if isinstance(f, Tensor) else f for f in forms]
-        return capture(fn, *unflatten(structure, examples))  # type: ignore[misc]
+        return capture(fn, *unflatten(structure, examples))
 
     return capture_for
 

@@ -215,7 +215,22 @@ def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 def isolate(module: _Module, namespace: Namespace, only: str | Iterable[str] | None = None) -> _Module:
     """Put the skips of ``module``, or those named in ``only``, into ``namespace``; returns ``module``.
 
-    A method of every skippable module: ``Encode().isolate(namespace)``.
+    A method of every skippable module too, ``Encode().isolate(namespace)``, which a type checker does not see: no
+    decorator can add one to a class for it.
+
+    >>> @skippable(stash=["long"])
+    ... class Encode(nn.Module):
+    ...     def forward(self, x):
+    ...         yield stash("long", x)
+    ...         return x
+    >>> outer = Namespace()
+    >>> isinstance(isolate(Encode(), outer), Encode)
+    True
+
+    Args:
+        module: of a class that ``skippable`` declares.
+        namespace: the other modules that share these skips are given the same one.
+        only: some of the names that the class declares; all of them without.
 
     Raises:
         SkipError: a name in ``only`` that the module does not declare.
