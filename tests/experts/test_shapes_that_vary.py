@@ -271,3 +271,14 @@ def test_a_mixture_of_experts_of_sequences(padded: bool) -> None:
             answer["y"].square().sum().backward()  # type: ignore[index]
             (weights[:, 0, None, None] * ys[0]["y"] + weights[:, 1, None, None] * ys[1]["y"]).square().sum().backward()
             assert torch.allclose(far.grad, near.grad, rtol=1e-11, atol=1e-13)  # type: ignore[arg-type]
+
+
+def test_none_among_outputs_crosses_beside_a_dimension_that_varies() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return x * 2.0, None
+
+    with ExpertServer([ExpertBackend("block.0", Attention(), args_schema=[TensorSpec(None, 2)])]) as server:
+        out, weights = RemoteExpert("block.0", server.endpoint)(torch.ones(1, 3, 2))
+    assert torch.equal(out, torch.full((1, 3, 2), 2.0))
+    assert weights is None

@@ -12,7 +12,7 @@ from expert_modules import Slow, in_the_module, served
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded
+from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.experts import ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
 from anabranch.experts.server.fair_order import FairOrder
 from anabranch.tensors import TensorSpec
@@ -171,3 +171,14 @@ def test_an_expert_says_who_goes_first() -> None:
     assert order == ["second", "first"]
     assert [rows for _, rows, _ in seen] == [2, 2]
     assert all(caller.startswith("process ") and not backward for caller, _, backward in seen)
+
+
+def test_a_priority_that_is_no_number_is_said_to_the_caller() -> None:
+    class Unsaid(ExpertBackend):
+        def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
+            return None  # type: ignore[return-value]
+
+    said = r"Unsaid\.prioritize returned None; return a whole number"
+    backend = Unsaid("unsaid.0", nn.Linear(1, 1), args_schema=[TensorSpec(1)])
+    with served(backend) as server, pytest.raises(RemoteError, match=said):
+        RemoteExpert("unsaid.0", server.endpoint)(torch.ones(1, 1))

@@ -12,13 +12,14 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 from anabranch.errors import AnabranchError, SchemaError
 
-__all__ = ["Whole", "call", "fill", "handle_of", "keep_whole", "learn_forms", "take_failure"]
+__all__ = ["Whole", "beside", "call", "fill", "handle_of", "keep_whole", "learn_forms", "take_failure"]
 
 
 class Whole(Protocol):
@@ -124,7 +125,27 @@ def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
         raise
 
 
-_whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call
+def beside(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)``, of which Dynamo sees nothing: a user's ``torch.compile`` ends one graph here and
+    begins another behind it.
+    """
+    prior = set_eval_frame(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_eval_frame(prior)
+
+
+# What torch.compiler.disable does, which imports all of Dynamo: it is not inlined, and its own frame is not looked at.
+beside._torchdynamo_disable = True  # type: ignore[attr-defined]
+set_code_exec_strategy(beside.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def _call_beside(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return cast("list[Tensor]", beside(_call, (handle, args, kwargs), {}))
+
+
+_whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call_beside
 
 
 def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

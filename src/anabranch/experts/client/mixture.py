@@ -724,6 +724,8 @@ class RemoteMixtureOfExperts(_Mixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """Return the mixture's output for ``x``."""
+        if torch.compiler.is_dynamo_compiling() and self._form is None:  # a compiler that is not this library's
+            return cast(Structure, opaque.beside(self.forward, (x, *args), kwargs))
         leading = self._leading_of(x)
         gated = self._gated(x, leading)
         if torch.compiler.is_dynamo_compiling():
@@ -809,6 +811,8 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
         """Return the output for ``x``, and the balancing loss."""
+        if torch.compiler.is_dynamo_compiling() and self._form is None:  # a compiler that is not this library's
+            return cast("tuple[Structure, Tensor]", opaque.beside(self.forward, (x, *args), kwargs))
         leading = self._leading_of(x)
         gated = self._gated(x, leading)
         grids = len(self.grid_size)

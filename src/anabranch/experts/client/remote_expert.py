@@ -152,9 +152,14 @@ class RemoteExpert(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling():
+            if self._form is None:  # a compiler that is not this library's
+                return cast(Structure, opaque.beside(self._call_nested, args, kwargs))
             # Dynamo guards what it reads itself: the mode.
             given = opaque.call(self._handle, (self.training, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, given))
+        return self._call_nested(*args, **kwargs)
+
+    def _call_nested(self, *args: object, **kwargs: object) -> Structure:
         schema, outputs = self._call(args, kwargs, evaluating=not self.training)
         return schema.nest_outputs(outputs)
 

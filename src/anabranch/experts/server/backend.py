@@ -601,6 +601,9 @@ class ExpertBackend:
         nesting = nesting_of(shorter)
         merged: list[TensorSpec | None] = []
         for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
+            if a is None and b is None:
+                merged.append(None)
+                continue
             if a is None or b is None or len(a.shape) != len(b.shape):
                 raise SchemaError(f"{self.uid}: the module returns {shorter} or {longer}, by the length of its input")
             sizes = [one if one == other else None for one, other in zip(a.shape, b.shape, strict=True)]

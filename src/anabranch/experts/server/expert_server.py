@@ -467,7 +467,10 @@ class ExpertServer:
     def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
         """Queues the task once all requests that have come are read, so that they share a batch."""
         task.caller = call.peer.name
-        task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
+        priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
+        if not isinstance(priority, int):
+            raise TypeError(f"{type(backend).__name__}.prioritize returned {priority!r}; return a whole number")
+        task.priority = priority
         if backend.copies is not None:
             task.inputs, task.copied = backend.copies.bring(task.inputs)
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
