@@ -278,7 +278,7 @@ def test_none_among_outputs_crosses_beside_a_dimension_that_varies() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, None]:
             return x * 2.0, None
 
-    with ExpertServer([ExpertBackend("block.0", Attention(), args_schema=[TensorSpec(None, 2)])]) as server:
+    with served(ExpertBackend("block.0", Attention(), args_schema=[TensorSpec(None, 2)])) as server:
         out, weights = RemoteExpert("block.0", server.endpoint)(torch.ones(1, 3, 2))
     assert torch.equal(out, torch.full((1, 3, 2), 2.0))
     assert weights is None
