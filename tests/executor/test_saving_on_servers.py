@@ -235,3 +235,46 @@ def test_a_state_of_another_shape_is_refused() -> None:
     rule = RowOptimizer.from_factory(lambda p: torch.optim.Adam(p))
     with pytest.raises(ValueError, match="exp_avg, exp_avg_sq"):
         from_torch(rule, torch.zeros(3), {"step": 1.0, "exp_avg": torch.zeros(3)})
+
+
+class Halves(nn.Module):
+    """A table, and a matrix that lives whole on a server under ``PS``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, 4, mode="sum", dtype=dtype)
+        self.matrix = nn.Parameter(torch.randn(4, 4, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.table(ids) @ self.matrix).float()
+
+
+@pytest.mark.parametrize("mode", [None, "Hybrid", "PS"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_row_wise_adagrad_are_not_rounded_to_half(
+    mode: str | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Saved and loaded every few steps, a model moves as one that never was."""
+
+    def trained(saves: bool) -> dict[str, Tensor]:
+        def start() -> tuple[Halves, ab.Executor]:
+            torch.manual_seed(0)
+            model = Halves(dtype)
+            optimizer = ab.RowWiseAdagrad(model.parameters(), lr=0.1)
+            step = ab.TrainStep(model, lambda model, ids: (model(ids) - 1).square().mean(), optimizer)
+            return model, ab.Executor(step, mode, engine="tape")
+
+        model, executor = start()
+        for number in range(60):
+            executor.run(batch=torch.randint(0, 9, (4, 2), generator=torch.Generator().manual_seed(number)))
+            if saves and number % 10 == 5:
+                executor.save(tmp_path)
+                executor.close()
+                model, executor = start()
+                executor.load(tmp_path)
+        executor.close()
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    once, often = trained(saves=False), trained(saves=True)
+    for name, value in once.items():
+        assert torch.equal(often[name], value), name

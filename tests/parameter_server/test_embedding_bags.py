@@ -224,6 +224,30 @@ def test_it_counts_the_rows_of_its_batch_and_comes_apart_into_tensors() -> None:
     assert torch.equal(again.values(), features.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("served", [False, True], ids=["here", "on servers"])
+def test_ids_of_a_narrow_dtype_are_taken_however_many_there_are(dtype: torch.dtype, served: bool) -> None:
+    """Rows begin at 0 and 280, a number that neither 8-bit dtype has; each bag counts its ids."""
+    bag = (
+        ab.RemoteEmbedding("counts", 4, 1, mode="sum", init=1.0, optimizer=torch.optim.SGD)
+        if served
+        else nn.EmbeddingBag(4, 1, mode="sum", _weight=torch.ones(4, 1))
+    )
+    collection = ab.EmbeddingBagCollection({"a": bag})
+    counted = collection(ab.KeyedJagged(["a"], torch.ones(300, dtype=dtype), lengths=torch.tensor([280, 20])))
+    assert counted["a"].tolist() == [[280.0], [20.0]]
+    if served:
+        bag.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=str)
+def test_ids_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="one dimension of integers"):
+        ab.KeyedJagged(["a"], torch.ones(3, dtype=dtype), lengths=torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"ids are integers, got 1\.7"):
+        ab.KeyedJagged.from_lists({"a": [[1.7]]})
+
+
 def test_offsets_and_lengths_say_the_same() -> None:
     features = ragged(4)
     again = ab.KeyedJagged(features.keys(), features.values(), offsets=features.offsets())

@@ -33,7 +33,7 @@ from anabranch.parameter_server import (
     users_of,
 )
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
-from anabranch.tables import Cache, CacheStatistics, ParameterState, RowOptimizer, to_torch
+from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
 __all__ = ["RemotePart", "ServedParameter", "Together"]
@@ -318,17 +318,18 @@ class RemotePart:
         for moved in self.moved:
             kept = self.client.read_kept(moved.name, moved.rule())
             if state := to_torch(moved.rule(), kept):
-                moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved.dtype)
+                moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
             if moved.place is Place.ROWS:
                 self.tables.give_back(moved.name, kept.values)
 
 
-def _as_kept_here(state: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
     """Return an optimizer's state as its ``load_state_dict`` would take it: servers keep float32 beside float16."""
-    if dtype != torch.float16:
+    if moved.dtype != torch.float16 or moved.rule().family is Family.ROW_WISE_ADAGRAD:
         return dict(state)
     return {
-        key: value.to(dtype) if isinstance(value, Tensor) and key != "step" else value for key, value in state.items()
+        key: value.to(moved.dtype) if isinstance(value, Tensor) and key != "step" else value
+        for key, value in state.items()
     }
 
 

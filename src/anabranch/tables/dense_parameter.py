@@ -11,7 +11,7 @@ from anabranch.errors import NonFinite, SchemaError
 from anabranch.tables.kernels._updates import update_of
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
+from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad, sums_dtype
 from anabranch.tables.table_spec import ALLOWED_DTYPES, state_dtype
 
 __all__ = ["DenseParameter"]
@@ -40,8 +40,7 @@ class DenseParameter:
         kept_as = state_dtype(value.dtype)
         self.states = [torch.full_like(self.value, rule.initial_state, dtype=kept_as) for _ in range(rule.states)]
         if rule.family is Family.ROW_WISE_ADAGRAD:
-            kind = torch.float64 if value.dtype == torch.float64 else torch.float32
-            self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
+            self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=sums_dtype(value.dtype))]
         self.bounds = Bounds.of(rule, self.value, self.states)
         """Upper bounds on the magnitude of its numbers."""
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1

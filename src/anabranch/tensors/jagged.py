@@ -62,7 +62,7 @@ class KeyedJagged:
         values, weights = torch.as_tensor(values), None if weights is None else torch.as_tensor(weights)
         lengths, offsets = (part if part is None else torch.as_tensor(part) for part in (lengths, offsets))
         for label, tensor in {"values": values, "lengths": lengths, "offsets": offsets}.items():
-            if tensor is not None and (tensor.ndim != 1 or tensor.is_floating_point()):
+            if tensor is not None and (tensor.ndim != 1 or not _is_integer(tensor)):
                 raise ValueError(f"{label} has one dimension of integers, got {tuple(tensor.shape)} {tensor.dtype}")
         if lengths is None:
             assert offsets is not None
@@ -90,7 +90,7 @@ class KeyedJagged:
         """Return the features of ``{name: a list of ids for each row}``; ``weights`` alike, with all features or none.
 
         Raises:
-            ValueError: features of unequal rows, or weights of another form; names them.
+            ValueError: features of unequal rows, weights of another form, or a fraction for an id; names them.
         """
         rows = {key: len(each) for key, each in features.items()}
         if len(set(rows.values())) > 1:
@@ -102,6 +102,9 @@ class KeyedJagged:
                 raise ValueError("weights have the features' names, and a number for each id")
             given = torch.tensor([w for key in features for row in weights[key] for w in row], dtype=torch.float32)
         values = [value for each in features.values() for row in each for value in row]
+        broken = [value for value in values if int(value) != value]
+        if broken:
+            raise ValueError(f"ids are integers, got {broken[0]!r}")
         lengths = [length for each in form.values() for length in each]
         return cls(
             list(features), torch.tensor(values, dtype=torch.int64), given, torch.tensor(lengths, dtype=torch.int64)
@@ -158,12 +161,18 @@ def bags_of(features: Jagged) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]
     Each step is an operation on the tensors, with no number read from them: so a loader's next batch goes through it.
     """
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
+    if values.dtype != torch.int32:  # starts have the ids' dtype, and those of a large batch need a wide one
+        values = values.long()
     lengths = features.lengths().view(len(keys), -1)
     ends = lengths.sum(1).cumsum(0)[:-1].cpu()
     ids = torch.tensor_split(values, ends)
     parts = [None] * len(keys) if weights is None else torch.tensor_split(weights, ends)
     starts = (lengths.cumsum(1) - lengths).to(values.dtype)
     return dict(zip(keys, zip(ids, starts, parts, strict=True), strict=True))
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _leaves_of(features: KeyedJagged) -> tuple[tuple[Tensor | None, ...], tuple[str, ...]]:

@@ -63,6 +63,7 @@ from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.parameter_server.standing import Ledger, Standing
 from anabranch.tables.initial import Constant, Initial, table_key
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
+from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tables.shard_placement import Placement
@@ -341,7 +342,7 @@ class ParameterClient:
         history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
         flat = kept.values.detach().reshape(len(kept.values), -1)
         row_wise = rule.family is Family.ROW_WISE_ADAGRAD
-        kind = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        kind = sums_dtype(flat.dtype)
         for first in range(0, len(flat), _CHUNK):
             some = slice(first, first + _CHUNK)
             count = len(flat[some])
@@ -380,15 +381,27 @@ class ParameterClient:
         step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
         values = everything[:, :width].to(holding.dtype).reshape(holding.shape)
         if rule.family is Family.ROW_WISE_ADAGRAD:
-            return ParameterState(values, [everything[:, width]], step)
+            return ParameterState(values, [self._sums_of(name, rows, rule)], step)
         states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
         return ParameterState(values, [state.reshape(holding.shape) for state in states], step)
+
+    def _sums_of(self, name: str, rows: int, rule: RowOptimizer) -> Tensor:
+        """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
+        sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(self._holding(name).dtype))
+        for shard, described in enumerate(self._describe()):
+            table = next(table for table in described["tables"] if table["spec"]["name"] == name)
+            for first in range(0, table["rows"], _CHUNK):
+                _, (ids, _, _, some, *_) = self._export(shard, ExportMessage(name, first, _CHUNK))
+                sums[ids] = some
+        return sums
 
     def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
         """Make the dense parameter ``name`` from its kept state; an existing one is overwritten."""
         self.init_dense(name, kept.values, rule)
         if kept.step:
-            states = [state.to(state_dtype(kept.values.dtype)) for state in kept.states]
+            dtype = kept.values.dtype
+            kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
+            states = [state.to(kind) for state in kept.states]
             parts = [part.detach().cpu().contiguous() for part in (kept.values, *states)]
             message = pack(RestoreMessage(name, kept.step))
             self._call(self._home(name), "restore", message, parts, once=True)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["RowWiseAdagrad"]
+__all__ = ["RowWiseAdagrad", "sums_dtype"]
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the sums beside weights of ``dtype``: what grows step by step soon stands still in a half.
+
+    >>> sums_dtype(torch.bfloat16), sums_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -69,6 +78,15 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 if parameter.ndim == 0:
                     raise ValueError("RowWiseAdagrad keeps a number a row; a parameter without dimensions has no rows")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave. The sums stay float32 beside half weights, where torch would round them."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True):
+            sums = state_dict["state"].get(number, {}).get("sum")
+            if sums is not None:
+                self.state[parameter]["sum"] = sums.to(parameter.device, sums_dtype(parameter.dtype), copy=True)
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -89,10 +107,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
         if not state:
-            kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             state["step"] = torch.tensor(0.0)
             state["sum"] = torch.full(
-                parameter.shape[:1], group["initial_accumulator_value"], dtype=kind, device=parameter.device
+                parameter.shape[:1],
+                group["initial_accumulator_value"],
+                dtype=sums_dtype(parameter.dtype),
+                device=parameter.device,
             )
         state["step"] += 1
         rate = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
