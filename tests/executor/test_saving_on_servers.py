@@ -251,9 +251,7 @@ class Halves(nn.Module):
 
 @pytest.mark.parametrize("mode", [None, "Hybrid", "PS"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_of_row_wise_adagrad_are_not_rounded_to_half(
-    mode: str | None, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_sums_of_row_wise_adagrad_are_not_rounded_to_half(mode: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     """Saved and loaded every few steps, a model moves as one that never was."""
 
     def trained(saves: bool) -> dict[str, Tensor]:
