@@ -52,9 +52,22 @@ class DynamicVocabulary:
         self._check_owner(ids)
         if not training:
             return self._index.find(ids), _NOTHING
-        rows, reused = self._index.use(ids, self._draw(ids, step), step)
+        rows, reused = self._use(ids, step)
         self.evictions += reused.size
         self.refusals += int((rows < 0).sum())
+        return rows, reused
+
+    def _use(self, ids: Ids, step: int) -> tuple[Ids, Ids]:
+        """``use`` of the index, in the order of the ids if rows can run out.
+
+        A worker with a cache asks for the ids that it misses first. The order must not tell who gets a row, nor which
+        of several rows unused equally long leaves for it.
+        """
+        if self._spec.capacity is None:
+            return self._index.use(ids, self._draw(ids, step), step)
+        order = np.argsort(ids, kind="stable")
+        ordered, rows = ids[order], np.empty_like(ids)
+        rows[order], reused = self._index.use(ordered, self._draw(ordered, step), step)
         return rows, reused
 
     def _check_owner(self, ids: Ids) -> None:
