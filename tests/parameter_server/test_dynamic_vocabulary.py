@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from anabranch.errors import NotFound
-from anabranch.tables import Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
+from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
+from anabranch.tables import Cache, Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
+from anabranch.tables.kernels.selection import kernels
 
 IDS = st.lists(
     st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6
@@ -28,7 +32,7 @@ class _Oracle:
             if wanted in self.rows and self.rows[wanted][2] != step:
                 self.rows[wanted][1] += 1
                 self.rows[wanted][2] = step
-        for wanted in ids:
+        for wanted in sorted(ids):
             if wanted in self.rows:
                 continue
             row = len(self.rows)
@@ -189,3 +193,47 @@ def test_more_rows_than_the_capacity_cannot_be_restored() -> None:
     for block in table.blocks():
         with pytest.raises(ValueError, match="capacity of 3"):
             make(capacity=3).restore(block)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "plain"])
+@pytest.mark.parametrize("eviction", ["age", "frequency"])
+def test_the_order_of_a_request_tells_neither_who_comes_nor_who_leaves(kind: str, eviction: str) -> None:
+    """A cache asks for what it misses first, and the table is that without one."""
+    spec = TableSpec("t", None, 2, capacity=4, eviction=eviction, admission=0.9)
+    there, back = (RowTable(spec, RowOptimizer(Family.SGD, lr=0.5), kernels_kind=kind) for _ in range(2))
+    for step in range(40):
+        ids = torch.randint(0, 12, (5,), generator=torch.Generator().manual_seed(step)).unique()
+        for table, asked in ((there, ids), (back, ids.flip(0))):
+            table.pull(asked, training=True)
+            table.push(asked, torch.ones(len(ids), 2))
+        assert torch.equal(there.pull(torch.arange(12)), back.pull(torch.arange(12)))
+    assert there.evictions > 20
+
+
+@pytest.mark.parametrize("kind", ["compiled", "plain"])
+@pytest.mark.parametrize("eviction", ["age", "frequency"])
+def test_a_row_that_evaluation_has_just_read_through_a_cache_is_in_use_when_training_reads_it(
+    kind: str, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained with a cache and an evaluation before each step, the table is that without either."""
+    if kind == "plain":
+        plain = kernels("plain")
+        monkeypatch.setattr("anabranch.parameter_server.client.remote_tables.kernels", lambda *_: plain)
+
+    def trained(cache: Cache | None) -> torch.Tensor:
+        sgd = functools.partial(torch.optim.SGD, lr=0.5)
+        module = RemoteEmbedding("t", None, 2, capacity=4, eviction=eviction, init=1.0, optimizer=sgd)
+        with ParameterClient() as client:
+            tables = RemoteTables(client, cache=cache)
+            tables.adopt_modules(module)
+            for step in range(40):
+                ids = torch.randint(0, 12, (4,), generator=torch.Generator().manual_seed(step))
+                if cache is not None:
+                    tables.begin(step, training=False)
+                    module(ids)
+                tables.begin(step)
+                module(ids).sum().backward()
+                tables.push()
+            return client.sparse_pull("t", torch.arange(12))
+
+    assert torch.equal(trained(Cache("LRU", capacity=6)), trained(None))

@@ -434,6 +434,10 @@ class RowCache:
         """Forgets all rows and the gradients that wait; take ``waiting`` first if they must not be lost."""
         self._begin()
 
+    def check_again(self, step: int) -> None:
+        """Let the peer be asked once more about rows that were checked in ``step``."""
+        self._checked[self._checked == step] = step - 1
+
     def statistics(self) -> CacheStatistics:
         """Counters since it was made."""
         return CacheStatistics(self._hits, self._misses, self._refreshed, self._evictions, self._pushed)

@@ -9,7 +9,7 @@ form: for tables that no group can have, and without Numba.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
@@ -70,6 +70,9 @@ class Caches(Protocol):
 
     def drop(self) -> None:
         """Forgets all rows and gradients."""
+
+    def check_again(self, names: Iterable[str], step: int) -> None:
+        """Let the servers be asked once more about these tables' rows that were checked in ``step``."""
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Counters since each was made."""
@@ -181,6 +184,10 @@ class CachesOneByOne:
         for cache, _ in self._caches.values():
             cache.drop()
 
+    def check_again(self, names: Iterable[str], step: int) -> None:
+        for name in names:
+            self._caches[name][0].check_again(step)
+
     def statistics(self) -> dict[str, CacheStatistics]:
         return {name: cache.statistics() for name, (cache, _) in self._caches.items()}
 
@@ -277,6 +284,11 @@ class CacheGroup:
         )
         self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: that were pushed lately
         self._clock = 0  # of the last step that was asked about ahead, or written
+
+    def check_again(self, names: Iterable[str], step: int) -> None:
+        for name in names:
+            checked = self._held.checked[self._numbers[name]]
+            checked[checked == step] = step - 1
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

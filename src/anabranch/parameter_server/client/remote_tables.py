@@ -249,6 +249,8 @@ class RemoteTables:
         self._step = step
         if self._training:
             self._usual_reads = self._reads
+        elif training:
+            self._uncount_evaluation()
         self._training = training
         self._between = between
         self._reads = 0
@@ -257,6 +259,12 @@ class RemoteTables:
             source.seen.clear()
             if training:
                 source.gradients.clear()
+
+    def _uncount_evaluation(self) -> None:
+        """Let training ask for rows that evaluation has just checked, where asking is what keeps a row its place."""
+        for caches, names in self._caches:
+            leaving = [name for name in names if not self._sources[name].spec.stays]
+            caches.check_again(leaving, self._step)
 
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message a shard.
