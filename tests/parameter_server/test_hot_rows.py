@@ -171,3 +171,36 @@ def test_a_remote_embedding_takes_hot_rows() -> None:
         users(ids).sum().backward()
     assert users(torch.tensor([1, 2**53 + 1])).tolist() == [[0.0] * 4, [0.5] * 4]
     users.close()
+
+
+def test_a_checkpoint_is_loaded_into_a_file_or_memory_as_its_reader_says(tmp_path: Path) -> None:
+    """A run that has outgrown memory goes on in a file."""
+
+    def run(load: bool, **place: object) -> tuple[torch.Tensor, int]:
+        adam = functools.partial(torch.optim.Adam, lr=0.1)
+        module = ab.RemoteEmbedding("t", 40, 4, mode="sum", optimizer=adam, **place)
+        model = torch.nn.Sequential(module, torch.nn.Linear(4, 1))
+        step = ab.TrainStep(
+            model, lambda model, ids: model(ids).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
+        )
+        read = ab.EvalStep(model, lambda model, ids: {"rows": model[0](ids)})
+        everyone = torch.arange(40)[:, None]
+        with ab.Executor({"train": step, "read": read}, "Hybrid") as executor:
+            if load:
+                executor.load(tmp_path)
+            else:
+                executor.run("train", everyone)
+                executor.save(tmp_path)
+            before = executor._remote.client.statistics()[0].tables["t"]
+            rows = executor.run("read", everyone)["rows"].clone()
+            after = executor._remote.client.statistics()[0].tables["t"]
+            counted = after.hot_hits + after.hot_misses - before.hot_hits - before.hot_misses
+            return rows, counted
+
+    saved, _ = run(load=False)
+    for place, counted in (({"memory_map": True, "hot_rows": 10}, 40), ({"memory_map": True}, 0), ({}, 0)):
+        rows, looked_up = run(load=True, **place)
+        assert torch.equal(rows, saved)
+        assert looked_up == counted
+    run(load=False, memory_map=True, hot_rows=10)
+    assert run(load=True)[1] == 0

@@ -764,7 +764,10 @@ class ParameterClient:
         return {str(k): tensor for k, tensor in enumerate(self._export(shard, ExportMessage(name))[1])}
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace all tables and parameters by those of a checkpoint, written by any number of shards."""
+        """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
+
+        A table that this client has made stays in memory or in a file, and keeps its ``hot_rows``.
+        """
         found = checkpoint.read(path)
         self.restore(cast(Mapping[str, Any], found.state), found.tensors)
 
@@ -794,6 +797,8 @@ class ParameterClient:
 
     def _restore_table(self, entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         spec = TableSpec.from_dict(entry["spec"])
+        own = next((made for made, _ in reversed(self.made) if made.name == spec.name), spec)
+        spec = replace(spec, memory_map=own.memory_map, hot_rows=own.hot_rows)
         self.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
         for group in entry["groups"]:
             tensors = groups(group)
