@@ -328,6 +328,32 @@ def test_ids_and_sparse_gradients():
     torch.testing.assert_close(model[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
 
 
+class WithSparse(nn.Module):
+    def forward(self, x):
+        return x * 2, torch.eye(4, dtype=torch.float64).to_sparse()
+
+
+class OfSparse(nn.Module):
+    def forward(self, given):
+        x, sparse = given
+        return torch.sparse.mm(sparse, x.t()).t()
+
+
+@pytest.mark.parametrize("balance", [[2, 2], "size"])
+def test_a_sparse_tensor_between_stages(balance: list[int] | str):
+    model = nn.Sequential(nn.Linear(4, 4), WithSparse(), OfSparse(), nn.Linear(4, 2)).double()
+    plain = reference(model)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    places = {"sample": x[:3], "devices": ["cpu", "cpu"]} if balance == "size" else {}
+    with Pipe(model, balance, chunks=2, **places) as pipe:
+        y = pipe(x)
+        y.sum().backward()
+    expected = plain(x)
+    expected.sum().backward()
+    torch.testing.assert_close(y, expected)
+    assert_same_gradients(pipe, plain)
+
+
 @pytest.mark.parametrize("balance", [[4], [1, 2, 1]])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
 def test_a_sparse_and_a_dense_gradient_of_a_tied_weight_add_up(balance: list[int], schedule: str):

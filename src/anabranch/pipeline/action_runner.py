@@ -13,7 +13,7 @@ from anabranch.events import fault_point, report
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Link, Message
 from anabranch.pipeline.schedule.actions import Action, Kind
-from anabranch.pipeline.stage.packet import Packet
+from anabranch.pipeline.stage.packet import Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, GradientMessages, Messages, StageRun
 
 __all__ = ["Failure", "Runner", "phase_of"]
@@ -117,7 +117,7 @@ class Runner:
 
 def _bytes(message: Message) -> int:
     leaves = (leaf for packet in message if isinstance(packet, Packet) for leaf in packet.leaves)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return sum(size_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _computing(transfer: Action) -> Action:

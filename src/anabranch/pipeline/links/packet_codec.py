@@ -179,23 +179,41 @@ def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
             value = value.coalesce()
             tensors += [value.indices(), value.values()]
             return ["s", [len(tensors) - 2, list(value.shape)]]
-        if value.layout is not torch.strided:
-            raise TypeError(f"a {value.layout} tensor cannot cross ranks; make it dense, or keep it within a stage")
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+            raise TypeError(f"a {kind} tensor cannot cross ranks; make it dense, or keep it within a stage")
         tensors.append(value)
         return ["t", len(tensors) - 1]
-    if value is None or isinstance(value, bool | int | float | str):
-        return ["v", value]
+    if value is None or type(value) in (bool, int, float, str):
+        return ["v", _checked(value)]
     if type(value) is tuple or type(value) is list:
         return ["u" if type(value) is tuple else "l", [_encode(item, tensors) for item in value]]
     if type(value) is dict:
         for key in value:
-            if not (key is None or isinstance(key, bool | int | float | str)):
+            if not (key is None or type(key) in (bool, int, float, str)):
                 raise TypeError(f"the key {key!r} of a dict cannot cross ranks; keys are numbers, strings and None")
-        return ["d", [[key, _encode(item, tensors)] for key, item in value.items()]]
+        return ["d", [[_checked(key), _encode(item, tensors)] for key, item in value.items()]]
+    kind = type(value).__qualname__ if type(value).__module__ == "builtins" else f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
-        f"a {type(value).__qualname__} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
-        "list and tuple"
+        f"a {kind} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
+        "these types and not of some derived from them"
     )
+
+
+def _checked(value: object) -> object:
+    """Return a plain value if MessagePack carries it.
+
+    Raises:
+        TypeError: a whole number of more than 64 bits, or a text that is not Unicode.
+    """
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        raise TypeError(f"the number {value} cannot cross ranks: it has more than 64 bits; send it as a text")
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"the text {value!r} cannot cross ranks: {error}") from None
+    return value
 
 
 def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from anabranch.pipeline.stage.packet import size_of
 from anabranch.pipeline.stage.partition import Layer, flatten_layers
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, declaration_of, using_store
@@ -108,7 +109,8 @@ class _Profile:
         kept: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            parts = [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
+            kept.update((part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in parts)
             return tensor
 
         popped = self._store.values_for(layer)
@@ -214,7 +216,7 @@ def _cloned(value: Structure) -> Structure:
 
 
 def _bytes(value: Structure) -> int:
-    return sum(leaf.nbytes for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+    return sum(size_of(leaf) for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:

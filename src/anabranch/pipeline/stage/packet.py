@@ -28,10 +28,21 @@ from anabranch.tensors import Structure, flatten, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Gradients", "Packet", "cut", "enter"]
+__all__ = ["Gradients", "Packet", "cut", "enter", "size_of"]
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, of a sparse one those of its indices and values.
+
+    >>> size_of(torch.zeros(3)), size_of(torch.eye(3).to_sparse())
+    (12, 60)
+    """
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 @dataclass(frozen=True, slots=True)
