@@ -12,11 +12,12 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.pipeline.links import communicators
-from anabranch.pipeline.links.direct import DirectLinks, announce
+from anabranch.pipeline.links.direct import DirectLinks, announce, guard
 from anabranch.pipeline.links.inbox import Inbox
 from anabranch.pipeline.links.packet_codec import Fault, Header
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.testing import LocalJob
+from waiting import wait_until
 
 RANKS = Path(__file__).with_name("pipeline_ranks_job.py")
 SCRIPT = Path(__file__).with_name("direct_links_job.py")
@@ -133,9 +134,9 @@ KIND = Kind.SEND_F.value
 FAULT = Fault(1, "ValueError", "bad", "")
 
 
-def linked(device: str = "cpu") -> tuple[DirectLinks, Inbox, Line, Line]:
+def linked(device: str = "cpu", patience: float = 10.0) -> tuple[DirectLinks, Inbox, Line, Line]:
     inbox, out, into = Inbox([1]), Line(), Line()
-    links = DirectLinks(0, torch.device(device), {1: (out, into)}, inbox, patience=10.0)
+    links = DirectLinks(0, torch.device(device), {1: (out, into)}, inbox, patience=patience)
     inbox.begin(1, "step")
     links.begin(Deadline.after(60.0))
     return links, inbox, out, into
@@ -203,6 +204,89 @@ def test_what_was_waited_for_never_comes_over_a_closed_link():
     assert not links.all_arrived()
     links.begin(Deadline.after(60.0))
     assert links.all_arrived()
+
+
+def test_what_is_received_is_kept_until_the_turn_has_ended():
+    links, inbox, *_ = linked()
+    inbox.deliver(1, announce(header()), [])
+    kept = weakref.ref(links.receive()[0].tensors[0])
+    assert kept() is not None, "the backend writes into its tensors"
+    links.finish()
+    assert kept() is None
+
+
+def test_the_end_of_a_turn_waits_for_what_was_sent_and_lets_go_of_it():
+    links, _, out, _ = linked()
+    part = torch.zeros(2, dtype=torch.uint8)
+    kept = weakref.ref(part)
+    links.send(1, [part])
+    del part
+    links.finish()
+    assert out.works[0].done
+    assert kept() is None
+
+
+def test_what_was_sent_over_a_closed_link_is_let_go():
+    links, *_ = linked()
+    part = torch.zeros(2, dtype=torch.uint8)
+    kept = weakref.ref(part)
+    links.send(1, [part])
+    del part
+    links.close([1])
+    assert kept() is None
+
+
+def test_a_backend_s_error_closes_its_link_and_is_told_in_that_turn_only():
+    links, _, out, into = linked(patience=-1.0)
+
+    def fail(*_: object) -> Work:
+        raise RuntimeError("cable cut")
+
+    out.send = fail
+    links.send(1, [torch.zeros(2, dtype=torch.uint8)])
+    assert not links.peers()
+    assert into.aborted
+    assert links.lost() == {1: "sending tensors between it and this rank failed: cable cut"}
+    links.begin(Deadline.after(60.0))
+    assert links.lost() == {}
+
+
+def test_the_reason_for_an_error_is_looked_for_before_its_peer_counts_as_lost():
+    links, *_ = linked(patience=60.0)
+    links.close([1])
+    links.send(1, [torch.zeros(2, dtype=torch.uint8)])
+    assert links.lost() == {}
+    links.give_up({1: "killed"})
+    assert links.lost() == {1: "killed"}
+
+
+def awaiting(patience: float = 10.0, seconds: float = 60.0) -> DirectLinks:
+    links, inbox, *_ = linked(patience=patience)
+    links.begin(Deadline.after(seconds))
+    inbox.deliver(1, announce(header()), [])
+    links.take_up(links.receive()[0])
+    links._awaited[0].has_arrived = lambda: False
+    return links
+
+
+@pytest.mark.parametrize(("lost", "seconds"), [({}, 1e-6), ({1: "killed"}, 60.0)], ids=["late", "lost"])
+def test_a_wait_of_the_host_that_is_in_vain_is_ended(lost: dict[int, str], seconds: float):
+    links = awaiting(seconds=seconds)
+    end = guard(links, lambda: lost, every=0.001)
+    wait_until(lambda: not links.peers())
+    end()
+    assert links.lost() == lost
+
+
+def test_a_lost_rank_is_no_matter_while_nobody_waits_for_tensors():
+    links, *_ = linked()
+    asked: list[None] = []
+    arrived = links.all_arrived
+    links.all_arrived = lambda: asked.append(None) or arrived()
+    end = guard(links, lambda: {1: "killed"}, every=0.001)
+    wait_until(lambda: len(asked) > 3)
+    end()
+    assert links.peers() == [1]
 
 
 @pytest.mark.parametrize("before", [None, "1"])
