@@ -24,7 +24,7 @@ from anabranch.errors import BoundaryError
 from anabranch.transport.beats import Beats, Identity, Store
 from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
 
-__all__ = ["Peers", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
+__all__ = ["Peers", "ended_within", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
 
 _HEARTBEAT = 1.0
 _IDLE_SECONDS = 60.0
@@ -210,6 +210,22 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
     return cast(_T, future.result(0))
 
 
+def ended_within(seconds: float, work: dist.Work) -> bool:
+    """Wait so long at most, and return whether ``work`` has ended.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # The time may have been over a moment before the work was, as it is for a process that was frozen meanwhile.
+        work.wait(timedelta(seconds=seconds))
+    return True
+
+
 def wait_until_reduced(
     work: dist.Work, group: dist.ProcessGroup | None, operation: str, timeout: float, *, on_host: bool
 ) -> None:
@@ -223,13 +239,7 @@ def wait_until_reduced(
     own = dist.get_rank()
 
     def done(seconds: float) -> bool:
-        try:
-            work.wait(timedelta(seconds=timeout if at_once else seconds))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait(timedelta(seconds=timeout))  # it has ended meanwhile: well, or with the error that says why
-        return True
+        return ended_within(timeout if at_once else seconds, work)
 
     _wait(done, [rank for rank in dist.get_process_group_ranks(group) if rank != own], operation, timeout)
 

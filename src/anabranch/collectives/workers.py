@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from anabranch.collectives.liveness import job_store
+from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
@@ -193,13 +193,7 @@ class Workers:
         began = time.monotonic()
 
         def done(seconds: float) -> bool:
-            try:
-                work.wait(timedelta(seconds=seconds))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                return False
-            return True
+            return ended_within(seconds, work)
 
         try:
             self._watch.wait(done, self._others, operation, deadline, step=step, at_once=not self.on_host)
