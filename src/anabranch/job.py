@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "STEPS_VARIABLE", "Serve", "job", "provide"]
-
-STEPS_VARIABLE = "ANABRANCH_STEPS"
-"""Names the file in which a worker keeps the number of its optimizer steps, 8 bytes, little-endian, for `status`."""
+__all__ = ["DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
 
 Role = Literal["worker", "expert"]
 

@@ -37,15 +37,18 @@ from anabranch.executor.pipe_runner import PipelineGrid, PipeRunner, check_pipes
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
+from anabranch.executor.run_facts import RunFacts
 from anabranch.executor.saving import HasState, Saver
 from anabranch.executor.sinks import Sink, check_sinks
-from anabranch.executor.statistics import Statistics
+from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
 from anabranch.executor.tracking import Progress
 from anabranch.executor.watching import Watching, rates_of
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency
+from anabranch.pipeline import Pipe
+from anabranch.status_file import status_file
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
 
@@ -248,8 +251,11 @@ class Executor:
             raise
         everyone = self._grid or self._workers
         rank = job().rank if everyone is None else everyone.rank
-        self._watching.begin(rank)
+        file = status_file()
+        self._watching.begin(rank, None if file is None else RunFacts(file, self._crossed))
         self._progress = Progress(shown=rank == 0)
+        if file is not None and rank == 0:
+            self._progress.leave_in(file, otherwise=self._batches.loops)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows = 0.0
@@ -489,6 +495,15 @@ class Executor:
             load_seconds=self._batches.load_seconds,
             tables=tables,
         )
+
+    def _crossed(self) -> tuple[dict[str, int], dict[str, TableLoads]]:
+        """Count the bytes of each boundary, and the loads of each table."""
+        counts = {} if self._workers is None else {"workers": self._workers.bytes_sent}
+        tables = {} if self._remote is None else self._remote.loads()
+        pipes = {id(model): model for step in self._steps.values() if isinstance(model := step.model, Pipe)}
+        if sent := sum(pipe.bytes_sent for pipe in pipes.values()):
+            counts["pipeline"] = sent
+        return counts | {f"table {name}": loads.bytes for name, loads in tables.items()}, tables
 
     def record_loads(self) -> Statistics:
         """Count since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""

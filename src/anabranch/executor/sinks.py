@@ -91,16 +91,25 @@ class SinkFeed:
         sinks: all that were given.
         rank: this worker's; those sinks that write on it are fed.
         clock: seconds.
+        spacing: seconds between two steps that are kept; by default every step is, unless they are very quick.
 
     Attributes:
         idle: whether there is nobody to hand anything to.
     """
 
-    def __init__(self, sinks: Iterable[Sink], rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        spacing: float | None = None,
+    ) -> None:
         self._given = list(sinks)
         self._fed = [sink for sink in self._given if rank == 0 or getattr(sink, "every_rank", False)]
         self.idle = not self._fed
         self._clock = clock
+        self._spacing, self._kept_anyway = (_SPACING, _KEPT_ANYWAY) if spacing is None else (spacing, 1)
         self._started = self._last = clock()
         self._spent = 0.0
         self._per_step: float | None = None  # seconds, as measured last
@@ -113,7 +122,9 @@ class SinkFeed:
     @property
     def due(self) -> bool:
         """True if the next step is to be handed to ``step``."""
-        return not self.idle and (self._kept < _KEPT_ANYWAY or self._clock() - self._last_kept >= _SPACING)
+        return not self.idle and (
+            self._kept < self._kept_anyway or self._clock() - self._last_kept >= self._spacing
+        )
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
         """Take the numbers of an optimizer step, of which tensors stay where they are for now."""

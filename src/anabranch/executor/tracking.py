@@ -1,7 +1,8 @@
 """``Executor.track``: how far a loop is, on one line of the terminal, or a line every few seconds where there is none.
 
 Rank 0 writes to its stderr, which ``anabranch run`` shows. On a terminal the line is drawn again in its place, and what
-the script prints meanwhile goes above it.
+the script prints meanwhile goes above it. Where ``anabranch run`` draws a screen of its own the line is part of that,
+and nothing is written here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeVar, cast, overload
 
-__all__ = ["Progress", "Text", "remaining"]
+from anabranch.status_file import StatusFile
+
+__all__ = ["PROGRESS_VARIABLE", "Progress", "Text", "remaining"]
 
 _T = TypeVar("_T")
 
+PROGRESS_VARIABLE = "ANABRANCH_PROGRESS"
+"""Set by ``anabranch run``: ``"screen"`` if its screen shows how far loops are, ``"lines"`` if no line is to be drawn
+in its place."""
+
+_LEAVE = 0.5  # seconds between two times that it is left for others to see
 _REDRAW = 0.25  # seconds between two drawings on a terminal
 _REPEAT = 5.0  # seconds between two lines elsewhere
 _CLEAR = "\r\x1b[K"
@@ -93,6 +101,22 @@ class Progress:
         self._drawn = False
         self._mid_line = False  # the script has printed the beginning of a line
         self._replaced: dict[str, tuple[TextIO, TextIO]] = {}
+        self._style = os.environ.get(PROGRESS_VARIABLE, "")
+        self._file: StatusFile | None = None
+        self._next_left = float("inf")
+
+    def leave_in(self, file: StatusFile, otherwise: Callable[[], list[dict[str, object]]]) -> None:
+        """Have ``file`` tell how far the loops are, or what ``otherwise`` returns where none is tracked."""
+        self._file = file
+        self._next_left = 0.0
+        file.put(progress=lambda: self._facts() or otherwise())
+
+    def _facts(self) -> list[dict[str, object]]:
+        now = self._clock()
+        return [
+            {"label": loop.label, "done": loop.done, "total": loop.total, "seconds": now - loop.started}
+            for loop in tuple(self._loops)
+        ]
 
     @overload
     def track(self, over: int, label: str | None = None) -> Iterator[int]: ...
@@ -124,8 +148,11 @@ class Progress:
             for item in items:
                 yield item
                 loop.done += 1
-                if (now := self._clock()) >= self._next:
+                now = self._clock()
+                if now >= self._next:
                     self._show(now)
+                if now >= self._next_left:
+                    self._leave(now)
         finally:
             self._end(loop)
 
@@ -135,6 +162,11 @@ class Progress:
             self._put_prints_above()
         else:
             self._next = now + _REPEAT
+
+    def _leave(self, now: float) -> None:
+        self._next_left = now + _LEAVE
+        assert self._file is not None
+        self._file.changed()
 
     def _end(self, loop: _Loop) -> None:
         if loop not in self._loops:
@@ -154,6 +186,9 @@ class Progress:
     def _show(self, now: float) -> None:
         if not self._loops or self._mid_line:
             return
+        if self._style == "screen":
+            self._next = float("inf")
+            return
         line = " · ".join([*(loop.count() for loop in self._loops[:-1]), self._loops[-1].line(now)])
         if self._terminal():
             self._next = now + _REDRAW
@@ -171,7 +206,7 @@ class Progress:
 
     def _terminal(self) -> bool:
         out = cast("Text | None", self._out())
-        return out is not None and out.isatty()
+        return not self._style and out is not None and out.isatty()
 
     def _columns(self) -> int:
         try:

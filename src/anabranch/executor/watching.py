@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,12 +21,12 @@ from anabranch.executor.callbacks import (
     SaveRecord,
     StepRecord,
 )
+from anabranch.executor.run_facts import RunFacts
 from anabranch.executor.sinks import Sink, SinkFeed
-from anabranch.job import STEPS_VARIABLE
 
 __all__ = ["Watching", "rates_of"]
 
-_STEPS_BYTES = 8
+_LOOKED_AT = 0.25  # seconds between two losses for those who look at the job
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -50,25 +50,30 @@ class Watching:
         self._sinks = tuple(sinks)
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
-        self._steps: mmap.mmap | None = None
+        self._facts: RunFacts | None = None
+        self._facts_feed = SinkFeed((), rank=0)
 
-    def begin(self, rank: int) -> None:
-        """Tell sinks from now on, as those of this rank."""
+    def begin(self, rank: int, facts: RunFacts | None) -> None:
+        """Tell sinks from now on, as those of this rank, and leave ``facts`` if a launcher wants them."""
         self._feed = SinkFeed(self._sinks, rank)
-        self._steps = _steps_file()
+        self._facts = facts
+        if facts is not None:
+            self._facts_feed = SinkFeed([facts], rank, spacing=_LOOKED_AT)
 
     def counted(self, step: int) -> None:
         """Leave the number of steps where ``anabranch status`` finds it."""
-        if self._steps is not None:
-            self._steps[:] = step.to_bytes(_STEPS_BYTES, "little")
+        if self._facts is not None:
+            self._facts.counted(step)
 
     @property
     def of_steps(self) -> bool:
         """True if anybody looks at the next step."""
-        return self._feed.due or self.callbacks.has("step")
+        return self._feed.due or self._facts_feed.due or self.callbacks.has("step")
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Tell of an optimizer step, of which sinks get the ``numbers`` that are single."""
+        if self._facts_feed.due and "loss" in numbers:
+            self._facts_feed.step(record.step, {"loss": cast(Tensor, numbers["loss"])}, record.rows)
         if not self._feed.idle:
             prefix = f"{record.name}/" if self._prefixed else ""
             values: dict[str, Tensor | float] = {
@@ -103,21 +108,9 @@ class Watching:
 
     def close(self) -> None:
         """Hand over the rest to the sinks, and close them."""
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
-        self._feed.close()
-
-
-def _steps_file() -> mmap.mmap | None:
-    """Return the mapped file that the job's launcher has named, at 0 steps."""
-    path = os.environ.get(STEPS_VARIABLE)
-    if path:
-        with suppress(OSError), open(path, "wb+") as file:  # the folder may be gone: nobody will look there
-            file.write(bytes(_STEPS_BYTES))
-            file.flush()
-            return mmap.mmap(file.fileno(), _STEPS_BYTES)
-    return None
+        with ExitStack() as stack:
+            stack.callback(self._feed.close)
+            stack.callback(self._facts_feed.close)
 
 
 def _single(value: Tensor) -> bool:

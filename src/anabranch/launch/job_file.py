@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from anabranch.status_file import replace_text
 
 __all__ = ["JOB_FILE", "JobFile"]
 
@@ -71,10 +72,8 @@ class JobFile:
     def _write(self, ended: float | None) -> None:
         places = sorted(self._roles, key=lambda place: (_ORDER.index(place[0]), place[1]))
         record = {"roles": [self._roles[place] for place in places], "started": self._started, "ended": ended}
-        new = self._path.with_name(f".{JOB_FILE}.{os.getpid()}")
         try:
-            new.write_text(json.dumps(record) + "\n")
-            os.replace(new, self._path)
+            replace_text(self._path, json.dumps(record) + "\n")
         except OSError as error:  # a full disk, a folder that was removed
             if not self._failed:
                 self._tell(f"{self._path} is not up to date: {error.strerror}")

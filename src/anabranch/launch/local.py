@@ -27,7 +27,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from anabranch.job import STEPS_VARIABLE
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
@@ -271,7 +270,6 @@ def _attempt(
                 base=base,
                 experts=experts,
             )
-            env[STEPS_VARIABLE] = str(log_dir.absolute() / f"worker-{rank}.steps")
             running.append(
                 start(
                     Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None),

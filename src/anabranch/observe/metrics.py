@@ -14,8 +14,9 @@ from typing import Literal, TypeAlias
 from anabranch.experts import DirectoryServer, ExpertServer, PoolStatistics
 from anabranch.parameter_server import ParameterServer
 from anabranch.transport import ServerStatistics
+from anabranch.waits import current
 
-__all__ = ["Metric", "directory_metrics", "expert_metrics", "parameter_metrics", "serve_metrics"]
+__all__ = ["Metric", "directory_metrics", "expert_metrics", "parameter_metrics", "serve_metrics", "waiting_metric"]
 
 Kind: TypeAlias = Literal["counter", "gauge"]
 
@@ -86,12 +87,13 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
         thread.join(timeout=10.0)
 
 
-_OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], int]], ...] = (
+_OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], float]], ...] = (
     ("tasks", "counter", "requests queued", lambda pool: pool.tasks),
     ("batches", "counter", "batches run", lambda pool: pool.batches),
     ("rows", "counter", "rows run", lambda pool: pool.rows),
     ("dropped_tasks", "counter", "requests nobody waited for any more", lambda pool: pool.dropped),
     ("declined_tasks", "counter", "requests that found the queue full", lambda pool: pool.declined),
+    ("busy_seconds", "counter", "seconds in which a batch ran", lambda pool: pool.busy_seconds),
     ("queue_tasks", "gauge", "requests that wait", lambda pool: pool.waiting_tasks),
     ("queue_rows", "gauge", "rows that wait", lambda pool: pool.waiting_rows),
     ("queue_bytes", "gauge", "bytes that wait", lambda pool: pool.waiting_bytes),
@@ -152,7 +154,16 @@ def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
         one("connections", "gauge", "open connections", facts.connections),
         one("calls_in_flight", "gauge", "requests being served", facts.calls),
         one("in_flight_bytes", "gauge", "bytes of requests being served", facts.bytes_in_flight),
+        waiting_metric(),
     ]
+
+
+def waiting_metric() -> Metric:
+    """Return the waits of this process that have lasted half a second, and how long."""
+    longest: dict[tuple[str, ...], float] = {}
+    for wait in current():
+        longest.setdefault((", ".join(wait.peers), wait.operation), wait.seconds())
+    return Metric("waiting_seconds", "gauge", "how long it waits for others", ("peer", "operation"), [*longest.items()])
 
 
 def _refused_values(by_peer: dict[str, int]) -> Metric:

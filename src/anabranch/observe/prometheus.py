@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import ExitStack
 
 from anabranch.job import job
-from anabranch.observe.metrics import Metric, serve_metrics
+from anabranch.observe.metrics import Metric, serve_metrics, waiting_metric
 
 __all__ = ["PrometheusSink"]
 
@@ -82,6 +82,7 @@ class PrometheusSink:
             Metric("training_steps", "counter", "optimizer steps taken", (), [((), steps)]),
             Metric("training_events", "counter", "checkpoints, lost peers and restarts", ("event",), happened),
             *(Metric(m.name, m.kind, m.help, m.labels, found) for m, found in families.values()),
+            waiting_metric(),
         ]
 
 

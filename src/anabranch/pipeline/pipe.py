@@ -646,6 +646,11 @@ class Pipe(nn.Module):
         keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
         return keys
 
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of tensors that this rank has sent to others; 0 in one process."""
+        return self._engine.bytes_sent if isinstance(self._engine, RankEngine) else 0
+
     def close(self) -> None:
         """End the worker threads. In one process the pipe stays usable: the next call starts new ones."""
         self._engine.close()

@@ -55,6 +55,7 @@ from anabranch.transport.frame import (
 )
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Stream, Transport
+from anabranch.waits import LONG, begin, end
 
 __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 
@@ -305,20 +306,23 @@ class Client:
                 waits.update(exchange)
         finished = 0
         last_call: Deadline | None = None
-        while waits.waiting:
-            if deadline.expired():
-                for exchange in list(waits.waiting):
-                    exchange.expire()
-                return
-            if enough is not None and last_call is None and len(exchanges) - len(waits.waiting) > finished:
-                finished = len(exchanges) - len(waits.waiting)
-                if enough([exchange.outcome for exchange in exchanges]):
-                    if grace <= 0:
-                        return
-                    last_call = deadline.sooner(grace)
-            if last_call is not None and last_call.expired():
-                return
-            waits.wait((last_call or deadline).remaining())
+        try:
+            while waits.waiting:
+                if deadline.expired():
+                    for exchange in list(waits.waiting):
+                        exchange.expire()
+                    return
+                if enough is not None and last_call is None and len(exchanges) - len(waits.waiting) > finished:
+                    finished = len(exchanges) - len(waits.waiting)
+                    if enough([exchange.outcome for exchange in exchanges]):
+                        if grace <= 0:
+                            return
+                        last_call = deadline.sooner(grace)
+                if last_call is not None and last_call.expired():
+                    return
+                waits.wait((last_call or deadline).remaining())
+        finally:
+            end(waits.number)
 
     def _after_fork(self) -> None:
         """Start anew in a forked child: its requests on the connections of its parent would be taken for the
@@ -427,6 +431,8 @@ class _Waits:
         self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
         # A lower bound of every ``wake_at``, not the exact minimum, because ``wake_at`` moves on with every byte.
         self._wake = float("inf")
+        self._began = 0.0
+        self.number: int | None = None  # of the record, once they have waited long
 
     def update(self, exchange: _Exchange) -> None:
         """Poll for the events that ``exchange`` waits for now."""
@@ -456,6 +462,14 @@ class _Waits:
         if self._wake <= now:
             self._wake = min(exchange.wake_at() for exchange in self.waiting)
         wake = min(now + seconds, self._wake)
+        if self.number is None:
+            self._began = self._began or now
+            if now - self._began >= LONG:
+                some = list(self.waiting)
+                names = sorted({exchange.request.endpoint for exchange in some})
+                self.number = begin(names, some[0]._operation(), self._began)
+            else:
+                wake = min(wake, self._began + LONG)
         # Rounded up, or the last millisecond would be spent spinning.
         for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
             exchange, _ = self._by_descriptor.get(descriptor, (None, 0))
@@ -623,13 +637,25 @@ class _Exchange(msgspec.Struct, eq=False):
     def run(self) -> None:
         """Goes on until there is an outcome; for a request that waits alone."""
         self.advance(readable=False)
+        if not self.done:
+            self._run_until(time.monotonic() + LONG)
+        if not self.done:
+            number = begin([self.request.endpoint], self._operation(), time.monotonic() - LONG)
+            try:
+                self._run_until(float("inf"))
+            finally:
+                end(number)
+
+    def _run_until(self, pause: float) -> None:
         while not self.done:
             now = time.monotonic()
             left = self.deadline.remaining()
             if left <= 0:
                 self.expire()
                 return
-            wake = min(now + left, self.wake_at())
+            if now >= pause:
+                return
+            wake = min(now + left, self.wake_at(), pause)
             # Rounded up, or the last millisecond would be spent spinning.
             milliseconds = max(0, int((wake - now) * 1000) + 1)
             events = self.interest()

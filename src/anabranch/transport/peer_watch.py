@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from anabranch import waits
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 
@@ -69,10 +70,20 @@ class PeerWatch:
             PeerLost: one of ``ranks`` died or froze; names it.
             DeadlineExceeded: names all of them.
         """
-        while not done(max(_SMALLEST_WAIT, self._patience(deadline, at_once=at_once))):
-            self.check(ranks, operation, deadline, step=step)
-            if deadline.expired():
-                raise _too_late(ranks, operation, deadline, step)
+        began, number = time.monotonic(), None
+        patience = self._patience(deadline, at_once=at_once)
+        if not at_once:
+            patience = min(patience, waits.LONG)
+        try:
+            while not done(max(_SMALLEST_WAIT, patience)):
+                if number is None and time.monotonic() - began >= waits.LONG:
+                    number = waits.begin([f"rank {rank}" for rank in ranks], operation, began)
+                self.check(ranks, operation, deadline, step=step)
+                if deadline.expired():
+                    raise _too_late(ranks, operation, deadline, step)
+                patience = self._patience(deadline, at_once=at_once)
+        finally:
+            waits.end(number)
 
     def check(self, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None) -> None:
         """Look once.

@@ -13,19 +13,21 @@ which thread.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from anabranch.deadline import Deadline
-from anabranch.errors import NotFound, Overloaded, PeerLost, ProtocolError, Unauthorized
+from anabranch.errors import NotFound, Overloaded, PeerLost, ProtocolError, SchemaError, Unauthorized
 from anabranch.events import report
+from anabranch.status_file import status_file
 from anabranch.transport.call import Call, Verb
 from anabranch.transport.connection import Answer, Connection
 from anabranch.transport.drivers import Loop
@@ -35,8 +37,12 @@ from anabranch.transport.heap import give_memory_back
 from anabranch.transport.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Peer, Stream, Transport
+from anabranch.waits import current
 
-__all__ = ["Call", "Server", "ServerStatistics", "Verb"]
+__all__ = ["STATUS", "Call", "Server", "ServerStatistics", "Verb"]
+
+STATUS = "status"
+"""The verb that every server has: its facts as JSON, for ``anabranch status --address``."""
 
 # Seconds after which a client that has taken no byte of its answer loses it to other clients' when there is no room.
 _UNREAD = 2.0
@@ -108,6 +114,7 @@ class Server:
             refused, because the objects they ask about would be shared with other jobs.
         after_round: called on the thread that has read requests, when all that had come were handed to their handlers:
             work that handlers set aside can then run together.
+        facts: returns what ``anabranch status`` shows of this server, as plain values.
 
     Raises:
         ValueError: an endpoint that is malformed, taken or open to others; TCP without keys; two verbs of one name.
@@ -135,11 +142,12 @@ class Server:
         healthy: Callable[[], bool] | None = None,
         one_job: bool = False,
         after_round: Callable[[], None] | None = None,
+        facts: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         if not 0 < heartbeat < float("inf"):
             raise ValueError(f"heartbeat is a finite number of seconds above 0, got {heartbeat!r}")
         self._verbs: dict[str, Verb] = {}
-        for verb in verbs:
+        for verb in (*verbs, Verb(STATUS, self._tell_status, check=_no_tensors)):
             if verb.name in self._verbs:
                 raise ValueError(f"two verbs are called {verb.name!r}")
             self._verbs[verb.name] = verb
@@ -150,6 +158,10 @@ class Server:
         self.drain_seconds = drain_seconds
         self.max_connections = max_connections
         self._after_round = after_round
+        self._role = role
+        self._facts = facts
+        self._started = time.monotonic()
+        self._stack = ExitStack()
         self.threads_of: dict[Connection, threading.Thread] = {}
         """The threads of connections that have one of their own."""
         self._max_strangers = max_strangers
@@ -188,6 +200,9 @@ class Server:
         beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
         self._threads += [self._loop.start(), beat]
         beat.start()
+        file = status_file()
+        if file is not None:
+            self._stack.enter_context(file.kept(**{self._role: self._status}))
         return self
 
     def __exit__(
@@ -214,6 +229,7 @@ class Server:
         """Cuts all connections and ends all threads; calls in flight are cancelled."""
         if self._closed:
             return
+        self._stack.close()
         self._closed = True
         self._stop.set()
         self._loop.stop()
@@ -269,6 +285,22 @@ class Server:
                 self._received,
                 self._sent,
             )
+
+    def _status(self) -> dict[str, object]:
+        found = self.statistics()
+        return {
+            "uptime": time.monotonic() - self._started,
+            "connections": found.connections,
+            "calls": found.calls,
+            "requests": sum(found.requests.values()),
+            "bytes": found.bytes_received + found.bytes_sent,
+            **self._facts(),
+        }
+
+    def _tell_status(self, call: Call) -> None:
+        waits = [{"peers": wait.peers, "operation": wait.operation, "seconds": wait.seconds()} for wait in current()]
+        facts = {"pid": os.getpid(), "waits": waits, self._role: self._status()}
+        call.reply(payload=json.dumps(facts).encode())
 
     # --- called by connections and calls
 
@@ -437,3 +469,8 @@ class Server:
                 connections = list(self._connections)
             for connection in connections:
                 connection.beat(frame)
+
+
+def _no_tensors(header: RequestHeader) -> None:
+    if header.tensors:
+        raise SchemaError(f"{header.verb} takes no tensors, got {len(header.tensors)}")

@@ -127,6 +127,14 @@ class Batches:
             raise ValueError(f"the loader of {name!r} has no length on every worker; give it __len__, or count runs")
         return length
 
+    def loops(self) -> list[dict[str, object]]:
+        """Return how far the epoch of each loader with a length is, as ``Progress`` describes a loop."""
+        return [
+            {"label": f"{name}, epoch {loader.epoch + 1}", "done": loader.taken, "total": length, "seconds": None}
+            for name, loader in self.loaders.items()
+            if (length := self._lengths[name]) and (loader.taken or loader.epoch)
+        ]
+
     def close(self) -> None:
         """End the loaders' threads."""
         for loader in self.loaders.values():

@@ -168,6 +168,16 @@ class BoundLoader:
         self._position.next_epoch()
         self._epoch += 1
 
+    @property
+    def epoch(self) -> int:
+        """The number of epochs before this one."""
+        return self._epoch
+
+    @property
+    def taken(self) -> int:
+        """The batches that were taken in this epoch."""
+        return self._taken
+
     def length(self) -> int | None:
         """Batches an epoch, ``None`` if the loader does not know."""
         try:

@@ -216,6 +216,7 @@ class ExpertServer:
             drain_seconds=drain_seconds,
             healthy=lambda: all(runtime.healthy() for runtime in self._runtimes),
             after_round=self._submit_round,
+            facts=self._facts,
         )
         self._stop = threading.Event()
         self._stack = ExitStack()
@@ -262,6 +263,18 @@ class ExpertServer:
             {uid: backend.open_sessions for uid, backend in self._backends.items()},
             self._sessions.nbytes,
         )
+
+    def _facts(self) -> dict[str, object]:
+        """Return what ``anabranch status`` shows: the queue, and how busy each expert was."""
+        experts = {}
+        tasks = rows = 0
+        for uid, backend in self._backends.items():
+            pools = [pool.statistics() for pool in backend.get_pools()]
+            tasks += sum(pool.waiting_tasks for pool in pools)
+            rows += sum(pool.waiting_rows for pool in pools)
+            busy = sum(pool.busy_seconds for pool in pools)
+            experts[uid] = {"rows": sum(pool.rows for pool in pools), "busy_seconds": busy}
+        return {"queue_tasks": tasks, "queue_rows": rows, "experts": experts}
 
     # --- announcing
 

@@ -120,6 +120,7 @@ class PoolStatistics:
     waiting_tasks: int
     waiting_rows: int
     waiting_bytes: int
+    busy_seconds: float = 0.0
 
 
 class TaskPool:
@@ -178,6 +179,7 @@ class TaskPool:
         """Number of tasks in the running batch, for ``process``."""
         self._queue = WaitingTasks()
         self.share(RLock(), {})
+        self._busy_seconds = 0.0
         self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
         # Seconds that batches of so many rows (by powers of two) have taken lately.
         self._took: dict[int, float] = {}
@@ -294,6 +296,7 @@ class TaskPool:
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record the seconds that a batch took: raises the estimate at once, lowers it by averaging."""
+        self._busy_seconds += seconds
         size = rows.bit_length()
         self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
 
@@ -408,6 +411,7 @@ class TaskPool:
                 len(self._queue),
                 self._queue.rows,
                 self._queue.nbytes,
+                self._busy_seconds,
             )
 
 

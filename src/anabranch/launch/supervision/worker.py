@@ -18,6 +18,7 @@ from anabranch.launch.supervision import leash
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role
 from anabranch.launch.supervision.signals import inherited_mask
+from anabranch.status_file import STATUS_VARIABLE
 
 __all__ = ["Recipe", "Worker"]
 
@@ -93,7 +94,11 @@ class Worker:
 
     def _start(self) -> int:
         recipe, screen = self.recipe, self.recipe.screen
-        environment = {**recipe.environment, "TORCHELASTIC_RESTART_COUNT": str(self.restarted)}
+        environment = {
+            **recipe.environment,
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarted),
+            STATUS_VARIABLE: str(self.log.absolute().with_suffix("")),
+        }
         if not screen and not self.restarted:
             self.log.write_bytes(b"")
         # Appending, so that a log that is emptied meanwhile goes on at its beginning.

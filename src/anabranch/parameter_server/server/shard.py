@@ -23,6 +23,7 @@ import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ from anabranch.tables.row_table import RowBlock, RowTable
 from anabranch.tables.table_group import Grouping, TableGroup, side_by_side
 from anabranch.tables.table_spec import TableSpec, check_name
 from anabranch.tensors.packing import Share, all_finite, expected, join, split
+from anabranch.waits import LONG, begin, end
 
 __all__ = ["Consistency", "Shard", "ShardStatistics", "TableStatistics"]
 
@@ -577,7 +579,7 @@ class Shard:
         self._wait_for_clocks(message.rank, message.step - lag, deadline, "pull")
         patience = _patience(deadline)
         while any(step < message.step for step in self._joined(message.rank).held):
-            if not self._state.wait(timeout=patience.remaining()):
+            if not self._wait_for_change(patience, [message.rank], "release"):
                 raise _missing(
                     [message.rank], patience, "pull: the step's pushes are held until released", message.step
                 )
@@ -586,8 +588,18 @@ class Shard:
         """Wait until every worker has pushed all steps before ``step``."""
         patience = _patience(deadline)
         while late := [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]:
-            if not self._state.wait(timeout=patience.remaining()):
+            if not self._wait_for_change(patience, late, operation):
                 raise _missing(late, patience, operation, step)
+
+    def _wait_for_change(self, patience: Deadline, ranks: Sequence[int], operation: str) -> bool:
+        """Wait until anything has changed, on behalf of a worker that needs ``ranks``; False at the deadline."""
+        if patience.elapsed() < LONG and self._state.wait(timeout=min(LONG, patience.remaining())):
+            return True
+        number = begin([f"rank {rank}" for rank in ranks], operation, time.monotonic() - patience.elapsed())
+        try:
+            return self._state.wait(timeout=patience.remaining())
+        finally:
+            end(number)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -1047,6 +1059,13 @@ class Shard:
                 # Checkpoints of older versions hold no norms.
                 norms = dict(job.get("norms", {}))
                 self._job = _Job(job["world"], consistency, list(job["clocks"]), norms=norms, total=job["total"])
+
+    def clocks(self) -> dict[str, object]:
+        """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for any."""
+        with self._state:
+            if self._job is None:
+                return {"clocks": [], "lag": None}
+            return {"clocks": list(self._job.clocks), "lag": self._job.consistency.lag}
 
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the numbers."""

@@ -160,7 +160,7 @@ class ParameterServer:
         compile_kernels()
         self._server = Server(
             self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
-            transport=transport, one_job=True,
+            transport=transport, one_job=True, facts=self._facts,
         )  # fmt: skip
         self._server.once.restore(self._done)
         self._stop = threading.Event()
@@ -178,6 +178,18 @@ class ParameterServer:
     def transport_statistics(self) -> ServerStatistics:
         """Return requests, errors and bytes since the shard started."""
         return self._server.statistics()
+
+    def _facts(self) -> dict[str, object]:
+        """Return what ``anabranch status`` shows: the tables, and how far apart the workers are."""
+        tables = self._shard.statistics().tables.values()
+        return {
+            "tables": len(tables),
+            "rows": sum(table.rows for table in tables),
+            "stored_bytes": sum(table.bytes for table in tables),
+            "hot_hits": sum(table.hot_hits for table in tables),
+            "hot_misses": sum(table.hot_misses for table in tables),
+            **self._shard.clocks(),
+        }
 
     def checkpoint(self) -> None:
         """Write the shard's state now, if ``durability`` keeps any."""
