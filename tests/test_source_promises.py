@@ -70,11 +70,13 @@ def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-# Files that ask for the date: of a certificate, of a checkpoint, of a job, and of an end that is compared with a log's.
+# Files that ask for the date: of a certificate, of a checkpoint, of a job, of the time since that began, and of an end
+# that is compared with a log's.
 DATES = {
     "transport/certificates.py",
     "checkpoint/writing.py",
     "launch/job_file.py",
+    "launch/status.py",
     "launch/supervision/worker.py",
 }
 

@@ -9,7 +9,7 @@ from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["Deadline", "check_seconds"]
+__all__ = ["Deadline", "check_seconds", "minutes_and_seconds"]
 
 _FOREVER = float("inf")
 _LONGEST = 1e9  # seconds; threads can wait longer, peers are not asked to
@@ -36,6 +36,17 @@ def check_seconds(**given: float) -> None:
             raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
         if seconds > _LONGEST:
             raise ValueError(f"{name} is at most {_LONGEST:g} seconds, the longest wait there is, got {seconds!r}")
+
+
+def minutes_and_seconds(seconds: float) -> str:
+    """Return a length of time as people read it, with hours where there are any.
+
+    >>> minutes_and_seconds(75), minutes_and_seconds(3675)
+    ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Deadline:

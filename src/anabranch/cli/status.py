@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from anabranch.cli.mistakes import told_plainly
 from anabranch.launch.status import JobStatus, latest_job, status_of
 
 __all__ = ["status"]
+
+_EVERY = 1.0  # seconds between two looks
 
 
 def status(
@@ -19,24 +25,77 @@ def status(
         Path | None,
         typer.Argument(metavar="JOB", help="Its log folder; by default that of your newest job.", show_default=False),
     ] = None,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--address",
+            metavar="ENDPOINT",
+            help="Ask the server that listens there, unix:PATH or tcp://HOST:PORT, in place of a job; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object, for programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it until the job ends, or Ctrl-C.")] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Certificates for --address, as `anabranch keys` makes.", show_default=False),
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Ask at TCP addresses without certificates.")] = False,
 ) -> None:
-    """Show the processes of a job on this machine: which run, which are frozen or gone, and the workers' steps.
+    """Show the processes of a job on this machine: which run, which are frozen or gone, and who waits for whom.
 
-    Exit code: 0, or 2 if there is no such job.
+    Exit code: 0, 1 if --address does not answer, or 2 if there is no such job.
     """
-    try:
-        found = status_of(latest_job() if job is None else job)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="JOB") from error
-    typer.echo(json.dumps(asdict(found)) if as_json else _table(found))
+    if address and job is not None:
+        raise typer.BadParameter("name a job or --address, not both", param_hint="JOB")
+    if watch and as_json:
+        raise typer.BadParameter("--json prints once; call it again and again, or leave out --watch")
+    with told_plainly("JOB"), ExitStack() as stack:
+        if address:
+            from anabranch.launch.address_status import Addresses  # imports torch
+
+            asked = stack.enter_context(Addresses(address, keys=keys, insecure=insecure))
+            look: Callable[[], JobStatus] = asked.look
+        else:
+            folder = latest_job() if job is None else job
+            look = lambda: status_of(folder)  # noqa: E731
+        found = look()
+        if as_json:
+            typer.echo(json.dumps(asdict(found)))
+        elif watch:
+            _watch(look, found)
+        else:
+            _print(found)
 
 
-def _table(found: JobStatus) -> str:
-    rows = [("role", "rank", "pid", "state", "steps")]
-    rows += [
-        (one.role, str(one.rank), str(one.pid or "-"), one.state, "-" if one.steps is None else str(one.steps))
-        for one in found.roles
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def _print(found: JobStatus) -> None:
+    from rich.console import Console
+
+    from anabranch.launch.output.picture import picture
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 200)  # a file or a pipe cuts nothing off
+    console.print(picture(found))
+
+
+def _watch(look: Callable[[], JobStatus], found: JobStatus) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from anabranch.launch.output.picture import picture
+
+    console = Console()
+    if not console.is_terminal:
+        raise typer.BadParameter("--watch draws on a terminal; elsewhere use --json", param_hint="--watch")
+    before = None
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            live.update(picture(found, before, lines=console.height - 1), refresh=True)
+            if found.ended is not None:
+                return
+            try:
+                time.sleep(_EVERY)
+            except KeyboardInterrupt:
+                return
+            before, found = found, look()

@@ -122,9 +122,7 @@ class SinkFeed:
     @property
     def due(self) -> bool:
         """True if the next step is to be handed to ``step``."""
-        return not self.idle and (
-            self._kept < self._kept_anyway or self._clock() - self._last_kept >= self._spacing
-        )
+        return not self.idle and (self._kept < self._kept_anyway or self._clock() - self._last_kept >= self._spacing)
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
         """Take the numbers of an optimizer step, of which tensors stay where they are for now."""

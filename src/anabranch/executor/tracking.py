@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeVar, cast, overload
 
+from anabranch.deadline import minutes_and_seconds
 from anabranch.status_file import StatusFile
 
-__all__ = ["PROGRESS_VARIABLE", "Progress", "Text", "remaining"]
+__all__ = ["PROGRESS_VARIABLE", "Progress", "Text"]
 
 _T = TypeVar("_T")
 
@@ -68,19 +69,12 @@ class _Loop:
             parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each")
             if self.total is not None:
                 left = max(0, self.total - self.done) / rate
-                parts.append(f"{remaining(left)} left" if self.done < self.total else f"took {remaining(seconds)}")
+                parts.append(
+                    f"{minutes_and_seconds(left)} left"
+                    if self.done < self.total
+                    else f"took {minutes_and_seconds(seconds)}"
+                )
         return " · ".join(parts)
-
-
-def remaining(seconds: float) -> str:
-    """Return a time as minutes and seconds, with hours where there are any.
-
-    >>> remaining(75), remaining(3675)
-    ('1:15', '1:01:15')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""A job's processes as they are now, read from its ``job.json``, from ``/proc`` and from what its workers leave there.
+"""A job's processes as they are now, read from its ``job.json``, from ``/proc`` and from what they leave there.
 
 Nothing is asked of the processes themselves, so a frozen one is no reason to wait.
 """
@@ -8,16 +8,34 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from anabranch.launch.job_file import JOB_FILE
 
-__all__ = ["JobStatus", "RoleStatus", "State", "latest_job", "status_of"]
+__all__ = ["JobStatus", "Loop", "RoleStatus", "State", "WaitOfRole", "job_of", "latest_job", "status_of"]
 
-State: TypeAlias = Literal["starting", "running", "stopped", "restarting", "gone"]
+State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
+
+_SERVICES = ("parameters", "experts", "directory")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOfRole:
+    """A wait of one process for others.
+
+    Attributes:
+        peers: as the process names them: ``"rank 1"``, or an endpoint.
+        operation: ``"all_reduce"``, ``"pull"``.
+        seconds: how long it has lasted.
+    """
+
+    peers: tuple[str, ...]
+    operation: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +47,19 @@ class RoleStatus:
         rank: which of its role.
         pid: its process; ``None`` while it is to be started again.
         endpoint: where a service listens.
-        state: ``"starting"``: a service that does not listen yet; ``"stopped"``: frozen, by SIGSTOP or a debugger;
-            ``"restarting"``: it has ended and is to be started again; ``"gone"``: it has ended.
+        state: ``"starting"``: a service that does not listen yet; ``"waiting"``: for another process, for half a second
+            or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it has ended and is to be
+            started again; ``"gone"``: it has ended.
         steps: optimizer steps of a worker, those of a loaded checkpoint included; ``None`` if it has no ``Executor``.
-        waiting_for: not known to this version: ``None``.
-        waiting_seconds: the same.
+        waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
+            gone, or else those that do not wait themselves.
+        waiting_seconds: how long it has waited.
+        operation: what it waits in.
+        service: what a server tells of itself: ``requests``, ``bytes``, a queue, ...; totals since it started,
+            ``uptime`` seconds ago.
+        loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
+        crossed: of a worker, the bytes that have crossed each boundary.
+        crossing: the same, a second.
     """
 
     role: str
@@ -44,6 +70,33 @@ class RoleStatus:
     steps: int | None = None
     waiting_for: str | None = None
     waiting_seconds: float | None = None
+    operation: str | None = None
+    service: Mapping[str, Any] = field(default_factory=dict)
+    loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    crossed: Mapping[str, float] = field(default_factory=dict)
+    crossing: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The role and the rank, such as ``"worker 0"``."""
+        return f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop of rank 0 under way: of ``executor.track``, or over a bound loader.
+
+    Attributes:
+        label: its name, if it has one.
+        done: rounds.
+        total: rounds, if that is known.
+        seconds: since it began, if that is known.
+    """
+
+    label: str | None
+    done: int
+    total: int | None
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +105,23 @@ class JobStatus:
 
     Attributes:
         roles: its processes.
-        started: seconds since the epoch.
+        started: seconds since the epoch; ``None`` if that is not known, of services asked at their addresses.
         ended: the same; ``None`` while it runs.
+        seconds: from its start until now, or until its end.
+        progress: the loops of rank 0, each inside the one before it.
+        loss: the newest of rank 0 that was read.
+        curve: its losses from the first step on, in at most 65 means.
+        steps_per_second: of rank 0.
     """
 
     roles: tuple[RoleStatus, ...]
-    started: float
+    started: float | None
     ended: float | None
+    seconds: float | None = None
+    progress: tuple[Loop, ...] = ()
+    loss: float | None = None
+    curve: tuple[float, ...] = ()
+    steps_per_second: float | None = None
 
 
 def status_of(folder: Path) -> JobStatus:
@@ -71,12 +134,32 @@ def status_of(folder: Path) -> JobStatus:
     try:
         record = json.loads(path.read_text())
         ended = record["ended"]
-        roles = tuple(_role(folder, ended is not None, **entry) for entry in record["roles"])
-        return JobStatus(roles, float(record["started"]), ended)
+        found = [_read_role(folder, ended is not None, **entry) for entry in record["roles"]]
+        return job_of(found, float(record["started"]), ended)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; give a job's log folder (--log-dir)") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not describe a job: {error!r}") from error
+
+
+def job_of(
+    found: Sequence[tuple[RoleStatus, Mapping[str, Any]]], started: float | None, ended: float | None
+) -> JobStatus:
+    """Return the job of these processes, each with what it told of itself."""
+    roles = [_with_facts(role, facts) for role, facts in found]
+    waits = {role.name: wait for role, (_, facts) in zip(roles, found, strict=True) if (wait := _wait_of(role, facts))}
+    told = next((facts for role, facts in found if role.role == "worker" and role.rank == 0), {})
+    run = told.get("run", {})
+    return JobStatus(
+        tuple(_with_wait(role, roles, waits) for role in roles),
+        started,
+        ended,
+        None if started is None else max(0.0, (time.time() if ended is None else ended) - started),
+        tuple(Loop(**loop) for loop in told.get("progress", ())),
+        run.get("loss"),
+        tuple(run.get("curve", ())),
+        run.get("steps_per_second"),
+    )
 
 
 def latest_job() -> Path:
@@ -100,9 +183,21 @@ def _kept_folders() -> Iterator[tuple[float, Path]]:
             continue
 
 
-def _role(folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None) -> RoleStatus:
+def _read_role(
+    folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None
+) -> tuple[RoleStatus, Mapping[str, Any]]:
     state: State = "gone" if ended else "restarting" if pid is None else _state_of(pid, endpoint)
-    return RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role))
+    found = RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role))
+    return found, _told(folder / f"{role}-{rank}.status", pid)
+
+
+def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
+    """Return what the process has left, unless another has that stood in its place before."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if pid is not None and found["pid"] == pid else {}
 
 
 def _state_of(pid: int, endpoint: str | None) -> State:
@@ -126,3 +221,54 @@ def _steps(path: Path, role: str) -> int | None:
         return int.from_bytes(path.read_bytes(), "little")
     except OSError:
         return None
+
+
+def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
+    run = facts.get("run", {})
+    service: dict[str, Any] = {}
+    for name in _SERVICES:
+        service.update(facts.get(name, {}))
+    return replace(
+        role,
+        service=service,
+        loads=run.get("tables", {}),
+        crossed=run.get("bytes", {}),
+        crossing=run.get("bytes_per_second", {}) if role.state in ("running", "waiting") else {},
+    )
+
+
+def _wait_of(role: RoleStatus, facts: Mapping[str, Any]) -> WaitOfRole | None:
+    """Return the longest wait of a process that runs; a frozen one waits for nobody."""
+    if role.state != "running" or not facts.get("waits"):
+        return None
+    wait = facts["waits"][0]
+    seconds = wait["seconds"] if "seconds" in wait else time.monotonic() - wait["since"]
+    return WaitOfRole(tuple(wait["peers"]), wait["operation"], max(0.0, seconds))
+
+
+def _with_wait(role: RoleStatus, roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> RoleStatus:
+    wait = waits.get(role.name)
+    if wait is None:
+        return role
+    names = _holding_up([_called(peer, roles) for peer in wait.peers], roles, waits)
+    return replace(
+        role,
+        state="waiting",
+        waiting_for=", ".join(names),
+        waiting_seconds=wait.seconds,
+        operation=wait.operation,
+    )
+
+
+def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
+    """Return the name of ``peer`` in the job: an endpoint is a service's, a rank a worker's."""
+    kind, _, rank = peer.partition(" ")
+    if kind == "rank":
+        return f"worker {rank}"
+    return next((role.name for role in roles if role.endpoint == peer), peer)
+
+
+def _holding_up(names: Sequence[str], roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> Sequence[str]:
+    """Return those of ``names`` that do not run, or else that wait for nobody, or else all."""
+    absent = {role.name for role in roles if role.state not in ("running", "waiting")}
+    return [name for name in names if name in absent] or [name for name in names if name not in waits] or names

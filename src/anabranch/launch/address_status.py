@@ -1,0 +1,84 @@
+"""The state of services that are asked at their addresses, for ``anabranch status --address``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, PeerLost
+from anabranch.launch.status import JobStatus, RoleStatus, job_of
+from anabranch.transport import Answer, Client, Outcome, Request
+from anabranch.transport.server import STATUS
+
+__all__ = ["Addresses"]
+
+_SECONDS = 1.5  # less than the two heartbeats after which a silent server counts as lost
+_ROLES = {"parameters": "parameters", "experts": "expert", "directory": "directory"}
+
+
+class Addresses:
+    """Services, by their endpoints; a context manager.
+
+    Args:
+        endpoints: where they listen.
+        keys: the directory of certificates, for TCP.
+        insecure: allow TCP without certificates.
+
+    Raises:
+        ValueError: keys that are missing or damaged.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[str], *, keys: str | os.PathLike[str] | None = None, insecure: bool = False
+    ) -> None:
+        self._endpoints = endpoints
+        self._client = Client(keys=keys, insecure=insecure, retries=0)
+        self._before: dict[str, RoleStatus] = {}
+
+    def look(self) -> JobStatus:
+        """Return what they answer: ``"gone"`` is one at whose address nobody listens, ``"stopped"`` one that does not
+        answer.
+
+        Raises:
+            ValueError: a malformed endpoint, or TCP without keys.
+            BoundaryError: a server that refuses to tell.
+        """
+        requests = [Request(endpoint, STATUS) for endpoint in self._endpoints]
+        found: list[tuple[RoleStatus, Mapping[str, Any]]] = []
+        ranks: Counter[str] = Counter()
+        for request, outcome in zip(requests, self._client.gather(requests, Deadline.after(_SECONDS)), strict=True):
+            role, facts = self._role(request.endpoint, outcome)
+            role = replace(role, rank=ranks[role.role])
+            ranks[role.role] += 1
+            self._before[request.endpoint] = role
+            found.append((role, facts))
+        return job_of(found, None, None)
+
+    def _role(self, endpoint: str, outcome: Outcome) -> tuple[RoleStatus, Mapping[str, Any]]:
+        if isinstance(outcome, Answer):
+            facts = json.loads(outcome.payload)
+            kind = next(role for name, role in _ROLES.items() if name in facts)
+            return RoleStatus(kind, 0, facts["pid"], endpoint, "running"), facts
+        if isinstance(outcome, PeerLost | DeadlineExceeded):
+            before = self._before.get(endpoint) or RoleStatus("server", 0, None, endpoint, "gone")
+            return replace(before, state="gone" if isinstance(outcome, PeerLost) else "stopped"), {}
+        assert isinstance(outcome, Exception)
+        raise outcome
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def __enter__(self) -> Addresses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

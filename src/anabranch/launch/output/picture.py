@@ -1,0 +1,254 @@
+"""The picture of a job: a ``JobStatus`` as something that ``rich`` draws, for ``anabranch run`` and ``status`` alike.
+
+::
+
+    anabranch · 2 workers, 1 parameters · 0:42
+    training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
+    loss 0.3127 ▇▆▅▄▃▃▂▂▁▁ 12.3 steps/s
+    worker 0      running                                      step 412 · cache 93%
+    worker 1      waiting 3.2 s for parameters 0 (pull)        step 412 · cache 91%
+    parameters 0  stopped                                      1.2 M rows
+    crossing      workers 1.2 MB/s · table users 3.4 MB/s
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.deadline import minutes_and_seconds
+from anabranch.launch.status import JobStatus, Loop, RoleStatus
+
+__all__ = ["drawn", "picture", "sparkline"]
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_NOT_FINITE = "×"
+_CURVE = 48  # characters at most
+_STYLES = {
+    "running": "green",
+    "waiting": "yellow",
+    "stopped": "bold red",
+    "starting": "cyan",
+    "restarting": "magenta",
+    "gone": "dim",
+}
+_BESIDE_ROLES = 4  # lines: the head, the bar, the loss, what crosses
+
+
+def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | None = None) -> RenderableType:
+    """Return the picture of ``job``.
+
+    Args:
+        job: as it is now.
+        before: as it was a moment ago, so that services have rates of that moment, not of their whole lives.
+        lines: so many lines at most, with the roles left out that have the least to tell.
+    """
+    room = None if lines is None else lines - _BESIDE_ROLES
+    shown = _most_telling(job.roles, room)
+    parts: list[RenderableType] = [Text(_head(job), style="bold", no_wrap=True, overflow="ellipsis")]
+    if job.progress:
+        parts.append(_bar(job.progress, job.steps_per_second))
+    if (line := _loss(job)) is not None:
+        parts.append(line)
+    parts.append(_roles(job, shown, before))
+    return Group(*parts)
+
+
+def drawn(what: RenderableType, columns: int, *, color: bool = True) -> list[str]:
+    """Return the lines that draw ``what``, none wider than ``columns``.
+
+    >>> drawn(Text("loss 0.5"), 80, color=False)
+    ['loss 0.5']
+    """
+    console = Console(
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        legacy_windows=False,
+    )
+    with console.capture() as capture:
+        console.print(what)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def sparkline(values: Sequence[float], columns: int) -> str:
+    """Return a small curve, its lowest value at the bottom.
+
+    >>> sparkline([4.0, 3.0, 2.0, 1.0], 10)
+    '█▆▃▁'
+    """
+    count = min(len(values), columns)
+    cells = [values[index * len(values) // count : (index + 1) * len(values) // count] for index in range(count)]
+    means = [sum(cell) / len(cell) for cell in cells]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    step = (high - low) / (len(_LEVELS) - 1) or 1.0
+    return "".join(_LEVELS[round((mean - low) / step)] if math.isfinite(mean) else _NOT_FINITE for mean in means)
+
+
+def _head(job: JobStatus) -> str:
+    counts = Counter(role.role for role in job.roles)
+    parts = ["anabranch", ", ".join(_many(count, role) for role, count in counts.items())]
+    if job.seconds is not None:
+        parts.append(minutes_and_seconds(job.seconds))
+    if job.ended is not None:
+        parts.append("ended")
+    return " · ".join(filter(None, parts))
+
+
+def _many(count: int, role: str) -> str:
+    return f"{count} {role}" if count == 1 or role.endswith("s") else f"{count} {role}s"
+
+
+def _bar(loops: Sequence[Loop], steps_per_second: float | None) -> RenderableType:
+    *outer, loop = loops
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True, overflow="ellipsis", max_width=30)
+    cells: list[RenderableType] = [Text(" · ".join([*map(_count, outer), loop.label or "progress"]), style="bold")]
+    if loop.total:
+        line.add_column(ratio=1)
+        cells.append(ProgressBar(loop.total, min(loop.done, loop.total), style="dim"))
+    line.add_column(no_wrap=True)
+    cells.append(Text(" · ".join(_how_far(loop, steps_per_second))))
+    line.add_row(*cells)
+    return line
+
+
+def _count(loop: Loop) -> str:
+    count = str(loop.done) if loop.total is None else f"{loop.done}/{loop.total}"
+    return f"{loop.label} {count}" if loop.label else count
+
+
+def _how_far(loop: Loop, steps_per_second: float | None) -> Iterable[str]:
+    if not loop.total:
+        yield str(loop.done)
+    else:
+        yield f"{loop.done}/{loop.total} {100 * loop.done // loop.total}%"
+    rate = loop.done / loop.seconds if loop.seconds else steps_per_second
+    if loop.seconds and rate:
+        yield f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
+    if loop.total and rate:
+        yield f"{minutes_and_seconds(max(0, loop.total - loop.done) / rate)} left"
+
+
+def _loss(job: JobStatus) -> Text | None:
+    parts = []
+    if job.loss is not None:
+        parts.append(f"loss {job.loss:.4g}")
+        parts.append(sparkline(job.curve, _CURVE))
+    if job.steps_per_second is not None:
+        parts.append(f"{job.steps_per_second:.1f} steps/s")
+    return Text("  ".join(filter(None, parts)), no_wrap=True, overflow="ellipsis") if parts else None
+
+
+def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None) -> RenderableType:
+    earlier = {} if before is None else {role.name: role for role in before.roles}
+    table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(no_wrap=True, overflow="ellipsis")
+    for role in shown:
+        told = " · ".join(_facts(role, earlier.get(role.name)))
+        table.add_row(role.name, Text(_state(role), style=_STYLES[role.state]), Text(told))
+    if hidden := len(job.roles) - len(shown):
+        counts = Counter(role.state for role in job.roles if role not in shown)
+        words = ", ".join(f"{count} {state}" for state, count in counts.items())
+        table.add_row(Text(f"{hidden} more", style="dim"), Text(words, style="dim"))
+    parts: list[RenderableType] = [table]
+    if crossing := _crossing(job.roles):
+        parts.append(Text("crossing  " + " · ".join(crossing), no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def _most_telling(roles: Sequence[RoleStatus], room: int | None) -> Sequence[RoleStatus]:
+    """Return the roles for which there is room, in order: those that run well are left out first."""
+    if room is None or len(roles) <= room:
+        return roles
+    ordered = sorted(roles, key=lambda role: role.state in ("running", "gone"))
+    kept = ordered[: max(0, room - 1)]
+    return [role for role in roles if role in kept]
+
+
+def _state(role: RoleStatus) -> str:
+    if role.waiting_for is None or role.waiting_seconds is None:
+        return role.state
+    seconds = role.waiting_seconds
+    since = f"{seconds:.1f} s" if seconds < 60 else minutes_and_seconds(seconds)
+    return f"waiting {since} for {role.waiting_for} ({role.operation})"
+
+
+def _facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
+    if role.steps is not None:
+        yield f"step {role.steps}"
+    hits = sum(loads.get("hits", 0) for loads in role.loads.values())
+    misses = sum(loads.get("misses", 0) for loads in role.loads.values())
+    if hits + misses:
+        yield f"cache {100 * hits / (hits + misses):.0f}%"
+    if role.service and role.state in ("running", "waiting"):
+        yield from _service_facts(role, before)
+
+
+def _service_facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
+    facts = role.service
+    if "queue_tasks" in facts:
+        yield f"queue {facts['queue_tasks']}"
+        yield f"busy {100 * _rate(_busy, role, before):.0f}%"
+        yield f"{_rate(_rows, role, before):.0f} rows/s"
+    if "stored_bytes" in facts:
+        yield f"{_scaled(facts['rows'])} rows"
+        if facts["hot_hits"] + facts["hot_misses"]:
+            yield f"in memory {100 * facts['hot_hits'] / (facts['hot_hits'] + facts['hot_misses']):.0f}%"
+        if clocks := facts["clocks"]:
+            bound = "" if facts["lag"] is None else f" of {facts['lag']}"
+            yield f"stale {max(clocks) - min(clocks)}{bound} steps"
+    if "bytes" in facts:
+        yield f"{_scaled(_rate(_bytes, role, before))}B/s"
+
+
+def _busy(facts: Mapping[str, Any]) -> float:
+    return sum(one["busy_seconds"] for one in facts["experts"].values())
+
+
+def _rows(facts: Mapping[str, Any]) -> float:
+    return sum(one["rows"] for one in facts["experts"].values())
+
+
+def _bytes(facts: Mapping[str, Any]) -> float:
+    return float(facts["bytes"])
+
+
+def _rate(read: Callable[[Mapping[str, Any]], float], role: RoleStatus, before: RoleStatus | None) -> float:
+    """Return how much ``read`` finds more a second: since ``before``, or since the service started."""
+    total, seconds = read(role.service), float(role.service["uptime"])
+    if before is not None and before.pid == role.pid and before.service and before.service["uptime"] < seconds:
+        total, seconds = max(0.0, total - read(before.service)), seconds - before.service["uptime"]
+    return total / seconds if seconds > 0 else 0.0
+
+
+def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
+    """Return the bytes a second of each boundary, of all workers together, the busiest first."""
+    totals: Counter[str] = Counter()
+    for role in roles:
+        totals.update({name: round(rate) for name, rate in role.crossing.items()})
+    return [f"{name} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
+
+
+def _scaled(number: float) -> str:
+    """Return a number with its decimal prefix.
+
+    >>> _scaled(950), _scaled(1_234_567)
+    ('950 ', '1.2 M')
+    """
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000 or prefix == "T":
+            break
+        number /= 1000
+    return f"{number:.0f} {prefix}" if not prefix or number >= 100 else f"{number:.1f} {prefix}"
