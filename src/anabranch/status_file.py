@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["STATUS_VARIABLE", "StatusFile", "replace_text", "status_file"]
+__all__ = ["PROGRESS_VARIABLE", "STATUS_VARIABLE", "StatusFile", "replace_text", "status_file"]
 
 STATUS_VARIABLE = "ANABRANCH_STATUS"
 """Names the file, without its suffix: ``.status`` holds the facts, ``.steps`` the number of a worker's optimizer steps
 in 8 bytes, little-endian."""
+
+PROGRESS_VARIABLE = "ANABRANCH_PROGRESS"
+"""Set by ``anabranch run``: ``"screen"`` if its screen shows how far loops are, ``"lines"`` if no line is to be drawn
+in its place."""
 
 _EVERY = 1.0  # seconds between two writings of a thread
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +14,7 @@ import typer
 from anabranch.cli.standard_streams import say
 from anabranch.launch import Durability, Outcome, RestartBudget, launch
 from anabranch.launch.supervision.signals import hold_signals
+from anabranch.status_file import PROGRESS_VARIABLE
 
 __all__ = ["run"]
 
@@ -72,10 +75,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Draw no picture of the job below rank 0's output on a terminal.")
+    ] = False,
 ) -> None:
     """Run SCRIPT in N processes that form one torch.distributed job, with the servers it uses.
 
-    The workers find the same environment as under torchrun. Rank 0 is live on the screen. When a process fails, its
+    The workers find the same environment as under torchrun. Rank 0 is live on the screen; on a terminal a picture below
+    it says how far the job is and how each process is. When a process fails, its
     rank and traceback are shown and the others stopped; Ctrl-C stops all. No process is left behind.
 
     An expert process that dies is started again, and the job goes on meanwhile with those that answer.
@@ -100,6 +107,8 @@ def run(
                 host=host,
                 log_dir=directory,
                 live=True,
+                picture=not plain and _can_draw(),
+                environment={**os.environ, PROGRESS_VARIABLE: "lines"} if plain else None,
                 spawn=spawn,
                 max_restarts=max_restarts,
                 service_restarts=budget,
@@ -129,6 +138,12 @@ def _log_directory(wanted: Path | None) -> Path:
             f"cannot make the directory {wanted}: {error.strerror}", param_hint="--log-dir"
         ) from error
     return wanted
+
+
+def _can_draw() -> bool:
+    """Tell whether the terminal, if there is one, understands more than text."""
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"
 
 
 def _show_failure(outcome: Outcome) -> None:

@@ -15,15 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeVar, cast, overload
 
 from anabranch.deadline import minutes_and_seconds
-from anabranch.status_file import StatusFile
+from anabranch.status_file import PROGRESS_VARIABLE, StatusFile
 
-__all__ = ["PROGRESS_VARIABLE", "Progress", "Text"]
+__all__ = ["Progress", "Text"]
 
 _T = TypeVar("_T")
-
-PROGRESS_VARIABLE = "ANABRANCH_PROGRESS"
-"""Set by ``anabranch run``: ``"screen"`` if its screen shows how far loops are, ``"lines"`` if no line is to be drawn
-in its place."""
 
 _LEAVE = 0.5  # seconds between two times that it is left for others to see
 _REDRAW = 0.25  # seconds between two drawings on a terminal
@@ -169,7 +165,7 @@ class Progress:
         outermost = self._loops[0] is loop
         if outermost and (self._terminal() or now - loop.started >= _REPEAT):
             del self._loops[1:]
-            self._show(now)
+            self._show(now, ends=True)
         self._loops.remove(loop)
         if outermost:
             self._restore_prints()
@@ -177,10 +173,10 @@ class Progress:
                 self._write("\n")
             self._drawn = False
 
-    def _show(self, now: float) -> None:
+    def _show(self, now: float, *, ends: bool = False) -> None:
         if not self._loops or self._mid_line:
             return
-        if self._style == "screen":
+        if self._style == "screen" and not ends:
             self._next = float("inf")
             return
         line = " · ".join([*(loop.count() for loop in self._loops[:-1]), self._loops[-1].line(now)])

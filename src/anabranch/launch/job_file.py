@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from anabranch.status_file import replace_text
@@ -46,6 +47,8 @@ class JobFile:
         self._started = self._clock()
         self._roles: dict[tuple[str, int], dict[str, object]] = {}
         self._failed = False
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)  # of another job in the same folder
 
     def began(self, role: str, rank: int, pid: int, endpoint: str | None) -> None:
         """Record a process that was started, or started again."""

@@ -42,6 +42,7 @@ from anabranch.launch.supervision.outcome import Outcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -62,6 +63,7 @@ def launch(
     host: str | None = None,
     log_dir: Path,
     live: bool = False,
+    picture: bool = False,
     environment: Mapping[str, str] | None = None,
     patience: Patience | None = None,
     seconds: float | None = None,
@@ -94,6 +96,7 @@ def launch(
         log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
             lists the processes, see ``job_file.py``.
         live: show rank 0's output on this process's stdout and stderr, too.
+        picture: show below it, where that is a terminal, how the job is; the job's scripts then draw no progress.
         environment: what the workers' environment is made from; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
         seconds: end the job after this time; ``None`` for as long as it takes.
@@ -138,6 +141,7 @@ def launch(
                 log_dir=log_dir,
                 job_file=job_file,
                 live=live,
+                picture=picture and live and os.isatty(1) and os.isatty(2),
                 base=os.environ if environment is None else environment,
                 patience=patience,
                 seconds=None if seconds is None else max(seconds - (time.monotonic() - started), 0.0),
@@ -162,6 +166,7 @@ def _attempt(
     log_dir: Path,
     job_file: JobFile,
     live: bool,
+    picture: bool,
     base: Mapping[str, str],
     patience: Patience | None,
     seconds: float | None,
@@ -181,7 +186,13 @@ def _attempt(
         rendezvous = stack.enter_context(Rendezvous(place.directory if has_services else None, place.keys))
         if has_services:
             base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
-        screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
+        log = log_dir / "worker-0.log"
+        screen = stack.enter_context(Screen(log, goes_on=number > 0, pictures=picture)) if live else None
+        if screen and picture:
+            from anabranch.launch.output.live_picture import LivePicture  # imports rich
+
+            stack.enter_context(LivePicture(log_dir, screen))
+            base = {**base, PROGRESS_VARIABLE: "screen"}
         signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
         services: list[Worker] = []

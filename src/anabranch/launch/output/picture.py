@@ -2,7 +2,7 @@
 
 ::
 
-    anabranch · 2 workers, 1 parameters · 0:42
+    anabranch · 2 workers, 1 parameters · 0:42 ─────────────────────────────────
     training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
     loss 0.3127 ▇▆▅▄▃▃▂▂▁▁ 12.3 steps/s
     worker 0      running                                      step 412 · cache 93%
@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -53,7 +54,7 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
     """
     room = None if lines is None else lines - _BESIDE_ROLES
     shown = _most_telling(job.roles, room)
-    parts: list[RenderableType] = [Text(_head(job), style="bold", no_wrap=True, overflow="ellipsis")]
+    parts: list[RenderableType] = [Rule(Text(_head(job), style="bold"), align="left", style="dim")]
     if job.progress:
         parts.append(_bar(job.progress, job.steps_per_second))
     if (line := _loss(job)) is not None:
@@ -214,11 +215,11 @@ def _service_facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]
 
 
 def _busy(facts: Mapping[str, Any]) -> float:
-    return sum(one["busy_seconds"] for one in facts["experts"].values())
+    return math.fsum(one["busy_seconds"] for one in facts["experts"].values())
 
 
 def _rows(facts: Mapping[str, Any]) -> float:
-    return sum(one["rows"] for one in facts["experts"].values())
+    return math.fsum(one["rows"] for one in facts["experts"].values())
 
 
 def _bytes(facts: Mapping[str, Any]) -> float:

@@ -22,10 +22,11 @@ import pty
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,7 @@ __all__ = ["Screen"]
 
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
+_SIZE = "HHHH"  # lines, columns, and the same in pixels
 _ANSWER_SECONDS = 2.0
 _LATE_ANSWERS = 64
 
@@ -48,6 +50,7 @@ class Screen:
     Args:
         log: the file, made anew.
         goes_on: keep what is in it.
+        pictures: whether ``draw`` is to be used; on a terminal alone.
 
     Attributes:
         stdout: what the worker gets as its stdout.
@@ -56,7 +59,7 @@ class Screen:
         pidfd: of the copier; readable when that has ended, and ``revive`` is due.
     """
 
-    def __init__(self, log: Path, *, goes_on: bool = False) -> None:
+    def __init__(self, log: Path, *, goes_on: bool = False, pictures: bool = False) -> None:
         self.log = str(log)
         self._terminal = os.isatty(1) and os.isatty(2)
         if self._terminal:
@@ -72,6 +75,10 @@ class Screen:
         if not goes_on:
             log.write_bytes(b"")
         self._log = log.open("ab", buffering=0)
+        self._picture_lines = 0
+        self._pictures = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if pictures else None
+        for end in self._pictures or ():
+            end.setblocking(False)
         self._copier, self._channel = self._start()
         self.pidfd = os.pidfd_open(self._copier.pid)
         self.fit()
@@ -89,9 +96,22 @@ class Screen:
         if not self._terminal:
             return
         with suppress(OSError):  # ours was closed
-            size = fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8))
+            lines, *others = struct.unpack(_SIZE, fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8)))
+            size = struct.pack(_SIZE, max(lines - self._picture_lines, 0), *others)
             for source in self._targets:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Have these lines stand at the bottom of the terminal, what the worker writes above them; on any thread.
+
+        Passed over if the copier has not taken the last ones yet.
+        """
+        assert self._pictures is not None, "made without pictures"
+        with suppress(OSError):
+            self._pictures[0].send("\n".join(lines).encode())
+        if len(lines) > self._picture_lines:
+            self._picture_lines = len(lines)
+            self.fit()
 
     def started(self) -> None:
         """Close the worker's ends here: from now on their last holder's death is the end of the stream."""
@@ -117,12 +137,24 @@ class Screen:
         ours, theirs = socket.socketpair()
         ours.settimeout(_ANSWER_SECONDS)
         log = self._log.fileno()
+        pictures = -1 if self._pictures is None else self._pictures[1].fileno()
+        drawn = str(int(self._picture_lines > 0))
         pairs = [str(number) for pair in self._targets.items() for number in pair]
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", copier.__file__, str(log), str(int(self._terminal)), *pairs],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    copier.__file__,
+                    str(log),
+                    str(int(self._terminal)),
+                    str(pictures),
+                    drawn,
+                    *pairs,
+                ],
                 stdin=theirs.fileno(),
-                pass_fds=(log, *self._targets),
+                pass_fds=(log, *self._targets, *filter(lambda number: number >= 0, [pictures])),
                 start_new_session=True,
             )
         return process, ours
@@ -157,6 +189,8 @@ class Screen:
             self._reap()  # as long as the screen's reader takes
         finally:
             self._channel.close()
+            for end in self._pictures or ():
+                end.close()
             for descriptor in (self.pidfd, *self._targets):
                 os.close(descriptor)
             self._log.close()
