@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
+import anabranch as ab
 from anabranch.launch import launch
+from anabranch.launch.address_status import Addresses
 from anabranch.launch.job_file import JobFile
-from anabranch.launch.status import latest_job, status_of
+from anabranch.launch.status import RoleStatus, job_of, latest_job, status_of
+from anabranch.parameter_server import ParameterServer
+from launched import start_run
+from waiting import wait_until
 
 STATUS = [sys.executable, "-m", "anabranch.cli", "status"]
 
@@ -75,7 +82,7 @@ def test_a_job_of_executors_tells_its_steps(tmp_path: Path, script: Callable[[st
 def test_the_command_prints_a_table_and_refuses_what_is_no_job(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     done = subprocess.run([*STATUS, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[1].split() == ["worker", "0", str(os.getpid()), "running", "-"]
+    assert done.stdout.splitlines()[1].split() == ["worker", "0", "running"]
     done = subprocess.run([*STATUS, str(tmp_path / "no")], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "log folder" in done.stderr
@@ -93,3 +100,113 @@ def test_the_newest_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert latest_job() == tmp_path / "anabranch-logs-a"
     with pytest.raises(ValueError, match="does not describe a job"):
         status_of(tmp_path / "anabranch-logs-c")
+
+
+def roles_of(folder: Path) -> dict[str, dict[str, object]]:
+    """The roles as ``anabranch status --json`` tells them, by name."""
+    done = subprocess.run([*STATUS, str(folder), "--json"], capture_output=True, text=True, timeout=60, check=True)
+    return {f"{one['role']} {one['rank']}": one for one in json.loads(done.stdout)["roles"]}
+
+
+TRAINS = """
+    import torch, anabranch as ab
+    model = torch.nn.Linear(2, 1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    mode = "PS" if ab.job().servers else "AllReduce"
+    with ab.Executor(step, comm_mode=mode, heartbeat=50.0) as executor:
+        for _ in executor.track(range(10**9), "training"):
+            executor.run(batch=torch.ones(2, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "options"), [("worker 1", ["--workers", "2"]), ("parameters 0", ["--servers", "1"])]
+)
+def test_status_says_who_waits_for_a_frozen_process(
+    frozen: str, options: list[str], tmp_path: Path, script: Callable[[str], Path]
+) -> None:
+    with start_run(*options, "--log-dir", tmp_path, script(TRAINS)) as job:
+        wait_until((tmp_path / "job.json").exists)
+        wait_until(lambda: (status_of(tmp_path).roles[0].steps or 0) > 3)
+        pid = next(role.pid for role in status_of(tmp_path).roles if role.name == frozen)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: status_of(tmp_path).roles[0].state == "waiting")
+            seen = roles_of(tmp_path)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert seen[frozen]["state"] == "stopped"
+        assert seen["worker 0"]["state"] == "waiting"
+        assert seen["worker 0"]["waiting_for"] == frozen
+        assert float(str(seen["worker 0"]["waiting_seconds"])) >= 0.5
+        wait_until(lambda: status_of(tmp_path).roles[0].state == "running")
+        assert status_of(tmp_path).progress[0].label == "training"
+        wait_until(lambda: status_of(tmp_path).loss is not None)
+        job.send_signal(signal.SIGINT)
+        job.wait()
+    assert {role.state for role in status_of(tmp_path).roles} == {"gone"}
+
+
+def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -> None:
+    def role(rank: int, state: str = "running") -> RoleStatus:
+        return RoleStatus("worker", rank, rank, None, state)  # type: ignore[arg-type]
+
+    def waiting(*peers: int) -> dict[str, object]:
+        return {"waits": [{"peers": [f"rank {peer}" for peer in peers], "operation": "barrier", "seconds": 2.0}]}
+
+    def named(*found: tuple[RoleStatus, dict[str, object]]) -> list[str | None]:
+        return [one.waiting_for for one in job_of(found, None, None).roles]
+
+    assert named((role(0), waiting(1, 2)), (role(1), waiting(0, 2)), (role(2), {})) == ["worker 2", "worker 2", None]
+    assert named((role(0), waiting(1, 2)), (role(1, "stopped"), {}), (role(2), {})) == ["worker 1", None, None]
+    assert named((role(0), waiting(1)), (role(1), waiting(0))) == ["worker 1", "worker 0"]
+
+
+def test_a_file_of_the_process_before_says_nothing(tmp_path: Path) -> None:
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    told = {"pid": os.getpid() + 1, "run": {"loss": 0.5}}
+    (tmp_path / "worker-0.status").write_text(json.dumps(told))
+    assert status_of(tmp_path).loss is None
+    (tmp_path / "worker-0.status").write_text(json.dumps({**told, "pid": os.getpid()}))
+    assert status_of(tmp_path).loss == 0.5
+
+
+def test_servers_are_asked_at_their_addresses(tmp_path: Path) -> None:
+    expert = ab.ExpertBackend("e.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
+    with ParameterServer() as server, ab.ExpertServer([expert]) as experts:
+        ab.RemoteExpert("e.0", experts.endpoint)(torch.ones(3, 2))
+        nowhere = f"unix:{tmp_path}/nobody"
+        with Addresses([server.endpoint, experts.endpoint, nowhere]) as addresses:
+            found = addresses.look()
+        assert [(one.role, one.state) for one in found.roles] == [
+            ("parameters", "running"),
+            ("expert", "running"),
+            ("server", "gone"),
+        ]
+        assert found.roles[0].service["clocks"] == []
+        assert found.roles[1].service["experts"]["e.0"]["rows"] == 3
+        assert found.roles[1].service["experts"]["e.0"]["busy_seconds"] > 0
+
+
+def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{tmp_path}/silent")
+        os.chmod(f"{tmp_path}/silent", 0o600)
+        silent.listen()
+        with Addresses([f"unix:{tmp_path}/silent"]) as addresses:
+            assert addresses.look().roles[0].state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["folder", "--address", "unix:/a"], "not both"),
+        (["--watch", "--json"], "prints once"),
+        (["--address", "nonsense"], "nonsense"),
+    ],
+)
+def test_the_command_refuses_what_contradicts_itself(arguments: list[str], said: str) -> None:
+    done = subprocess.run([*STATUS, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr

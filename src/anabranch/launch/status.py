@@ -59,7 +59,7 @@ class RoleStatus:
             ``uptime`` seconds ago.
         loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
         crossed: of a worker, the bytes that have crossed each boundary.
-        crossing: the same, a second.
+        crossing: the same, a second, while it runs and does not wait.
     """
 
     role: str
@@ -111,7 +111,7 @@ class JobStatus:
         progress: the loops of rank 0, each inside the one before it.
         loss: the newest of rank 0 that was read.
         curve: its losses from the first step on, in at most 65 means.
-        steps_per_second: of rank 0.
+        steps_per_second: of rank 0, while it runs and does not wait.
     """
 
     roles: tuple[RoleStatus, ...]
@@ -148,7 +148,8 @@ def job_of(
     """Return the job of these processes, each with what it told of itself."""
     roles = [_with_facts(role, facts) for role, facts in found]
     waits = {role.name: wait for role, (_, facts) in zip(roles, found, strict=True) if (wait := _wait_of(role, facts))}
-    told = next((facts for role, facts in found if role.role == "worker" and role.rank == 0), {})
+    first = next((role for role in roles if role.name == "worker 0"), None)
+    told = next((facts for role, facts in found if role.name == "worker 0"), {})
     run = told.get("run", {})
     return JobStatus(
         tuple(_with_wait(role, roles, waits) for role in roles),
@@ -158,7 +159,7 @@ def job_of(
         tuple(Loop(**loop) for loop in told.get("progress", ())),
         run.get("loss"),
         tuple(run.get("curve", ())),
-        run.get("steps_per_second"),
+        run.get("steps_per_second") if first and first.state == "running" and first.name not in waits else None,
     )
 
 
@@ -233,7 +234,7 @@ def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
         service=service,
         loads=run.get("tables", {}),
         crossed=run.get("bytes", {}),
-        crossing=run.get("bytes_per_second", {}) if role.state in ("running", "waiting") else {},
+        crossing=run.get("bytes_per_second", {}) if role.state == "running" and not facts.get("waits") else {},
     )
 
 

@@ -4,10 +4,10 @@
 
     anabranch · 2 workers, 1 parameters · 0:42 ─────────────────────────────────
     training ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━ 412/800 51% · 0:31 left
-    loss 0.3127 ▇▆▅▄▃▃▂▂▁▁ 12.3 steps/s
-    worker 0      running                                      step 412 · cache 93%
-    worker 1      waiting 3.2 s for parameters 0 (pull)        step 412 · cache 91%
-    parameters 0  stopped                                      1.2 M rows
+    loss 0.3127 ▇▆▅▄▃▃▂▂▁▁                                          12.3 steps/s
+    worker 0      waiting  3.2 s for parameters 0 (pull)  step 412 · cache 93%
+    worker 1      running  step 412 · cache 91%
+    parameters 0  stopped
     crossing      workers 1.2 MB/s · table users 3.4 MB/s
 """
 
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.table import Table
@@ -32,7 +32,6 @@ __all__ = ["drawn", "picture", "sparkline"]
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
-_CURVE = 48  # characters at most
 _STYLES = {
     "running": "green",
     "waiting": "yellow",
@@ -114,7 +113,9 @@ def _bar(loops: Sequence[Loop], steps_per_second: float | None) -> RenderableTyp
     *outer, loop = loops
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis", max_width=30)
-    cells: list[RenderableType] = [Text(" · ".join([*map(_count, outer), loop.label or "progress"]), style="bold")]
+    cells: list[RenderableType] = [
+        Text(_printable(" · ".join([*map(_count, outer), loop.label or "progress"])), style="bold")
+    ]
     if loop.total:
         line.add_column(ratio=1)
         cells.append(ProgressBar(loop.total, min(loop.done, loop.total), style="dim"))
@@ -141,24 +142,40 @@ def _how_far(loop: Loop, steps_per_second: float | None) -> Iterable[str]:
         yield f"{minutes_and_seconds(max(0, loop.total - loop.done) / rate)} left"
 
 
-def _loss(job: JobStatus) -> Text | None:
-    parts = []
-    if job.loss is not None:
-        parts.append(f"loss {job.loss:.4g}")
-        parts.append(sparkline(job.curve, _CURVE))
-    if job.steps_per_second is not None:
-        parts.append(f"{job.steps_per_second:.1f} steps/s")
-    return Text("  ".join(filter(None, parts)), no_wrap=True, overflow="ellipsis") if parts else None
+def _loss(job: JobStatus) -> RenderableType | None:
+    rate = "" if job.steps_per_second is None else f"{job.steps_per_second:.1f} steps/s"
+    if job.loss is None:
+        return Text(rate) if rate else None
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    line.add_row(f"loss {job.loss:.4g}", _Curve(job.curve), rate)
+    return line
+
+
+class _Curve:
+    """A curve as wide as there is room for it."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it."""
+        yield Text(sparkline(self._values, options.max_width), style="cyan")
 
 
 def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None) -> RenderableType:
     earlier = {} if before is None else {role.name: role for role in before.roles}
     table = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(no_wrap=True, min_width=max((len(role.name) for role in shown), default=0))
+    table.add_column(no_wrap=True)
+    table.add_column()  # the one that is cut: its text does not wrap, though the column may
     for role in shown:
-        told = " · ".join(_facts(role, earlier.get(role.name)))
-        table.add_row(role.name, Text(_state(role), style=_STYLES[role.state]), Text(told))
+        told = Text(no_wrap=True, overflow="ellipsis")
+        told.append(_wait(role), style=_STYLES[role.state])
+        told.append(" · ".join(_facts(role, earlier.get(role.name))))
+        table.add_row(role.name, Text(role.state, style=_STYLES[role.state]), told)
     if hidden := len(job.roles) - len(shown):
         counts = Counter(role.state for role in job.roles if role not in shown)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
@@ -178,12 +195,12 @@ def _most_telling(roles: Sequence[RoleStatus], room: int | None) -> Sequence[Rol
     return [role for role in roles if role in kept]
 
 
-def _state(role: RoleStatus) -> str:
+def _wait(role: RoleStatus) -> str:
     if role.waiting_for is None or role.waiting_seconds is None:
-        return role.state
+        return ""
     seconds = role.waiting_seconds
     since = f"{seconds:.1f} s" if seconds < 60 else minutes_and_seconds(seconds)
-    return f"waiting {since} for {role.waiting_for} ({role.operation})"
+    return _printable(f"{since} for {role.waiting_for} ({role.operation})  ")
 
 
 def _facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
@@ -204,7 +221,7 @@ def _service_facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]
         yield f"busy {100 * _rate(_busy, role, before):.0f}%"
         yield f"{_rate(_rows, role, before):.0f} rows/s"
     if "stored_bytes" in facts:
-        yield f"{_scaled(facts['rows'])} rows"
+        yield f"{_scaled(facts['rows']).replace(' ', '')} rows"
         if facts["hot_hits"] + facts["hot_misses"]:
             yield f"in memory {100 * facts['hot_hits'] / (facts['hot_hits'] + facts['hot_misses']):.0f}%"
         if clocks := facts["clocks"]:
@@ -239,7 +256,12 @@ def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
     totals: Counter[str] = Counter()
     for role in roles:
         totals.update({name: round(rate) for name, rate in role.crossing.items()})
-    return [f"{name} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
+    return [f"{_printable(name)} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` without what would move the cursor: names come from scripts and from other machines."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _scaled(number: float) -> str:

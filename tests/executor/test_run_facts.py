@@ -1,0 +1,87 @@
+"""What a worker leaves of its run: steps at once, counts and their rates once a second, losses as a curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anabranch.executor.run_facts import Curve, RunFacts
+from anabranch.executor.statistics import TableLoads
+from anabranch.executor.tracking import Progress
+from anabranch.status_file import PROGRESS_VARIABLE, STATUS_VARIABLE, StatusFile
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def told(path: Path) -> dict[str, dict[str, object]]:
+    return json.loads(path.read_text())
+
+
+def test_a_curve_of_any_length_has_few_points_of_equal_weight() -> None:
+    curve = Curve(points=4)
+    for value in range(19):
+        curve.add(float(value))
+    assert curve.points() == [1.5, 5.5, 9.5, 13.5, 17.0]  # the last of three values so far
+    short = Curve()
+    for value in range(64):
+        short.add(float(value))
+    assert short.points() == [float(value) for value in range(64)]
+
+
+def test_counts_and_rates_are_left_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STATUS_VARIABLE, str(tmp_path / "worker-0"))
+    clock, path, crossed, asked = Seconds(), tmp_path / "worker-0.status", 0, 0
+
+    def count() -> tuple[dict[str, int], dict[str, TableLoads]]:
+        nonlocal asked
+        asked += 1
+        return {"workers": crossed}, {"users": TableLoads(hits=3, misses=1)}
+
+    facts = RunFacts(StatusFile(path), count, clock)
+    for step in range(1, 31):
+        clock.now += 0.1
+        crossed += 50
+        facts.counted(step)
+    assert asked <= 3
+    assert int.from_bytes((tmp_path / "worker-0.steps").read_bytes(), "little") == 30
+    run = told(path)["run"]
+    assert run["steps_per_second"] == pytest.approx(10.0)
+    assert run["bytes_per_second"] == pytest.approx({"workers": 500.0})
+    assert run["tables"]["users"]["hits"] == 3  # type: ignore[index]
+    facts.scalars(31, {"generator/loss": 0.5, "learning_rate": 0.1})
+    facts.close()
+    assert (told(path)["run"]["loss"], told(path)["run"]["curve"]) == (0.5, [0.5])
+
+
+def test_tracked_loops_are_left_for_those_who_look(tmp_path: Path) -> None:
+    clock, file = Seconds(), StatusFile(tmp_path / "status")
+    progress = Progress(True, None, clock)
+    progress.leave_in(file, otherwise=lambda: [{"label": "default, epoch 1"}])
+    file.write()
+    assert told(tmp_path / "status")["progress"] == [{"label": "default, epoch 1"}]
+    for index in progress.track(10, "training"):
+        clock.now += 0.25
+        if index == 4:
+            found = told(tmp_path / "status")["progress"]
+            assert found == [{"label": "training", "done": 3, "total": 10, "seconds": 0.75}]
+
+
+def test_a_line_is_drawn_by_whoever_is_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PROGRESS_VARIABLE, "screen")
+    clock = Seconds()
+    for _ in Progress(True, None, clock).track(100, "training"):
+        clock.now += 1.0
+    assert capsys.readouterr().err == "training 100/100 100% · 1.0/s · took 1:40\n"
+    monkeypatch.setenv(PROGRESS_VARIABLE, "lines")
+    for _ in Progress(True, None, clock).track(10):
+        clock.now += 1.0
+    assert len(capsys.readouterr().err.splitlines()) == 3
