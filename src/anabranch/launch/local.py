@@ -188,12 +188,12 @@ def _attempt(
             base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
         log = log_dir / "worker-0.log"
         screen = stack.enter_context(Screen(log, goes_on=number > 0, pictures=picture)) if live else None
+        signals = stack.enter_context(collect_signals())  # before any thread, or their senders stay unknown
         if screen and picture:
             from anabranch.launch.output.live_picture import LivePicture  # imports rich
 
             stack.enter_context(LivePicture(log_dir, screen))
             base = {**base, PROGRESS_VARIABLE: "screen"}
-        signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
         services: list[Worker] = []
         stack.enter_context(adopt_orphans())

@@ -39,7 +39,7 @@ from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Peer, Stream, Transport
 from anabranch.waits import current
 
-__all__ = ["STATUS", "Call", "Server", "ServerStatistics", "Verb"]
+__all__ = ["Call", "STATUS", "Server", "ServerStatistics", "Verb"]
 
 STATUS = "status"
 """The verb that every server has: its facts as JSON, for ``anabranch status --address``."""

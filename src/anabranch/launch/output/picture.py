@@ -68,16 +68,16 @@ def drawn(what: RenderableType, columns: int, *, color: bool = True) -> list[str
     >>> drawn(Text("loss 0.5"), 80, color=False)
     ['loss 0.5']
     """
+    file = io.StringIO()
     console = Console(
-        file=io.StringIO(),
+        file=file,
         width=columns,
         force_terminal=color,
         color_system="standard" if color else None,
         legacy_windows=False,
     )
-    with console.capture() as capture:
-        console.print(what)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    console.print(what)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
