@@ -25,6 +25,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from anabranch._lazy import lazy_names
+from anabranch.held_error import hold_back_errors
 from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the function has its module's name
 
 __version__ = "0.1.0.dev0"
@@ -162,6 +163,8 @@ def _job_functions() -> tuple[Serve, MakeGrid]:
 
 
 provide(_job_functions)
+
+hold_back_errors()
 
 # A library says nothing by itself: whoever wants its words gives the logger a handler.
 logging.getLogger("anabranch").addHandler(logging.NullHandler())

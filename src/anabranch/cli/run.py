@@ -13,6 +13,8 @@ import typer
 
 from anabranch.cli.standard_streams import say
 from anabranch.launch import Durability, Outcome, RestartBudget, launch
+from anabranch.launch.status import status_of
+from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
 from anabranch.status_file import PROGRESS_VARIABLE
 
@@ -78,12 +80,15 @@ def run(
     plain: Annotated[
         bool, typer.Option("--plain", help="Draw no picture of the job below rank 0's output on a terminal.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the errors of all processes, also where one only follows another.")
+    ] = False,
 ) -> None:
     """Run SCRIPT in N processes that form one torch.distributed job, with the servers it uses.
 
     The workers find the same environment as under torchrun. Rank 0 is live on the screen; on a terminal a picture below
-    it says how far the job is and how each process is. When a process fails, its
-    rank and traceback are shown and the others stopped; Ctrl-C stops all. No process is left behind.
+    it says how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
+    others stopped; Ctrl-C stops all. No process is left behind.
 
     An expert process that dies is started again, and the job goes on meanwhile with those that answer.
 
@@ -108,6 +113,7 @@ def run(
                 log_dir=directory,
                 live=True,
                 picture=not plain and _can_draw(),
+                verbose=verbose,
                 environment={**os.environ, PROGRESS_VARIABLE: "lines"} if plain else None,
                 spawn=spawn,
                 max_restarts=max_restarts,
@@ -115,7 +121,7 @@ def run(
                 checkpoint_seconds=checkpoint_seconds,
                 tell=_tell,
             )
-            _show_failure(outcome)
+            _show_end(outcome, directory, verbose=verbose)
         except ValueError as error:
             if host is None:
                 raise
@@ -146,15 +152,43 @@ def _can_draw() -> bool:
     return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"
 
 
-def _show_failure(outcome: Outcome) -> None:
-    failure = outcome.first_failure
-    if failure is None:
-        return
+def _show_end(outcome: Outcome, folder: Path, *, verbose: bool) -> None:
+    """Say what failed first, who only followed, and where the newest checkpoint lies."""
+    first = outcome.first_failure
+    if first is not None:
+        _show_failure(first)
+        others = [exit_ for exit_ in outcome.exits if exit_ is not first and not exit_.well and not exit_.stopped]
+        followed = [] if verbose else [exit_ for exit_ in others if exit_.blames_another()]
+        if followed:
+            ranks = ", ".join(str(exit_.rank) for exit_ in followed)
+            _tell(f"{'rank' if len(followed) == 1 else 'ranks'} {ranks} lost {first.who}; the logs are in {folder}")
+        for exit_ in others:
+            if exit_ not in followed:
+                _show_failure(exit_)
+    if first is not None or outcome.interrupted is not None:
+        _show_checkpoint(folder)
+
+
+def _show_failure(failure: Exit) -> None:
     words = failure.last_words()
-    _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
-    if words:
-        say(f"\n{words}\n")
+    # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
+    if words and failure.who == "rank 0" and not failure.blames_another():
+        _tell(f"{failure.describe()}. What it wrote is above")
+    else:
+        _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
+        if words:
+            say(f"\n{words}\n")
     _tell(f"the log of {failure.who}: {failure.log}")
+
+
+def _show_checkpoint(folder: Path) -> None:
+    try:
+        found = status_of(folder)
+    except ValueError:  # the folder was removed meanwhile, or the disk is full
+        return
+    steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
+    if found.saved is not None:
+        _tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))
 
 
 def _tell(line: str) -> None:

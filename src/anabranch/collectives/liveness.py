@@ -80,7 +80,7 @@ class Peers:
         except BoundaryError:
             raise
         except RuntimeError as error:
-            raise self._watch.explain(error, ranks, operation, deadline) from error
+            raise self._watch.explain(error, ranks, operation, deadline) from None
 
     def _meet(self, ranks: Sequence[int]) -> None:
         """Watches those of ``ranks`` that have left their identity."""

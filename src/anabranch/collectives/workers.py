@@ -203,7 +203,7 @@ class Workers:
         except BoundaryError:
             raise
         except RuntimeError as error:
-            raise self._watch.explain(error, self._others, operation, deadline, step=step) from error
+            raise self._watch.explain(error, self._others, operation, deadline, step=step) from None
         self.wait_seconds += time.monotonic() - began
 
     def _first_of(self, lost: Mapping[int, str], operation: str) -> Mapping[int, str]:

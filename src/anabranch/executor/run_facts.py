@@ -80,6 +80,7 @@ class RunFacts:
         self._steps = _steps_file()
         self._curve = Curve()
         self._loss: float | None = None
+        self._saved: str | None = None
         self._run: dict[str, object] = {}
         file.put(run=self._facts)
         file.changed()
@@ -108,7 +109,7 @@ class RunFacts:
         self._file.changed()
 
     def _facts(self) -> dict[str, object]:
-        return {**self._run, "loss": self._loss, "curve": self._curve.points()}
+        return {**self._run, "loss": self._loss, "saved": self._saved, "curve": self._curve.points()}
 
     # The sink.
 
@@ -120,7 +121,10 @@ class RunFacts:
             self._curve.add(found[0])
 
     def event(self, name: str, facts: dict[str, object]) -> None:
-        """Pass over events."""
+        """Take the place of a checkpoint."""
+        if name == "save":
+            self._saved = os.path.abspath(str(facts["path"]))
+            self._file.changed()
 
     def close(self) -> None:
         """Leave the last facts."""

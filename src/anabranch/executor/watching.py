@@ -101,9 +101,10 @@ class Watching:
             self._tell("restart", RestartRecord(step, peer=error.peer, lost=error.lost))
 
     def _tell(self, event: str, record: Record) -> None:
-        if not self._feed.idle:
-            facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(record).items()}
-            self._feed.event(event, facts)
+        for feed in (self._feed, self._facts_feed):
+            if not feed.idle:
+                facts = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(record).items()}
+                feed.event(event, facts)
         self.callbacks.call(event, record)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from anabranch.held_error import HELD_ERROR_VARIABLE, move_held_error
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
@@ -64,6 +65,7 @@ def launch(
     log_dir: Path,
     live: bool = False,
     picture: bool = False,
+    verbose: bool = False,
     environment: Mapping[str, str] | None = None,
     patience: Patience | None = None,
     seconds: float | None = None,
@@ -97,6 +99,7 @@ def launch(
             lists the processes, see ``job_file.py``.
         live: show rank 0's output on this process's stdout and stderr, too.
         picture: show below it, where that is a terminal, how the job is; the job's scripts then draw no progress.
+        verbose: show there, too, the tracebacks of rank 0 that only say that another rank was lost, or Ctrl-C.
         environment: what the workers' environment is made from; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
         seconds: end the job after this time; ``None`` for as long as it takes.
@@ -142,6 +145,7 @@ def launch(
                 job_file=job_file,
                 live=live,
                 picture=picture and live and os.isatty(1) and os.isatty(2),
+                verbose=verbose,
                 base=os.environ if environment is None else environment,
                 patience=patience,
                 seconds=None if seconds is None else max(seconds - (time.monotonic() - started), 0.0),
@@ -167,6 +171,7 @@ def _attempt(
     job_file: JobFile,
     live: bool,
     picture: bool,
+    verbose: bool,
     base: Mapping[str, str],
     patience: Patience | None,
     seconds: float | None,
@@ -186,7 +191,8 @@ def _attempt(
         rendezvous = stack.enter_context(Rendezvous(place.directory if has_services else None, place.keys))
         if has_services:
             base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
-        log = log_dir / "worker-0.log"
+        log, held = log_dir.absolute() / "worker-0.log", log_dir.absolute() / "worker-0.error"
+        stack.callback(move_held_error, held, log)
         screen = stack.enter_context(Screen(log, goes_on=number > 0, pictures=picture)) if live else None
         signals = stack.enter_context(collect_signals())  # before any thread, or their senders stay unknown
         if screen and picture:
@@ -281,6 +287,8 @@ def _attempt(
                 base=base,
                 experts=experts,
             )
+            if rank == 0 and screen and not verbose:
+                env[HELD_ERROR_VARIABLE] = str(held)
             running.append(
                 start(
                     Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None),

@@ -111,6 +111,7 @@ class JobStatus:
         progress: the loops of rank 0, each inside the one before it.
         loss: the newest of rank 0 that was read.
         curve: its losses from the first step on, in at most 65 means.
+        saved: where the newest checkpoint lies that rank 0 wrote.
         steps_per_second: of rank 0, while it runs and does not wait.
     """
 
@@ -121,6 +122,7 @@ class JobStatus:
     progress: tuple[Loop, ...] = ()
     loss: float | None = None
     curve: tuple[float, ...] = ()
+    saved: str | None = None
     steps_per_second: float | None = None
 
 
@@ -159,6 +161,7 @@ def job_of(
         tuple(Loop(**loop) for loop in told.get("progress", ())),
         run.get("loss"),
         tuple(run.get("curve", ())),
+        run.get("saved"),
         run.get("steps_per_second") if first and first.state == "running" and first.name not in waits else None,
     )
 

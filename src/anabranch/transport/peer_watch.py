@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ __all__ = ["PeerWatch", "end_without_waiting"]
 
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
+# What gloo puts around the words of an error: the place in its source, and advice.
+_BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.*", re.DOTALL)
 
 
 class PeerWatch:
@@ -106,7 +109,7 @@ class PeerWatch:
         until = Deadline.after(2 * self._heartbeat)
         while not (lost := self._lost(ranks)) and not until.expired() and not deadline.expired():
             time.sleep(_PAUSE)
-        message = "the connection failed: " + str(error).split(". This is typically", 1)[0]
+        message = "the connection failed: " + _BACKENDS_OWN.sub("", str(error))
         if lost:
             return self._peer_lost(lost, operation, deadline, step, message)
         if deadline.expired():

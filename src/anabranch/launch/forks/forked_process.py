@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import current_process
 from pathlib import Path
 
+from anabranch.held_error import hold_back_errors
 from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.forks.messages import Message
 from anabranch.launch.forks.thread_limits import limit_threads
@@ -136,6 +137,7 @@ class ForkedProcess:
         _set_signals(self.ignored, self.blocked)
         os.environ.clear()
         os.environ.update(self.environment)
+        hold_back_errors()
         set_title(self.name, self.program.command, self.environment)
         time.tzset()
         tempfile.tempdir = None

@@ -1,0 +1,140 @@
+"""What ``anabranch run`` shows of a job that failed or was stopped: each cause once, first, and no consequences."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anabranch.errors import DeadlineExceeded, PeerLost
+from anabranch.held_error import HELD_ERROR_VARIABLE, hold_back_errors, move_held_error
+from launched import run, start_run
+from waiting import wait_until
+
+Script = Callable[[str], Path]
+
+TRAINS = """
+    import os, signal, sys, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    with ab.Executor(step, comm_mode="AllReduce") as executor:
+        for number in range(10**9):
+            executor.run(batch=torch.ones(8, 4))
+            if number == 2:
+                executor.save(sys.argv[1])
+            if number == 4 and ab.job().rank == int(sys.argv[2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 4 and ab.job().rank == 0:
+                print("five steps", flush=True)
+"""
+
+
+@pytest.fixture
+def fails(script: Script) -> Path:
+    return script(TRAINS)
+
+
+def test_those_that_lost_a_killed_rank_are_folded_and_the_backend_s_words_kept_out(fails: Path, tmp_path: Path) -> None:
+    done = run("--workers", 3, "--log-dir", tmp_path / "logs", fails, tmp_path / "saved", 1)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()
+    cause = next(line for line in told if "was killed by SIGKILL" in line)
+    assert "rank 1" in cause
+    assert f"anabranch: ranks 0, 2 lost rank 1; the logs are in {tmp_path / 'logs'}" in told
+    assert told.index(cause) < len(told) - 2
+    assert "Traceback" not in done.stderr
+    assert ".cc:" not in done.stderr
+    assert f"the last checkpoint: {tmp_path / 'saved'}" in done.stderr
+    for rank in (0, 2):
+        text = (tmp_path / "logs" / f"worker-{rank}.log").read_text()
+        assert text.count("Traceback") == 1, "without the backend's own exception before it"
+        assert "PeerLost: rank 1 is lost" in text
+        assert ".cc:" not in text
+        assert "GLHF" not in text
+    assert not (tmp_path / "logs" / "worker-0.error").exists()
+
+
+def test_verbose_shows_consequences(fails: Path, tmp_path: Path) -> None:
+    done = run("--workers", 2, "--verbose", fails, tmp_path / "saved", 1)
+    assert "PeerLost: rank 1 is lost" in done.stderr
+    assert "the logs are in" not in done.stderr
+
+
+def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tmp_path: Path) -> None:
+    with start_run("--workers", 2, "--log-dir", tmp_path / "logs", fails, tmp_path / "saved", 9) as job:
+        log = tmp_path / "logs" / "worker-0.log"
+        wait_until(lambda: log.exists() and "five steps" in log.read_text())
+        job.send_signal(signal.SIGINT)
+        _, told = job.communicate(60.0)
+        assert job.wait() == 130
+    assert "Traceback" not in told
+    assert told.splitlines()[0] == "anabranch: SIGINT: stopping the workers (once more kills them)"
+    assert told.splitlines()[1].startswith(
+        f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step "
+    )
+    assert "KeyboardInterrupt" in log.read_text()
+
+
+def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
+    done = run("--workers", 2, script("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('bad row 17')"))
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: bad row 17") == 1
+    assert "rank 0" in done.stderr.splitlines()[-2]
+    assert "What it wrote is above" in done.stderr
+
+
+@pytest.fixture
+def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file, and the hook set."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv(HELD_ERROR_VARIABLE, str(tmp_path / "held"))
+    hold_back_errors()
+    return tmp_path / "held"
+
+
+def show(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone", peer="ranks 1, 2"), KeyboardInterrupt()])
+def test_what_only_follows_is_held_back(error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(error)
+    assert capsys.readouterr().err == ""
+    assert type(error).__name__ in hook.read_text()
+    log = hook.with_name("log")
+    log.write_text("before\n")
+    for _ in range(2):
+        move_held_error(hook, log)
+    assert log.read_text().startswith("before\n")
+    assert log.read_text().count(type(error).__name__) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad row"),
+        PeerLost("gone", peer="unix:/there"),
+        PeerLost("gone"),
+        DeadlineExceeded("late", peer="rank 1"),
+    ],
+)
+def test_what_may_be_a_cause_is_shown(error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(error)
+    assert str(error) in capsys.readouterr().err
+    assert not hook.exists()
+
+
+def test_what_cannot_be_held_is_shown(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hook.mkdir()
+    show(KeyboardInterrupt())
+    assert "KeyboardInterrupt" in capsys.readouterr().err
+
+
+def test_without_a_launcher_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HELD_ERROR_VARIABLE, raising=False)
+    before = sys.excepthook
+    hold_back_errors()
+    assert sys.excepthook is before
