@@ -83,7 +83,7 @@ def test_the_screen_shows_once_why_servers_do_not_listen_yet(
     copier, never_written = os.pipe()
     Supervisor(
         [cast(Worker, Undying())], box, services=services, screen=cast(Screen, SimpleNamespace(pidfd=copier)),
-        patience=Patience(stop=0.05, drain=0.05), tell=told.append,
+        lookers=[SlowStarts(services, told.append)], patience=Patience(stop=0.05, drain=0.05), tell=told.append,
     ).run()  # fmt: skip
     os.close(copier)
     os.close(never_written)

@@ -34,14 +34,16 @@ from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.meeting.addresses import private_place, tcp_place
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
+from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
+from anabranch.launch.output.slow_starts import SlowStarts
 from anabranch.launch.program import Program
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import Outcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
-from anabranch.launch.supervision.supervisor import Patience, Supervisor
+from anabranch.launch.supervision.supervisor import Looker, Patience, Supervisor
 from anabranch.launch.supervision.worker import Recipe, Worker
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
@@ -228,6 +230,9 @@ def _attempt(
         stack.callback(_end, meeting_place, rendezvous)
         rendezvous.started()
         rendezvous.wait_until_ready()
+        lookers: list[Looker] = [SlowStarts(services, say)] if screen else []
+        if screen and not picture:
+            lookers.append(LongWaits(log_dir, say))
         supervisor = Supervisor(
             running,
             signals,
@@ -236,6 +241,7 @@ def _attempt(
             start=start,
             returns=lambda recipe: job_file.returns(recipe.role, recipe.rank),
             screen=screen,
+            lookers=lookers,
             patience=patience,
             seconds=seconds,
             tell=say,

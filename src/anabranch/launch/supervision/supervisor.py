@@ -30,18 +30,28 @@ from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.output.slow_starts import SlowStarts
 from anabranch.launch.supervision import signals as signal_box
 from anabranch.launch.supervision.outcome import called
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.worker import Recipe, Worker
 
-__all__ = ["Patience", "Supervisor"]
+__all__ = ["Looker", "Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
+
+
+class Looker(Protocol):
+    """A look at the job now and then, while it runs."""
+
+    def moment(self) -> float | None:
+        """Return the time of the next look; ``None`` if there is no other."""
+
+    def look(self, now: float) -> None:
+        """Look, if it is time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,7 @@ class Supervisor:
         start: starts one again.
         returns: called when one has ended that is to be started again.
         screen: rank 0's output, if it is shown.
+        lookers: they tell the user what they see.
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
@@ -143,6 +154,7 @@ class Supervisor:
         start: Callable[[Recipe, int], Worker] = Worker,
         returns: Callable[[Recipe], None] = lambda recipe: None,
         screen: Screen | None = None,
+        lookers: Sequence[Looker] = (),
         patience: Patience | None = None,
         seconds: float | None = None,
         tell: Callable[[str], None] = lambda line: None,
@@ -160,7 +172,7 @@ class Supervisor:
         self._patience = patience or Patience()
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
-        self._slow_starts = SlowStarts(self._services, tell) if screen else None
+        self._lookers = lookers
         self._failed = False
         self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
 
@@ -306,14 +318,13 @@ class Supervisor:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
-        if self._slow_starts is not None and (look := self._slow_starts.moment()) is not None:
-            moments.append(look)
+        moments += [moment for looker in self._lookers if (moment := looker.moment()) is not None]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _act(self) -> None:
         now = time.monotonic()
-        if self._slow_starts is not None:
-            self._slow_starts.look(now)
+        for looker in self._lookers:
+            looker.look(now)
         if self._ends is not None and now >= self._ends and not self.timed_out:
             self.timed_out = True
             self._workers.send(signal.SIGABRT)

@@ -1,0 +1,73 @@
+"""``LongWaits``: a line on the screen when a worker has waited long for another process, where no picture says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from anabranch.launch.status import JobStatus, RoleStatus, status_of
+
+__all__ = ["LongWaits"]
+
+_EVERY = 2.0  # seconds between two looks
+_LONG = 10.0
+_AGAIN = 3  # times as long until the next line about the same wait
+
+
+class LongWaits:
+    """Looks at the waits of a job's processes.
+
+    Args:
+        folder: the job's log folder.
+        tell: called with each line: ``"ranks 0, 2 wait for rank 1 in all_reduce (12 s); rank 1 is stopped"``.
+        look_at: reads the folder.
+    """
+
+    def __init__(
+        self, folder: Path, tell: Callable[[str], None], look_at: Callable[[Path], JobStatus] = status_of
+    ) -> None:
+        self._folder = folder
+        self._tell = tell
+        self._look_at = look_at
+        self._next = 0.0
+        self._due: dict[str, float] = {}  # for each process that was told of, how long it waits at the next line
+
+    def moment(self) -> float | None:
+        """Return the time of the next look."""
+        return self._next
+
+    def look(self, now: float) -> None:
+        """Tell of the waits that have become long."""
+        if now < self._next:
+            return
+        self._next = now + _EVERY
+        try:
+            roles = self._look_at(self._folder).roles
+        except ValueError:  # a folder that was removed
+            return
+        waiting = [role for role in roles if (role.waiting_seconds or 0.0) >= _LONG]
+        self._due = {role.name: self._due.get(role.name, _LONG) for role in waiting}
+        due = [role for role in waiting if _seconds(role) >= self._due[role.name]]
+        for _, group in groupby(sorted(due, key=_reason), key=_reason):
+            alike = sorted(group, key=lambda role: role.rank)
+            self._tell(_line(alike, roles))
+            self._due.update({role.name: _AGAIN * _seconds(role) for role in alike})
+
+
+def _seconds(role: RoleStatus) -> float:
+    return role.waiting_seconds or 0.0
+
+
+def _reason(role: RoleStatus) -> tuple[str, str, str]:
+    return role.role, role.waiting_for or "", role.operation or ""
+
+
+def _line(alike: Sequence[RoleStatus], roles: Sequence[RoleStatus]) -> str:
+    kind, peers, operation = _reason(alike[0])
+    ranks = ", ".join(str(role.rank) for role in alike)
+    who = f"{kind}{'s' if len(alike) > 1 else ''} {ranks} {'wait' if len(alike) > 1 else 'waits'}"
+    states = {role.name: role.state for role in roles if role.name in peers.split(", ")}
+    words = [f"{name} is {state}" for name, state in states.items() if state not in ("running", "waiting")]
+    seconds = max(map(_seconds, alike))
+    return "; ".join([f"{who} for {peers} in {operation} ({seconds:.0f} s)", *words]).replace("worker", "rank")

@@ -1,0 +1,94 @@
+"""A worker that waits long for another is told of on the screen, with who holds it up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anabranch.launch.output.long_waits import LongWaits
+from anabranch.launch.status import JobStatus, RoleStatus, State, status_of
+from launched import start_run
+from waiting import wait_until
+
+
+def role(name: str, state: State, seconds: float | None = None, peer: str = "", operation: str = "pull") -> RoleStatus:
+    kind, rank = name.split()
+    waits = {} if seconds is None else {"waiting_for": peer, "waiting_seconds": seconds, "operation": operation}
+    return RoleStatus(kind, int(rank), 1, None, state, **waits)  # type: ignore[arg-type]
+
+
+class Told:
+    """What is told of a job that looks like this at each look, two seconds apart."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.roles: tuple[RoleStatus, ...] = ()
+        self._now = 0.0
+        self._waits = LongWaits(Path("logs"), self.lines.append, self._look_at)
+
+    def _look_at(self, folder: Path) -> JobStatus:
+        if not self.roles:
+            raise ValueError(f"{folder} is gone")
+        return JobStatus(self.roles, 0.0, None)
+
+    def look(self, *roles: RoleStatus) -> list[str]:
+        self.roles = roles
+        self._now += 2.0
+        assert (self._waits.moment() or 0.0) <= self._now
+        self._waits.look(self._now)
+        lines = self.lines[:]
+        self.lines.clear()
+        return lines
+
+
+def test_a_wait_is_told_after_ten_seconds_and_then_ever_more_rarely() -> None:
+    told = Told()
+    found = [told.look(role("worker 0", "waiting", seconds, "worker 1")) for seconds in (8.0, 12.0, 20.0, 37.0, 40.0)]
+    assert found == [[], ["rank 0 waits for rank 1 in pull (12 s)"], [], ["rank 0 waits for rank 1 in pull (37 s)"], []]
+    told.look(role("worker 0", "running"))
+    assert told.look(role("worker 0", "waiting", 11.0, "worker 1")) == ["rank 0 waits for rank 1 in pull (11 s)"]
+
+
+def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None:
+    roles = [role(f"worker {rank}", "waiting", 10.0 + rank, "parameters 0") for rank in (0, 2, 1)]
+    other = role("worker 3", "waiting", 10.0, "worker 9", "all_reduce")
+    assert Told().look(*roles, role("parameters 0", "stopped"), other) == [
+        "ranks 0, 1, 2 wait for parameters 0 in pull (12 s); parameters 0 is stopped",
+        "rank 3 waits for rank 9 in all_reduce (10 s)",
+    ]
+
+
+def test_a_folder_that_is_gone_is_passed_over() -> None:
+    assert Told().look() == []
+
+
+@pytest.mark.slow
+def test_a_job_s_screen_says_who_is_frozen(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    path = script(
+        """
+        import torch, anabranch as ab
+        model = torch.nn.Linear(2, 1)
+        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, comm_mode="AllReduce", heartbeat=100.0) as executor:
+            for _ in range(10**9):
+                executor.run(batch=torch.ones(2, 2))
+        """
+    )
+    with start_run("--workers", "2", "--log-dir", tmp_path, path) as job:
+        wait_until((tmp_path / "job.json").exists)
+        wait_until(lambda: (status_of(tmp_path).roles[0].steps or 0) > 3)
+        pid = status_of(tmp_path).roles[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: (status_of(tmp_path).roles[0].waiting_seconds or 0.0) > 14.0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        job.send_signal(signal.SIGINT)
+        _, told = job.communicate(60.0)
+    assert "anabranch: rank 0 waits for rank 1 in all_reduce of gradients (1" in told
+    assert "rank 1 is stopped" in told
