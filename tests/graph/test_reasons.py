@@ -50,7 +50,12 @@ def writes_early(model: nn.Module, x: Tensor) -> Any:
     return written.sum()
 
 
+def branches(model: nn.Module, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda y: model(y).sum(), lambda y: model(y).square().sum(), (x,))
+
+
 REASONS = {
+    branches: "it calls torch.cond, and which functions that runs",
     forks: "puts the state of torch's random numbers back",
     writes_outside: "changes a variable that lives outside of it",
     defines: "it defines a class in the middle of the step",

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import TracedCall, mark
@@ -23,6 +24,13 @@ from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake, WrongTy
 __all__ = ["Arguments", "Binding", "arrange", "picker", "run_calls"]
 
 
+_CONTROL_FLOW = {
+    "cond": "cond",
+    "while_loop": "while_loop",
+    "map_impl": "map",
+    "scan": "scan",
+    "associative_scan": "associative_scan",
+}
 _ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
 """Dynamo's name for the module that a front is given, or the function and the variables it closes over."""
 
@@ -164,6 +172,11 @@ class _Runner(fx.Interpreter):
             return self.env[n.args[0]]  # type: ignore[index] # the number itself, traced as one
         if n.op == "call_function" and n.target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._checkpointed(n)
+        if isinstance(n.target, HigherOrderOperator) and (name := _CONTROL_FLOW.get(n.target.name())):
+            raise CaptureError(
+                f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions that runs, or "
+                "how often, depends on values; choose between values with torch.where, or use engine='tape'"
+            )
         self._recorder.switch(_scope(n))
         self._recorder.line = lambda: user_line_of(n).removesuffix(": ")
         try:
