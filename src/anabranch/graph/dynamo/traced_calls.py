@@ -172,7 +172,7 @@ class _Runner(fx.Interpreter):
             return self.env[n.args[0]]  # type: ignore[index] # the number itself, traced as one
         if n.op == "call_function" and n.target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._checkpointed(n)
-        if isinstance(n.target, HigherOrderOperator) and (name := _CONTROL_FLOW.get(n.target.name())):
+        if isinstance(n.target, HigherOrderOperator) and (name := _CONTROL_FLOW.get(str(n.target))):
             raise CaptureError(
                 f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions that runs, or "
                 "how often, depends on values; choose between values with torch.where, or use engine='tape'"
