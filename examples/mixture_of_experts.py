@@ -4,6 +4,7 @@
 
     python examples/mixture_of_experts.py                                 starts four servers itself
     anabranch run --experts 4 examples/mixture_of_experts.py              the job's four expert processes serve
+    anabranch run --workers 2 --experts 4 examples/mixture_of_experts.py  two workers share each batch and the experts
 
 ::
 
@@ -11,10 +12,10 @@
                               └── gate ── best 4 ─┘
                                         of 8 experts on 4 servers, each with an optimizer of its own
 
-The script trains twice: undisturbed, with all experts in this process, then on the four servers, of which one is killed
-(``kill -9``) after a third of the steps; after half of them it is back, started again by the script or by the job's
-launcher. It says how both ended. Experts are saved every half second, so the one that comes back has nearly all of what
-it had learned. Writes ``accuracy.json`` into ``--out``.
+The script trains twice: undisturbed and alone, with all experts in this process, then on the four servers, of which one
+is killed (``kill -9``) after a third of the steps; after half of them it is back, started again by the script or by the
+job's launcher. It says how both ended. Experts are saved every half second, so the one that comes back has nearly all
+of what it had learned. Writes ``accuracy.json`` into ``--out``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -238,7 +239,7 @@ class Screen:
     def __init__(self, name: str, steps: int) -> None:
         self._name = name
         self._steps = steps
-        console = Console(highlight=False)
+        console = Console(highlight=False, quiet=ab.job().rank > 0)
         columns = [TextColumn(f"{name:11}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")]
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task(name, total=steps, figures="")
@@ -252,16 +253,22 @@ class Screen:
 
     def show(self, step: int, figures: str, *, new: bool) -> None:
         self._bar.update(self._task, completed=step, figures=figures)
-        if self._bar.disable and (new or step % LINES == 0 or step == self._steps):
+        if self._bar.disable and ab.job().rank == 0 and (new or step % LINES == 0 or step == self._steps):
             print(f"{self._name:11}  step {step}/{self._steps}  {figures}", flush=True)
 
 
 def train(
-    directory: DirectoryLike, steps: int, seed: int, name: str, between: Callable[[int], str] = lambda step: ""
+    directory: DirectoryLike,
+    steps: int,
+    seed: int,
+    name: str,
+    between: Callable[[int], str] = lambda step: "",
+    share: slice = slice(None),
+    comm_mode: Literal["AllReduce"] | None = None,
 ) -> dict[str, object]:
     """Trains, shows how it goes, and returns the accuracy on what was held out, and what became of the calls.
 
-    ``between`` is called before each step and says what happened.
+    ``between`` is called before each step and says what happened; ``share`` is this worker's of each batch.
     """
     torch.manual_seed(seed)
     pixels, labels, held_out, answers = split_digits()
@@ -269,11 +276,11 @@ def train(
     news = ""
     used_again = False
     steps_of = {"train": training_step(model), "validate": ab.EvalStep(model, right)}
-    with ab.Executor(steps_of) as executor, Screen(name, steps) as screen:
+    with ab.Executor(steps_of, comm_mode=comm_mode) as executor, Screen(name, steps) as screen:
         for step in range(steps):
             happened = between(step)
             news = happened or news
-            rows = torch.randint(len(labels), (BATCH,))
+            rows = torch.randint(len(labels), (BATCH,))[share]
             before = model.mixture.statistics()
             nats = executor.run("train", (pixels[rows], labels[rows]))["loss"].item()
             facts = model.mixture.statistics()
@@ -308,17 +315,21 @@ def train_disturbed(
     directory: DirectoryLike, servers: Sequence[ExpertServerProcess], steps: int, seed: int
 ) -> dict[str, object]:
     """Trains while one server is killed and comes back."""
+    job = ab.job()
 
     def between(step: int) -> str:
         if step == steps // 3:
-            servers[VICTIM].kill()
+            if job.rank == 0:
+                servers[VICTIM].kill()
             return f"{len(servers) - 1} of {len(servers)} servers: server {VICTIM} was killed"
         if step == steps // 2:
-            servers[VICTIM].come_back()
+            if job.rank == 0:
+                servers[VICTIM].come_back()
             return f"{len(servers)} servers: server {VICTIM} is back"
         return ""
 
-    return train(directory, steps, seed, "disturbed", between)
+    share = slice(job.rank, None, job.workers)
+    return train(directory, steps, seed, "disturbed", between, share, "AllReduce" if job.workers > 1 else None)
 
 
 def main() -> None:
@@ -326,19 +337,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--out", type=Path, default=Path("runs/mixture_of_experts"), help="where to write")
-    parser.add_argument("--comm-mode", default=None, help="must be left out: one worker trains alone")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         index, seed, directory, saved = options.serve
         serve(int(index), int(seed), directory, saved)
         return
-    if options.comm_mode not in (None, "None"):
-        parser.error(f"--comm-mode {options.comm_mode}: this example has one worker, which has nobody to speak to")
     torch.set_num_threads(1)
     job = ab.job()
-    if job.workers != 1:
-        parser.error(f"{job.workers} workers: this example has one worker, which has nobody to speak to")
+    if job.workers > 1 and not job.experts:
+        parser.error(f"{job.workers} workers: they share the job's experts; start the job with --experts {SERVERS}")
     if job.experts not in (0, SERVERS):
         parser.error(
             f"{job.experts} expert processes: the grid has {SERVERS} rows; start the job with --experts {SERVERS}"
@@ -353,8 +361,9 @@ def main() -> None:
         result: dict[str, object] = {"example": "mixture_of_experts", "steps": options.steps, "seed": options.seed}
         result |= train_disturbed(names, servers, options.steps, options.seed)
         result["undisturbed_accuracy"] = calm["accuracy"]
-    (options.out / "accuracy.json").write_text(json.dumps(result))
-    print(json.dumps(result))
+    if job.rank == 0:
+        (options.out / "accuracy.json").write_text(json.dumps(result))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

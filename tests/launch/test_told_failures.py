@@ -86,6 +86,14 @@ def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
     assert "What it wrote is above" in done.stderr
 
 
+def test_those_that_failed_alike_are_folded(script: Script) -> None:
+    done = run("--workers", 3, script("import sys\nsys.exit('two workers at most')"))
+    assert done.returncode == 1
+    # One was the first, whichever; rank 0's own words were shown as it wrote them.
+    assert 1 <= done.stderr.count("two workers at most") <= 2
+    assert done.stderr.count("failed alike; the logs are in ") == 1
+
+
 @pytest.fixture
 def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file, and the hook set."""

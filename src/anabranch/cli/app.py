@@ -18,6 +18,15 @@ __all__ = ["main"]
 _app = typer.Typer(
     name="anabranch",
     help="Trains one PyTorch model across devices, processes, parameter servers and unreliable remote experts.",
+    epilog="""Examples:
+
+`anabranch run --workers 4 train.py`
+
+`anabranch run --workers 2 --servers 1 --experts 2 train.py --lr 0.1`
+
+`anabranch status --watch`
+
+`anabranch serve experts --help`""",
     invoke_without_command=True,
     rich_markup_mode="markdown",
     add_completion=False,

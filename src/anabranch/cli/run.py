@@ -158,15 +158,22 @@ def _show_end(outcome: Outcome, folder: Path, *, verbose: bool) -> None:
     if first is not None:
         _show_failure(first)
         others = [exit_ for exit_ in outcome.exits if exit_ is not first and not exit_.well and not exit_.stopped]
-        followed = [] if verbose else [exit_ for exit_ in others if exit_.blames_another()]
-        if followed:
-            ranks = ", ".join(str(exit_.rank) for exit_ in followed)
-            _tell(f"{'rank' if len(followed) == 1 else 'ranks'} {ranks} lost {first.who}; the logs are in {folder}")
+        lost = [] if verbose else [exit_ for exit_ in others if exit_.blames_another()]
+        alike = [exit_ for exit_ in others if exit_ not in lost and _words(exit_) == _words(first)]
+        for folded, how in ((lost, f"lost {first.who}"), (alike, "failed alike")):
+            if folded:
+                ranks = ", ".join(str(exit_.rank) for exit_ in folded)
+                _tell(f"{'rank' if len(folded) == 1 else 'ranks'} {ranks} {how}; the logs are in {folder}")
         for exit_ in others:
-            if exit_ not in followed:
+            if exit_ not in lost and exit_ not in alike:
                 _show_failure(exit_)
     if first is not None or outcome.interrupted is not None:
         _show_checkpoint(folder)
+
+
+def _words(failure: Exit) -> str:
+    """Return its last words without its rank."""
+    return failure.last_words().replace(f"[rank{failure.rank}]: ", "")
 
 
 def _show_failure(failure: Exit) -> None:
