@@ -16,7 +16,6 @@ input wants one.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from anabranch.autodiff import opaque
+from anabranch.autodiff.answers_of_thread import answered_by, answers_of_thread, inside_a_boundary
 from anabranch.autodiff.isolated import IsolatedCall
 from anabranch.autodiff.sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
@@ -205,7 +205,7 @@ class _Crossing(torch.autograd.Function):
         ctx: _CrossingContext, entry: Tensor, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.wants = ctx.needs_input_grad[3:]
-        ctx.boundary, ctx.tracer = boundary, tracer
+        ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, answers_of_thread()
         crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
         ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
@@ -229,13 +229,14 @@ class _Crossing(torch.autograd.Function):
         if ctx.tracer is not None:
             found = ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants)
         else:
-            found = run_backward(ctx.boundary, state, inputs, gradients, ctx.wants)
+            found = run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers)
         return None, None, None, *found
 
 
 class _CrossingContext(FunctionCtx):
     boundary: Boundary
     tracer: Tracer | None
+    answers: Answers | None
     wants: tuple[bool, ...]
     held: list[object]
     needs_input_grad: tuple[bool, ...]
@@ -244,14 +245,11 @@ class _CrossingContext(FunctionCtx):
 
 def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
     """Crosses, forward; the outputs, in order, have memory of their own, which their readers may reuse."""
-    answers = None if _crossing.depth else _answers.now
+    answers = answers_of_thread()
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)
-    _crossing.depth += 1
-    try:
+    with inside_a_boundary():
         crossed = boundary.forward(inputs, wants)
-    finally:
-        _crossing.depth -= 1
     if not crossed.fresh:
         taken = _memory_of(inputs)
         crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
@@ -266,16 +264,19 @@ def run_backward(
     inputs: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
     wants: Sequence[bool],
+    *,
+    answers: Answers | None = None,
 ) -> list[Tensor | None]:
-    """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order."""
-    answers = None if _crossing.depth else _answers.now
+    """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order.
+
+    ``answers`` are those of the forward: autograd runs the backward of CUDA tensors on threads of its own.
+    """
+    if answers is None or not answers.active:
+        answers = answers_of_thread()
     if answers is not None and answers.replaying:
         return answers.replay_backward(boundary, gradients, wants)
-    _crossing.depth += 1
-    try:
+    with inside_a_boundary():
         found = boundary.backward(state, inputs, gradients)
-    finally:
-        _crossing.depth -= 1
     taken = _memory_of([*inputs, *gradients])
     owned = [
         _owned(gradient, taken) if want and gradient is not None else None
@@ -293,13 +294,19 @@ class AnswersDiffer(Exception):
 class Answers:
     """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the far side.
 
-    A question is known by the boundary, the direction and the bits of the tensors that go there.
+    A question is known by the boundary, the direction and the bits of the tensors that go there; calls at once may come
+    in any order.
+
+    Attributes:
+        active: whether a block notes or gives them now.
+        replaying: whether they are given.
     """
 
     def __init__(self) -> None:
-        self.replaying = False
+        self.active = self.replaying = False
         self._kept: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
-        self._asked: Counter[tuple[str, str, str]] = Counter()
+        self._left: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -314,20 +321,20 @@ class Answers:
         Raises:
             AnswersDiffer: it asks for something else, or for less.
         """
-        self._asked.clear()
+        self._left = {key: list(kept) for key, kept in self._kept.items()}
         with self._during(replaying=True):
             yield
-        if any(self._asked[key] != len(kept) for key, kept in self._kept.items()):
+        if any(self._left.values()):
             raise AnswersDiffer("the second run crosses fewer boundaries")
 
     @contextmanager
     def _during(self, *, replaying: bool) -> Iterator[None]:
-        before, self.replaying = _answers.now, replaying
-        _answers.now = self
+        self.active, self.replaying = True, replaying
         try:
-            yield
+            with answered_by(self):
+                yield
         finally:
-            _answers.now = before
+            self.active = False
 
     def note_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], crossed: Crossed) -> None:
         """Keep an answer."""
@@ -341,7 +348,8 @@ class Answers:
         self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
 
     def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
-        self._kept.setdefault(key, []).append((_copied(asked), answer))
+        with self._lock:
+            self._kept.setdefault(key, []).append((_copied(asked), answer))
 
     def replay_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None]) -> Crossed:
         """Return the answer that was kept."""
@@ -357,30 +365,13 @@ class Answers:
         return [value.clone() if want and value is not None else None for value, want in zip(kept, wants, strict=True)]
 
     def _again(self, key: tuple[str, str, str], asked: Sequence[Tensor | None]) -> object:
-        kept = self._kept.get(key, [])
-        index = self._asked[key]
-        self._asked[key] += 1
-        if index >= len(kept) or not _same_bits(asked, kept[index][0]):
-            raise AnswersDiffer(f"the second run asks {key[0]} {key[1]!r} for something else")
-        return kept[index][1]
-
-
-class _Now:
-    """The answers that are noted or given at the moment; of the process, for backward may run on another thread."""
-
-    now: Answers | None = None
-
-
-_answers = _Now()
-
-
-class _Depth(threading.local):
-    """Boundaries that this thread is in the middle of: what one crosses inside is part of its answer."""
-
-    depth = 0
-
-
-_crossing = _Depth()
+        with self._lock:
+            left = self._left.get(key, [])
+            for index, (before, answer) in enumerate(left):
+                if _same_bits(asked, before):
+                    del left[index]
+                    return answer
+        raise AnswersDiffer(f"the second run asks {key[0]} {key[1]!r} for something else")
 
 
 def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from anabranch.autodiff.answers_of_thread import answered_by, answers_of_thread
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 
 __all__ = ["run_at_once"]
@@ -47,13 +48,18 @@ def run_at_once(
                 error.add_note(describe(index))
                 errors.append(error)
 
-    modes, streams = ThreadModes.take(), current_streams()
+    modes, streams, answers = ThreadModes.take(), current_streams(), answers_of_thread()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def work_elsewhere(number: int) -> None:
         try:
             start_two(number)
-            with modes.entered(), on_streams(streams), saved_tensors_hooks(*hooks) if hooks else nullcontext():
+            with (
+                modes.entered(),
+                on_streams(streams),
+                answered_by(answers),
+                saved_tensors_hooks(*hooks) if hooks else nullcontext(),
+            ):
                 work()
         except BaseException as error:  # noqa: BLE001  # no thread could be started, or no mode entered
             errors.append(error)
