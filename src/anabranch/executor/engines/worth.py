@@ -36,6 +36,11 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what the user has compiled run: TorchDynamo would leave its code uncompiled from then on."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
