@@ -292,6 +292,21 @@ def test_a_server_that_came_back_with_another_schema_says_the_same(tmp_path: Pat
         session.step(torch.ones(1, 1, 8))
 
 
+def test_a_session_whose_server_came_back_elsewhere_is_gone_and_until_then_its_peer_is_lost() -> None:
+    directory = Directory()
+    with Client(retries=1) as client:
+        session = RemoteExpert("block.0", directory, client=client).session(8)
+        with served(causal_backend(), directory=directory):
+            session.step(torch.ones(1, 1, 8))
+        with pytest.raises(PeerLost):
+            session.step(torch.ones(1, 1, 8))
+        with served(causal_backend(dtype=torch.float64), directory=directory):
+            for _ in range(2):
+                with pytest.raises(SessionGone, match="was started again since"):
+                    session.step(torch.ones(1, 1, 8))
+            session.end()
+
+
 def test_a_first_step_follows_its_expert_that_has_moved_or_changed_its_schema(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     directory = Directory()
