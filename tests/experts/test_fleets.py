@@ -6,6 +6,7 @@ import builtins
 import inspect
 import json
 import signal
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -193,6 +194,39 @@ def test_drawn_uids_are_not_those_that_the_directory_lists_nor_those_of_other_gr
     assert len(set(uids)) == 9
     assert uids[-1] == "ffn.1"
     assert all(int(uid.split(".")[1]) % 2 for uid in uids)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_two_that_draw_before_either_announces_draw_different_uids(seed: int | None) -> None:
+    group = ExpertGroup(uids="ffn.[0:8]", count=4, features=2, seed=seed)
+    with DirectoryServer() as names:
+        first, second = (make_experts([group], directory=Directory(names.endpoint)) for _ in range(2))
+        drawn = {backend.uid for backend in (*first, *second)}
+        assert drawn == set(UidPattern(group.uids))
+        with pytest.raises(ValueError, match="of which 0 are not taken"):
+            make_experts([group], directory=Directory(names.endpoint))
+        with served(*first, directory=names.endpoint):
+            assert set(Directory(names.endpoint).lookup(drawn)) == {backend.uid for backend in first}
+        # Those that were announced and withdrawn are free again.
+        assert {each.uid for each in make_experts([group], directory=names.directory)} == {each.uid for each in first}
+
+
+def test_uids_whose_experts_could_not_be_made_are_free_again() -> None:
+    directory = Directory()
+    broken = ExpertGroup(uids="ffn.[0:4]", count=4, features=2, optimizer="sgd", optimizer_args={"momentum": -1.0})
+    with pytest.raises(ValueError, match="momentum"):
+        make_experts([broken], directory=directory)
+    assert len(make_experts([ExpertGroup(uids="ffn.[0:4]", count=4, features=2)], directory=directory)) == 4
+
+
+def test_a_directory_of_ones_own_without_claims_is_asked_who_is_served() -> None:
+    class Own:
+        def lookup(self, uids: Iterable[str]) -> dict[str, str]:
+            return {uid: "unix:/run/experts" for uid in uids if uid != "ffn.3"}
+
+    group = ExpertGroup(uids="ffn.[0:4]", count=1, features=2)
+    (backend,) = make_experts([group], directory=Own())  # type: ignore[arg-type]
+    assert backend.uid == "ffn.3"
 
 
 def test_a_server_that_comes_back_draws_the_experts_it_has_saved(tmp_path: Path) -> None:
