@@ -39,6 +39,8 @@ __all__ = ["SessionLimits", "Sessions", "Step", "StepTask", "bytes_held", "makes
 _MOST_REASONS = 4096
 # Seconds between two looks for sessions whose time is over, while no request makes one.
 _GLANCE = 1.0
+# The moment at which a session expires whose step is being computed.
+_WHILE_COMPUTED = float("inf")
 _UNKNOWN = (
     "this server has no such session: it was started again since, or the session ended long ago; open another and "
     "begin the sequence anew"
@@ -206,7 +208,7 @@ class Sessions:
         """Let a session live while its step waits for the device, also where that takes longer than its ttl."""
         with self._lock:
             session = self._open.get(key)
-            if session is not None:
+            if session is not None and session.expires != _WHILE_COMPUTED:
                 self._renew(session, max(session.ttl, min(deadline.remaining(), self._limits.ttl)))
 
     def end(self, key: bytes, reason: str) -> None:
@@ -228,16 +230,17 @@ class Sessions:
             session = self._find(step.header, backend)
             if session is not None:
                 self._check_step(session, step)
+                if step.header.number < session.steps:
+                    return session.answer
+                session.expires = _WHILE_COMPUTED
         if session is None:
             session = self._begin(step, backend)
-        if step.header.number < session.steps:
-            return session.answer
         try:
             answer = backend.step(session.cache, *inputs)
+            held = bytes_held(session.cache, answer)
         except BaseException as error:
             self.end(key, f"step {step.header.number} failed in the module of {backend.uid}: {_name_of(error)}")
             raise
-        held = bytes_held(session.cache, answer)
         with self._lock:
             if self._open.get(key) is not session:
                 raise SessionGone(self._reasons.get(key, _UNKNOWN))
@@ -252,17 +255,16 @@ class Sessions:
         header = step.header
         with self._lock:
             self._check_room(step)
-            session = _Session(backend, step.rows, header.max_length, header.ttl, 0.0)
+            session = _Session(backend, step.rows, header.max_length, header.ttl, _WHILE_COMPUTED)
             self._open[header.session] = session
             self._tokens += session.rows * session.max_length
             backend.open_sessions += 1
-            self._renew(session, session.ttl)
         try:
             session.cache = backend.make_cache(step.rows, header.max_length)
+            held = bytes_held(session.cache)
         except BaseException as error:
             self.end(header.session, f"{backend.uid} could not make a cache: {_name_of(error)}")
             raise
-        held = bytes_held(session.cache)
         with self._lock:
             self._count_bytes(session, held)
             if self.nbytes > self._limits.nbytes:
