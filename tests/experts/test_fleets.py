@@ -341,6 +341,12 @@ WRONG = [
 ]
 
 
+def test_yaml_that_merges_tables_may_say_a_key_again(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("- &one {uids: ffn.0, lr: 0.1}\n- {<<: *one, uids: ffn.1}\n")
+    assert [(group.uids, group.lr) for group in read_fleet(path)] == [("ffn.0", 0.1), ("ffn.1", 0.1)]
+
+
 @pytest.mark.parametrize(("line", "says"), WRONG, ids=[line.replace("\n", " ") for line, _ in WRONG])
 def test_a_mistake_in_a_group_is_one_sentence_with_file_group_key_and_value(
     tmp_path: Path, line: str, says: str
@@ -369,6 +375,13 @@ def test_a_mistake_in_a_group_is_one_sentence_with_file_group_key_and_value(
         ("fleet.toml", "uids = ", "is not TOML"),
         ("fleet.yaml", "a: [", "is not YAML"),
         ("fleet.yaml", "3", "got 3"),
+        (
+            "fleet.yaml",
+            "- uids: ffn.0\n  lr: 0.1\n  'lr': 0.2\n",
+            "'lr' is given twice in one table, in line 2 and in line 3",
+        ),
+        ("fleet.yaml", "- uids: ffn.0\n  module_args: {a: 1, a: 2}\n", "'a' is given twice in one table, in line 2"),
+        ("fleet.yaml", "experts: []\nexperts: &all [uids: ffn.0, *all]\n", "'experts' is given twice"),
         ("fleet.json", "[]", "does not say how it is written"),
         ("fleet.toml", GROUP + GROUP, "ffn.0 is in another group too"),
         ("fleet.toml", GROUP + 'module = "fleet_modules:misspelt"\nmodule_args = {}', "cannot be called with (4)"),

@@ -193,7 +193,11 @@ def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
             if not (key is None or type(key) in (bool, int, float, str)):
                 raise TypeError(f"the key {key!r} of a dict cannot cross ranks; keys are numbers, strings and None")
         return ["d", [[_checked(key), _encode(item, tensors)] for key, item in value.items()]]
-    kind = type(value).__qualname__ if type(value).__module__ == "builtins" else f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = (
+        type(value).__qualname__
+        if type(value).__module__ == "builtins"
+        else f"{type(value).__module__}.{type(value).__qualname__}"
+    )
     raise TypeError(
         f"a {kind} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
         "these types and not of some derived from them"
