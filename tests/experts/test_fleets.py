@@ -316,6 +316,7 @@ WRONG = [
     ("module_args = {width = 4}", "'ffn' cannot be called with (4, width=4)"),
     ('optimizer = "nosuch"', "'nosuch' is no optimizer here"),
     ('optimizer = "sgd"\noptimizer_args = {speed = 3}', "'sgd' does not take {'speed': 3, 'lr': 0.001}"),
+    ('optimizer = "torch.optim:LBFGS"', "a step of the optimizer, a LBFGS, needs closure"),
     ("optimizer_args = {momentum = 1.0}", "optimizer_args are for the optimizer, which is not named"),
     ('scheduler = "nosuch"', "'nosuch' is no scheduler; name a class of torch.optim.lr_scheduler"),
     ('scheduler = "math"', "'math' is no scheduler"),

@@ -4,8 +4,8 @@ An expert's server announces its uids again and again; a uid that is no longer a
 over, so nobody needs to notice that a server died. The table lives in one process's memory; ``DirectoryServer`` serves
 it to others.
 
-A server that draws its uids claims them before it makes their modules, because another that draws at the same time finds
-none of them announced yet. A claim ends when the uid is announced.
+A server that draws its uids claims them before it makes their modules, because another that draws at the same time
+finds none of them announced yet. A claim ends when the uid is announced.
 
 Over a network no announcement is trusted unchecked: a role announces only its own kind, at an endpoint that others can
 reach; a uid belongs to the certificate that announced it first, until its time is over; and each job sees its own uids
@@ -280,8 +280,8 @@ class Directory:
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
         """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them.
 
-        A claim ends when its uid is announced, by whomever, when it is released, and after ``ttl`` seconds. Claimed uids
-        are not looked up: nobody serves them yet.
+        A claim ends when anybody announces its uid, when it is released, and after ``ttl`` seconds. ``lookup`` leaves
+        claimed uids out: nobody serves them yet.
 
         >>> directory = Directory()
         >>> directory.claim(["ffn.0", "ffn.1"], "one", ttl=60.0), directory.claim(["ffn.1", "ffn.2"], "other", ttl=60.0)

@@ -103,7 +103,7 @@ def _load(path: Path) -> object:
 
 
 def _key_given_twice(root: Node | None) -> tuple[str, int, int] | None:
-    """Return a key that a table has twice, of which YAML takes the last in silence, with the lines; ``None`` if none."""
+    """Return a key that a table has twice, with its lines: YAML takes the last in silence."""
     waiting = [root]
     seen: set[int] = set()
     while waiting:
