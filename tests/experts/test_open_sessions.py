@@ -11,7 +11,7 @@ from expert_modules import CausalBlock, Slow, causal_backend, in_the_module, ser
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import Overloaded, RemoteError, SessionGone
+from anabranch.errors import RemoteError, SchemaError, SessionGone
 from anabranch.experts import ExpertBackend, RemoteExpert, SessionLimits
 from anabranch.experts.server import sessions as module
 from anabranch.experts.server.sessions import Sessions, Step, bytes_held
@@ -175,7 +175,7 @@ def test_what_was_set_aside_is_given_back_by_every_way_out() -> None:
     take(sessions, backend, step_of(b"ended"))
     sessions.end(b"ended", "")
     take(sessions, backend, step_of(b"expired"))
-    for rows, error in ((2, ZeroDivisionError), (3, Overloaded), (4, ZeroDivisionError)):
+    for rows, error in ((2, ZeroDivisionError), (3, SchemaError), (4, ZeroDivisionError)):
         with pytest.raises(error):
             take(sessions, backend, step_of(bytes([rows]), rows=rows))
     clock.advance(11.0)

@@ -489,10 +489,18 @@ def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() 
     with served(backend, session_limits=SessionLimits(nbytes=3000)) as server:
         with (
             RemoteExpert("block.0", server.endpoint).session(16) as session,
-            pytest.raises(Overloaded, match="a cache of 4000 bytes more exceeds 3000 bytes"),
+            pytest.raises(SchemaError, match="a cache of 4000 bytes never fits into the 3000 of all sessions here"),
         ):
             session.step(torch.ones(1, 1, 8))
         assert server.statistics().sessions == {"block.0": 0}
+    with served(backend, session_limits=SessionLimits(nbytes=6000)) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(16) as first, expert.session(16) as second:
+            first.step(torch.ones(1, 1, 8))
+            with pytest.raises(Overloaded, match="a cache of 4000 bytes more exceeds 6000 bytes"):
+                second.step(torch.ones(1, 1, 8))
+            first.end()
+            second.step(torch.ones(1, 1, 8))
     with served(causal_backend(), session_limits=SessionLimits(nbytes=250)) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(16) as first, expert.session(16) as second:
@@ -502,6 +510,20 @@ def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() 
                 first.step(torch.ones(1, 1, 8))
             second.end()
             first.step(torch.ones(1, 1, 8))
+
+
+def test_a_session_that_would_not_fit_alone_is_no_matter_of_waiting() -> None:
+    with served(causal_backend(), session_limits=SessionLimits(tokens=20, nbytes=250)) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with (
+            expert.session(11) as session,
+            pytest.raises(SchemaError, match="2 rows of max_length 11 sets 22 tokens aside, over the 20 .* fewer rows"),
+        ):
+            session.step(torch.ones(2, 1, 8))
+        with expert.session(16) as session:
+            session.step(torch.ones(1, 4, 8))
+            with pytest.raises(SchemaError, match="this session alone holds 512 bytes, over the 250"):
+                session.step(torch.ones(1, 1, 8))
 
 
 def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:

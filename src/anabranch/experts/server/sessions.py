@@ -49,7 +49,8 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """The bounds of an expert server's sessions; a caller beyond them gets ``Overloaded``.
+    """The bounds of an expert server's sessions; a caller beyond them gets ``Overloaded``, and one whose session would
+    not fit if it were alone a ``SchemaError``.
 
     >>> SessionLimits(sessions=64).tokens
     1048576
@@ -194,7 +195,7 @@ class Sessions:
 
         Raises:
             SessionGone: the session has ended.
-            SchemaError: it is not the step that is due, or does not fit its session.
+            SchemaError: it is not the step that is due, or does not fit its session, or no server with these limits.
             Overloaded: there is no room.
         """
         with self._lock:
@@ -270,6 +271,11 @@ class Sessions:
             if self.nbytes > self._limits.nbytes:
                 # Without a reason, because nothing was done: the same question may find room later.
                 self._drop(header.session)
+                if held > self._limits.nbytes:
+                    raise SchemaError(
+                        f"{backend.uid}: a cache of {held} bytes never fits into the {self._limits.nbytes} of all "
+                        "sessions here; open a session of fewer rows or positions, or raise the server's bound"
+                    )
                 raise Overloaded(
                     f"{backend.uid}: a cache of {held} bytes more exceeds {self._limits.nbytes} bytes for sessions; "
                     f"{len(self._open)} are open"
@@ -309,6 +315,11 @@ class Sessions:
                 f"{uid}: {session.length} positions and {step.length} more exceed the session's max_length, "
                 f"{session.max_length}"
             )
+        if session.nbytes > self._limits.nbytes:
+            raise SchemaError(
+                f"{uid}: this session alone holds {session.nbytes} bytes, over the {self._limits.nbytes} of all "
+                "sessions here, and cannot go on; open one of fewer rows or positions, or raise the server's bound"
+            )
         if self.nbytes > self._limits.nbytes:
             raise Overloaded(
                 f"{uid}: {len(self._open)} sessions hold {self.nbytes} bytes, over {self._limits.nbytes}; the same "
@@ -320,6 +331,12 @@ class Sessions:
         if header.ttl > limits.ttl:
             raise SchemaError(f"this server keeps an idle session for at most {limits.ttl:g} s, got ttl={header.ttl:g}")
         wanted = step.rows * header.max_length
+        if wanted > limits.tokens:
+            raise SchemaError(
+                f"a session of {step.rows} rows of max_length {header.max_length} sets {wanted} tokens aside, over "
+                f"the {limits.tokens} of all sessions here; open one of fewer rows or positions, or raise the server's "
+                "bound"
+            )
         if len(self._open) >= limits.sessions or self._tokens + wanted > limits.tokens or self.nbytes >= limits.nbytes:
             raise Overloaded(
                 f"{len(self._open)} sessions are open, with {self._tokens} tokens set aside and {self.nbytes} bytes; "
