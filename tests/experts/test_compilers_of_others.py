@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,14 @@ def compiled(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
 
-@pytest.fixture(autouse=True)
-def _as_before_any_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["before", "after"], autouse=True)
+def _any_capture_of_ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The calls as they are before and after the process's first capture by this library."""
     monkeypatch.setattr(opaque, "_whole", opaque._call_beside)
+    if request.param == "after":
+        opaque.keep_whole(torch._dynamo.nonstrict_trace)
+    yield
+    torch._dynamo.reset()  # its programs hold the experts, and so their connections
 
 
 def backend(uid: str) -> ab.ExpertBackend:
@@ -41,7 +48,14 @@ def test_an_expert_under_torch_compile_is_the_expert() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     with ab.ExpertServer([backend("linear.0")]) as server:
         expert = ab.RemoteExpert("linear.0", server.endpoint)
-        for module in (expert, nn.Sequential(nn.Tanh(), expert, nn.Tanh()), nn.Sequential(expert).eval()):
+        for learned, module in (
+            (False, expert),
+            (False, nn.Sequential(nn.Tanh(), expert, nn.Tanh())),
+            (False, nn.Sequential(expert).eval()),
+            (True, nn.Sequential(nn.Tanh(), expert, nn.Tanh())),
+        ):
+            if learned:
+                opaque.learn_forms([expert])
             for found, known in zip(gradient(compiled(module), x), gradient(module, x), strict=True):
                 torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)
 
@@ -52,5 +66,37 @@ def test_a_mixture_under_torch_compile_is_the_mixture(kind) -> None:
     options = {"k_best": 2} if kind is ab.RemoteMixtureOfExperts else {}
     with ab.ExpertServer([backend("ffn.0"), backend("ffn.1")], directory=directory):
         mixture = kind(3, (2,), directory, "ffn", **options).eval()
-        for found, known in zip(gradient(compiled(mixture), x), gradient(mixture, x), strict=True):
-            torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)
+        for learned in (False, True):
+            if learned:
+                opaque.learn_forms([mixture])
+            for found, known in zip(gradient(compiled(mixture), x), gradient(mixture, x), strict=True):
+                torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)
+
+
+class Bags(nn.Module):
+    def __init__(self, mode: str | None) -> None:
+        super().__init__()
+        options = {} if mode is None else {"mode": mode}
+        self.table = ab.RemoteEmbedding("t", 20, 4, optimizer=lambda p: torch.optim.SGD(p, lr=0.5), **options)
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, *ids: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.table(*ids)))
+
+
+@pytest.mark.parametrize("mode", [None, "sum"])
+def test_a_table_under_torch_compile_trains_as_without(mode: str | None) -> None:
+    def train(wrap) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Bags(mode)
+        run, outputs = wrap(model), []
+        for step in range(3):
+            ids = torch.arange(6 + step) % 5
+            out = run(ids, *([] if mode is None else [torch.tensor([0, 2, 4])]))
+            outputs.append(out.detach())
+            out.square().sum().backward()
+        model.table.close()
+        return outputs
+
+    for found, known in zip(train(compiled), train(lambda module: module), strict=True):
+        torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)

@@ -171,6 +171,52 @@ def test_mistakes_say_what_is_wrong(make: Callable[[], object], error: type[Exce
         make()
 
 
+def plateau(module: nn.Module) -> dict[str, object]:
+    optimizer = torch.optim.SGD(module.parameters())
+    return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda module: {"optimizer": torch.optim.LBFGS(module.parameters())},
+            "of the optimizer, a LBFGS, needs closure",
+        ),
+        (plateau, "of the scheduler, a ReduceLROnPlateau, needs metrics"),
+    ],
+)
+def test_what_steps_with_more_than_gradients_is_refused_at_the_start(
+    make: Callable[[nn.Module], dict[str, object]], says: str
+) -> None:
+    class Own(ExpertBackend):
+        def apply_gradients(self) -> None:
+            """Gives them what they need."""
+
+    module = nn.Linear(4, 4)
+    given = make(module)
+    with pytest.raises(ValueError, match=f"ffn.0: a step {says}.*take another .* or override apply_gradients"):
+        ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
+    Own("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("timeout", "least"), [(None, 8), (0.01, 8), (None, 1)])
+def test_a_server_says_that_small_requests_may_wait_until_their_deadline(
+    caplog: pytest.LogCaptureFixture, timeout: float | None, least: int
+) -> None:
+    made = [
+        ExpertBackend(
+            f"ffn.{index}", nn.Linear(4, 4), args_schema=[TensorSpec(4)], min_batch_size=least, timeout=timeout
+        )
+        for index in range(9)
+    ]
+    with served(*made):
+        pass
+    assert ("ffn.7 and 1 more: min_batch_size is 8 and there is no timeout" in caplog.text) == (
+        least > 1 and timeout is None
+    )
+
+
 def test_an_unknown_uid_is_not_found() -> None:
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
     with served(backend) as server, pytest.raises(NotFound, match=r"no expert 'ffn\.1' here"):

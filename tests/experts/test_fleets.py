@@ -6,6 +6,7 @@ import builtins
 import inspect
 import json
 import signal
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -195,6 +196,39 @@ def test_drawn_uids_are_not_those_that_the_directory_lists_nor_those_of_other_gr
     assert all(int(uid.split(".")[1]) % 2 for uid in uids)
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_two_that_draw_before_either_announces_draw_different_uids(seed: int | None) -> None:
+    group = ExpertGroup(uids="ffn.[0:8]", count=4, features=2, seed=seed)
+    with DirectoryServer() as names:
+        first, second = (make_experts([group], directory=Directory(names.endpoint)) for _ in range(2))
+        drawn = {backend.uid for backend in (*first, *second)}
+        assert drawn == set(UidPattern(group.uids))
+        with pytest.raises(ValueError, match="of which 0 are not taken"):
+            make_experts([group], directory=Directory(names.endpoint))
+        with served(*first, directory=names.endpoint):
+            assert set(Directory(names.endpoint).lookup(drawn)) == {backend.uid for backend in first}
+        # Those that were announced and withdrawn are free again.
+        assert {each.uid for each in make_experts([group], directory=names.directory)} == {each.uid for each in first}
+
+
+def test_uids_whose_experts_could_not_be_made_are_free_again() -> None:
+    directory = Directory()
+    broken = ExpertGroup(uids="ffn.[0:4]", count=4, features=2, optimizer="sgd", optimizer_args={"momentum": -1.0})
+    with pytest.raises(ValueError, match="momentum"):
+        make_experts([broken], directory=directory)
+    assert len(make_experts([ExpertGroup(uids="ffn.[0:4]", count=4, features=2)], directory=directory)) == 4
+
+
+def test_a_directory_of_ones_own_without_claims_is_asked_who_is_served() -> None:
+    class Own:
+        def lookup(self, uids: Iterable[str]) -> dict[str, str]:
+            return {uid: "unix:/run/experts" for uid in uids if uid != "ffn.3"}
+
+    group = ExpertGroup(uids="ffn.[0:4]", count=1, features=2)
+    (backend,) = make_experts([group], directory=Own())  # type: ignore[arg-type]
+    assert backend.uid == "ffn.3"
+
+
 def test_a_server_that_comes_back_draws_the_experts_it_has_saved(tmp_path: Path) -> None:
     group = ExpertGroup(uids="ffn.[0:1000]", count=3, features=2)
     first = make_experts([group], checkpoint_dir=tmp_path)
@@ -282,6 +316,7 @@ WRONG = [
     ("module_args = {width = 4}", "'ffn' cannot be called with (4, width=4)"),
     ('optimizer = "nosuch"', "'nosuch' is no optimizer here"),
     ('optimizer = "sgd"\noptimizer_args = {speed = 3}', "'sgd' does not take {'speed': 3, 'lr': 0.001}"),
+    ('optimizer = "torch.optim:LBFGS"', "a step of the optimizer, a LBFGS, needs closure"),
     ("optimizer_args = {momentum = 1.0}", "optimizer_args are for the optimizer, which is not named"),
     ('scheduler = "nosuch"', "'nosuch' is no scheduler; name a class of torch.optim.lr_scheduler"),
     ('scheduler = "math"', "'math' is no scheduler"),
@@ -305,6 +340,12 @@ WRONG = [
     ("seed = 2", "seed draws uids, and count does not say how many"),
     ('device = "abacus"', "no expert can live on 'abacus' here"),
 ]
+
+
+def test_yaml_that_merges_tables_may_say_a_key_again(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("- &one {uids: ffn.0, lr: 0.1}\n- {<<: *one, uids: ffn.1}\n")
+    assert [(group.uids, group.lr) for group in read_fleet(path)] == [("ffn.0", 0.1), ("ffn.1", 0.1)]
 
 
 @pytest.mark.parametrize(("line", "says"), WRONG, ids=[line.replace("\n", " ") for line, _ in WRONG])
@@ -335,6 +376,13 @@ def test_a_mistake_in_a_group_is_one_sentence_with_file_group_key_and_value(
         ("fleet.toml", "uids = ", "is not TOML"),
         ("fleet.yaml", "a: [", "is not YAML"),
         ("fleet.yaml", "3", "got 3"),
+        (
+            "fleet.yaml",
+            "- uids: ffn.0\n  lr: 0.1\n  'lr': 0.2\n",
+            "'lr' is given twice in one table, in line 2 and in line 3",
+        ),
+        ("fleet.yaml", "- uids: ffn.0\n  module_args: {a: 1, a: 2}\n", "'a' is given twice in one table, in line 2"),
+        ("fleet.yaml", "experts: []\nexperts: &all [uids: ffn.0, *all]\n", "'experts' is given twice"),
         ("fleet.json", "[]", "does not say how it is written"),
         ("fleet.toml", GROUP + GROUP, "ffn.0 is in another group too"),
         ("fleet.toml", GROUP + 'module = "fleet_modules:misspelt"\nmodule_args = {}', "cannot be called with (4)"),

@@ -374,6 +374,36 @@ def test_contradictory_arguments_say_which(options: dict[str, object], says: str
         RemoteMixtureOfExperts(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "name", ["grid_dropout", "k_best", "k_min", "backward_k_min", "forward_timeout", "timeout_after_k_min"]
+)
+def test_an_argument_that_is_no_number_is_named(name: str) -> None:
+    arguments = {"in_features": 4, "grid_size": (2,), "directory": Directory(), "uid_prefix": "ffn", name: "a"}
+    with pytest.raises(TypeError, match=f"{name} is a .*number.* got 'a'"):
+        RemoteMixtureOfExperts(**arguments)  # type: ignore[arg-type]
+    del arguments[name]
+    with pytest.raises(TypeError, match="jitter is a number in .* got 'a'"):
+        RemoteSwitchMixtureOfExperts(**arguments, jitter="a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (torch.ones(2, 4), r"is torch.float64, .* got torch.float32; give x.to\(torch.float64\)"),
+        (torch.ones(2, 4, dtype=torch.int64), "is torch.float64, .* got torch.int64"),
+        (torch.ones(2, 3, dtype=torch.float64), r"in_features=4 values for its gate, got shape \(2, 3\)"),
+        ([1.0], "the tensor that its gate sees, got a list"),
+    ],
+)
+@pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])
+def test_an_input_that_the_gate_does_not_take_is_refused_before_anybody_is_asked(
+    kind: type[RemoteMixtureOfExperts | RemoteSwitchMixtureOfExperts], x: object, says: str
+) -> None:
+    moe = kind(4, (2,), Directory(), "ffn").double()
+    with pytest.raises(SchemaError, match=says):
+        moe(x)  # type: ignore[arg-type]
+
+
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     k=st.integers(1, 6),

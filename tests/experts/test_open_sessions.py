@@ -11,7 +11,7 @@ from expert_modules import CausalBlock, Slow, causal_backend, in_the_module, ser
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import Overloaded, RemoteError, SessionGone
+from anabranch.errors import RemoteError, SchemaError, SessionGone
 from anabranch.experts import ExpertBackend, RemoteExpert, SessionLimits
 from anabranch.experts.server import sessions as module
 from anabranch.experts.server.sessions import Sessions, Step, bytes_held
@@ -41,6 +41,63 @@ def test_a_step_that_waits_for_the_device_longer_than_the_ttl_keeps_its_session(
     clock.advance(2.0)
     with pytest.raises(SessionGone, match="its time to live"):
         sessions.check(step_of(b"a", 2), backend)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_step_that_is_computed_for_longer_than_the_ttl_keeps_its_session(number: int) -> None:
+    clock = FakeClock()
+    slow = 3
+
+    class Passing(CausalBlock):
+        def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
+            clock.advance(11.0)
+            sessions._sweep()
+            return super().make_cache(rows, max_length)
+
+        def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+            if x.shape[1] == slow:
+                sessions.hold(b"a", Deadline.after(1.0))  # asked for again meanwhile
+                clock.advance(11.0)
+                sessions._sweep()
+            return super().forward(x, cache)
+
+    sessions = Sessions(SessionLimits(), clock)
+    backend = ExpertBackend("block.0", Passing(), args_schema=[TensorSpec(None, 8)])
+    for step in range(number):
+        take(sessions, backend, step_of(b"a", step))
+    take(sessions, backend, step_of(b"a", number, length=slow))
+    take(sessions, backend, step_of(b"a", number + 1))
+    clock.advance(11.0)
+    with pytest.raises(SessionGone, match="its time to live"):
+        sessions.check(step_of(b"a", number + 2), backend)
+
+
+@pytest.mark.parametrize("when", ["made", "stepped"])
+def test_a_cache_that_cannot_be_measured_ends_its_session(when: str) -> None:
+    class Unreadable:
+        __slots__ = ("keys",)
+
+        def __getattr__(self, name: str) -> object:
+            raise ZeroDivisionError(name)
+
+    class Hiding(CausalBlock):
+        def make_cache(self, rows: int, max_length: int) -> dict[str, object]:  # type: ignore[override]
+            return {"hidden": Unreadable()} if when == "made" else {}
+
+        def forward(self, x: Tensor, cache: dict[str, object] | None = None) -> Tensor:  # type: ignore[override]
+            if cache is not None:
+                cache["hidden"] = Unreadable()
+                taken.append(x)
+            return x * 1.0
+
+    taken: list[Tensor] = []
+    sessions = Sessions(SessionLimits(), FakeClock())
+    backend = ExpertBackend("block.0", Hiding(), args_schema=[TensorSpec(None, 8)])
+    for error in (ZeroDivisionError, SessionGone):
+        with pytest.raises(error):
+            take(sessions, backend, step_of(b"a"))
+    assert len(taken) == (when == "stepped")
+    assert backend.open_sessions == len(sessions) == sessions.nbytes == 0
 
 
 def test_a_step_that_waits_in_the_queue_keeps_its_session() -> None:
@@ -118,7 +175,7 @@ def test_what_was_set_aside_is_given_back_by_every_way_out() -> None:
     take(sessions, backend, step_of(b"ended"))
     sessions.end(b"ended", "")
     take(sessions, backend, step_of(b"expired"))
-    for rows, error in ((2, ZeroDivisionError), (3, Overloaded), (4, ZeroDivisionError)):
+    for rows, error in ((2, ZeroDivisionError), (3, SchemaError), (4, ZeroDivisionError)):
         with pytest.raises(error):
             take(sessions, backend, step_of(bytes([rows]), rows=rows))
     clock.advance(11.0)

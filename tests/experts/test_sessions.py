@@ -292,6 +292,21 @@ def test_a_server_that_came_back_with_another_schema_says_the_same(tmp_path: Pat
         session.step(torch.ones(1, 1, 8))
 
 
+def test_a_session_whose_server_came_back_elsewhere_is_gone_and_until_then_its_peer_is_lost() -> None:
+    directory = Directory()
+    with Client(retries=1) as client:
+        session = RemoteExpert("block.0", directory, client=client).session(8)
+        with served(causal_backend(), directory=directory):
+            session.step(torch.ones(1, 1, 8))
+        with pytest.raises(PeerLost):
+            session.step(torch.ones(1, 1, 8))
+        with served(causal_backend(dtype=torch.float64), directory=directory):
+            for _ in range(2):
+                with pytest.raises(SessionGone, match="was started again since"):
+                    session.step(torch.ones(1, 1, 8))
+            session.end()
+
+
 def test_a_first_step_follows_its_expert_that_has_moved_or_changed_its_schema(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     directory = Directory()
@@ -474,10 +489,18 @@ def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() 
     with served(backend, session_limits=SessionLimits(nbytes=3000)) as server:
         with (
             RemoteExpert("block.0", server.endpoint).session(16) as session,
-            pytest.raises(Overloaded, match="a cache of 4000 bytes more exceeds 3000 bytes"),
+            pytest.raises(SchemaError, match="a cache of 4000 bytes never fits into the 3000 of all sessions here"),
         ):
             session.step(torch.ones(1, 1, 8))
         assert server.statistics().sessions == {"block.0": 0}
+    with served(backend, session_limits=SessionLimits(nbytes=6000)) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with expert.session(16) as first, expert.session(16) as second:
+            first.step(torch.ones(1, 1, 8))
+            with pytest.raises(Overloaded, match="a cache of 4000 bytes more exceeds 6000 bytes"):
+                second.step(torch.ones(1, 1, 8))
+            first.end()
+            second.step(torch.ones(1, 1, 8))
     with served(causal_backend(), session_limits=SessionLimits(nbytes=250)) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(16) as first, expert.session(16) as second:
@@ -487,6 +510,20 @@ def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() 
                 first.step(torch.ones(1, 1, 8))
             second.end()
             first.step(torch.ones(1, 1, 8))
+
+
+def test_a_session_that_would_not_fit_alone_is_no_matter_of_waiting() -> None:
+    with served(causal_backend(), session_limits=SessionLimits(tokens=20, nbytes=250)) as server:
+        expert = RemoteExpert("block.0", server.endpoint)
+        with (
+            expert.session(11) as session,
+            pytest.raises(SchemaError, match="2 rows of max_length 11 sets 22 tokens aside, over the 20 .* fewer rows"),
+        ):
+            session.step(torch.ones(2, 1, 8))
+        with expert.session(16) as session:
+            session.step(torch.ones(1, 4, 8))
+            with pytest.raises(SchemaError, match="this session alone holds 512 bytes, over the 250"):
+                session.step(torch.ones(1, 1, 8))
 
 
 def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, as_completed, wait
 
 import pytest
 import torch
@@ -129,9 +129,38 @@ def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted
     assert pool.statistics().dropped == 3
     running = pool.submit(task())
     batch = pool.take_batch()
-    assert running.cancel()  # too late: computed, and nobody is told
+    assert running.running()
+    assert not running.cancel()
     pool.run(batch)
+    assert running.result(timeout=0)[0] is not None
     assert computed == [8, 1]
+
+
+def test_whoever_waits_for_a_cancelled_future_hears_of_it_at_once() -> None:
+    pool = TaskPool(lambda x: [x])
+    before, after = pool.submit(task()), pool.submit(task())
+    heard: list[object] = []
+    waiting = threading.Thread(target=lambda: heard.extend(as_completed([before], timeout=60)))
+    waiting.start()
+    assert before.cancel()
+    join(waiting)
+    assert heard == [before]
+    assert after.cancel()
+    assert wait([before, after], timeout=0).done == {before, after}
+    pool.run(pool.take_batch())
+    assert pool.statistics().dropped == 2
+
+
+def test_a_split_task_whose_caller_goes_between_its_parts_is_cancelled() -> None:
+    gone: list[bool] = []
+    pool = TaskPool(lambda x: [x], max_batch_size=2)
+    future = pool.submit(task(rows=4, unwanted=lambda: bool(gone)))
+    pool.run(pool.take_batch())
+    gone.append(True)
+    pool.run(pool.take_batch())
+    with pytest.raises(CancelledError):
+        future.result(timeout=0)
+    assert pool.statistics().dropped == 1
 
 
 def test_an_expert_says_who_goes_first() -> None:

@@ -11,7 +11,8 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -19,7 +20,17 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 from anabranch.errors import AnabranchError, SchemaError
 
-__all__ = ["Whole", "beside", "call", "fill", "handle_of", "keep_whole", "learn_forms", "take_failure"]
+__all__ = [
+    "Whole",
+    "beside",
+    "call",
+    "failures_noted",
+    "fill",
+    "handle_of",
+    "keep_whole",
+    "learn_forms",
+    "take_failure",
+]
 
 
 class Whole(Protocol):
@@ -106,6 +117,7 @@ class _Failed(threading.local):
     """The error of the last call; TorchDynamo says only that its output is of no kind that it knows."""
 
     error: AnabranchError | SchemaError | None = None
+    noting = False
 
 
 _failed = _Failed()
@@ -117,11 +129,22 @@ def take_failure() -> AnabranchError | SchemaError | None:
     return error
 
 
+@contextmanager
+def failures_noted() -> Iterator[None]:
+    """Keep the errors of this thread's calls for ``take_failure``; otherwise they would keep their callers alive."""
+    _failed.noting = True
+    try:
+        yield
+    finally:
+        _failed.noting = False
+
+
 def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     try:
         return list(_owners[handle].call_whole(*_with_none(args), **_with_none(kwargs)))
     except (AnabranchError, SchemaError) as error:
-        _failed.error = error
+        if _failed.noting:
+            _failed.error = error
         raise
 
 
@@ -151,4 +174,5 @@ _whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call_b
 def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Lets ``mark`` tell Dynamo to leave the call whole; called once, by the code that sets Dynamo up."""
     global _whole
-    _whole = mark(_call)
+    # Another's torch.compile fails here and then runs it, without a look at what is inside.
+    _whole = mark(_call_beside)

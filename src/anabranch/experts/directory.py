@@ -4,6 +4,9 @@ An expert's server announces its uids again and again; a uid that is no longer a
 over, so nobody needs to notice that a server died. The table lives in one process's memory; ``DirectoryServer`` serves
 it to others.
 
+A server that draws its uids claims them before it makes their modules, because another that draws at the same time
+finds none of them announced yet. A claim ends when the uid is announced.
+
 Over a network no announcement is trusted unchecked: a role announces only its own kind, at an endpoint that others can
 reach; a uid belongs to the certificate that announced it first, until its time is over; and each job sees its own uids
 and those of servers that serve every job.
@@ -54,6 +57,12 @@ class _Entry:
     owner: str | None = None
 
 
+@dataclass(slots=True)
+class _Claim:
+    claimer: str
+    expires: float
+
+
 class _Table:
     """The announcements of one job."""
 
@@ -62,6 +71,7 @@ class _Table:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
+        self._claims: dict[str, _Claim] = {}
         self._below: dict[str, dict[int, set[str]]] = {}
         self._sweep_at = _FEW
 
@@ -74,6 +84,7 @@ class _Table:
             expires = self._clock() + ttl
             for uid in checked:
                 self._entries[uid] = _Entry(endpoint, expires, owner)
+                self._claims.pop(uid, None)
                 for prefix, index in prefixes_of(uid):
                     self._below.setdefault(prefix, {}).setdefault(index, set()).add(uid)
             if len(self._entries) > self._sweep_at:
@@ -85,6 +96,27 @@ class _Table:
                 entry = self._entries.get(uid)
                 if entry is not None and entry.endpoint == endpoint and owner in (None, entry.owner):
                     self._remove(uid)
+
+    def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
+        _check_ttl(ttl)
+        checked = [check_uid(uid) for uid in uids]
+        with self._lock:
+            now = self._clock()
+            self._claims = {uid: claim for uid, claim in self._claims.items() if claim.expires > now}
+            # Those of the same claimer are given again: the network may have lost the answer.
+            free = [
+                uid
+                for uid in checked
+                if not self._alive(uid) and (uid not in self._claims or self._claims[uid].claimer == claimer)
+            ]
+            self._claims |= dict.fromkeys(free, _Claim(claimer, now + ttl))
+        return free
+
+    def release(self, uids: Iterable[str], claimer: str) -> None:
+        with self._lock:
+            for uid in uids:
+                if (claim := self._claims.get(uid)) is not None and claim.claimer == claimer:
+                    del self._claims[uid]
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         with self._lock:
@@ -245,6 +277,32 @@ class Directory:
         for some in _portions(uids):
             self._ask("directory.withdraw", (some, endpoint), type(None))
 
+    def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
+        """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them.
+
+        A claim ends when anybody announces its uid, when it is released, and after ``ttl`` seconds. ``lookup`` leaves
+        claimed uids out: nobody serves them yet.
+
+        >>> directory = Directory()
+        >>> directory.claim(["ffn.0", "ffn.1"], "one", ttl=60.0), directory.claim(["ffn.1", "ffn.2"], "other", ttl=60.0)
+        (['ffn.0', 'ffn.1'], ['ffn.2'])
+        """
+        if self.endpoint is None:
+            return self._table.claim(uids, claimer, ttl)
+        _check_ttl(ttl)
+        found: list[str] = []
+        for some in _portions(check_uid(uid) for uid in uids):
+            found += self._ask("directory.claim", (some, claimer, ttl), list[str])
+        return found
+
+    def release(self, uids: Iterable[str], claimer: str) -> None:
+        """``claimer`` will not serve those of ``uids`` that it has claimed."""
+        if self.endpoint is None:
+            self._table.release(uids, claimer)
+            return
+        for some in _portions(uids):
+            self._ask("directory.release", (some, claimer), type(None))
+
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
         if self.endpoint is None:
@@ -337,6 +395,8 @@ class DirectoryServer:
         verbs = [
             Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
             Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
+            Verb("directory.claim", self._claim, roles=_SERVICES, quick=True),
+            Verb("directory.release", self._release, roles=_SERVICES, quick=True),
             Verb("directory.lookup", self._lookup, quick=True),
             Verb("directory.active", self._active, quick=True),
         ]
@@ -389,6 +449,22 @@ class DirectoryServer:
     def _withdraw(self, call: Call) -> None:
         uids, endpoint = unpack(call.payload, tuple[list[str], str])
         self._table_of(call.peer).withdraw(uids, endpoint, call.peer.certificate)
+        call.reply(payload=pack(None))
+
+    def _claim(self, call: Call) -> None:
+        uids, claimer, ttl = unpack(call.payload, tuple[list[str], str, float])
+        try:
+            _check_kind(uids, call.peer)
+            taken = self._tables[EVERY_JOB].lookup(uids)
+            free = [uid for uid in uids if uid not in taken]
+            claimed = self._table_of(call.peer).claim(free, claimer, ttl)
+        except ValueError as error:
+            raise SchemaError(str(error)) from None
+        call.reply(payload=pack(claimed))
+
+    def _release(self, call: Call) -> None:
+        uids, claimer = unpack(call.payload, tuple[list[str], str])
+        self._table_of(call.peer).release(uids, claimer)
         call.reply(payload=pack(None))
 
     def _lookup(self, call: Call) -> None:

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import ClassVar, cast
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Form, RecordedBoundary, cross, outside_tracing
-from anabranch.deadline import Deadline
+from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
@@ -475,17 +476,43 @@ def _check_arguments(
     sizes = tuple(grid_size)
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(f"grid_size is one size above 0 a dimension, got {grid_size!r}")
+    counts = {"k_best": k_best, "k_min": terms.k_min, "backward_k_min": terms.backward_k_min}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name} is a whole number of experts, got {count!r}")
     if k_best < 1 or not 0 <= terms.k_min <= k_best or not 0 <= terms.backward_k_min <= k_best:
         raise ValueError(
             f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={k_best}, k_min={terms.k_min}, "
             f"backward_k_min={terms.backward_k_min}"
         )
-    for name, seconds in (("forward_timeout", terms.forward_timeout), ("backward_timeout", terms.backward_timeout)):
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
-    if terms.timeout_after_k_min is not None and not 0 <= terms.timeout_after_k_min < float("inf"):
-        raise ValueError(f"timeout_after_k_min is seconds or None, got {terms.timeout_after_k_min!r}")
+    check_seconds(forward_timeout=terms.forward_timeout, backward_timeout=terms.backward_timeout)
+    # None and 0, which does not wait, are fine.
+    if terms.timeout_after_k_min:
+        check_seconds(timeout_after_k_min=terms.timeout_after_k_min)
     return sizes, check_prefix(uid_prefix)
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} is a number in [0, 1), got {value!r}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} lies in [0, 1), got {value!r}")
+
+
+def _check_gated(x: object, gate: nn.Module) -> None:
+    """Refuse an input that the gate does not take; a gate of the user's own checks for itself."""
+    if not isinstance(x, Tensor):
+        raise SchemaError(f"a mixture's first input is the tensor that its gate sees, got a {type(x).__name__}")
+    if type(gate) is not nn.Linear:
+        return
+    if x.ndim >= 2 and x.shape[-1] != gate.in_features:
+        raise SchemaError(
+            f"a mixture's input ends in in_features={gate.in_features} values for its gate, got shape {tuple(x.shape)}"
+        )
+    dtype = gate.weight.dtype
+    casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
+    if x.dtype != dtype and not casts:
+        raise SchemaError(f"a mixture's input is {dtype}, as its gate's weights are, got {x.dtype}; give x.to({dtype})")
 
 
 def _finder(
@@ -511,8 +538,7 @@ class _Mixture(nn.Module):
         finder: Callable[[], ExpertFinder],
     ) -> None:
         super().__init__()
-        if not 0 <= grid_dropout < 1:
-            raise ValueError(f"grid_dropout lies in [0, 1), got {grid_dropout!r}")
+        _check_fraction("grid_dropout", grid_dropout)
         self.grid_dropout = grid_dropout
         self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
         self.k_best = k_best
@@ -533,6 +559,8 @@ class _Mixture(nn.Module):
 
     def _leading_of(self, x: Tensor) -> tuple[int, ...]:
         """Return the sizes of those dimensions of the input that come before an expert's: its rows."""
+        if not torch.compiler.is_dynamo_compiling():
+            _check_gated(x, self.gate)
         if x.ndim < 3:
             return tuple(x.shape[:1])
         if torch.compiler.is_dynamo_compiling():
@@ -666,6 +694,7 @@ class RemoteMixtureOfExperts(_Mixture):
 
     Raises:
         ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
+        TypeError: a count, time or probability that is no number.
 
     Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
     many rows; returns what an expert returns. The gate is one ``nn.Linear``. Dimensions before those of the experts'
@@ -790,8 +819,7 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
         insecure: bool = False,
     ) -> None:
         for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} lies in [0, 1), got {value!r}")
+            _check_fraction(name, value)
         terms = _Terms(
             k_min, forward_timeout, None, backward_k_min, backward_timeout, allow_zero_outputs, detect_anomalies
         )

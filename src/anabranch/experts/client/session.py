@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary import current_tracer
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.errors import BoundaryError, CaptureError, SchemaError
+from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError, SessionGone
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.client.calls import expect
@@ -159,17 +159,30 @@ class InferenceSession:
         try:
             outputs = self._ask(endpoint, schema, given, deadline)
         except (BoundaryError, ValueError) as error:
-            # Before the first answer nothing is lost by asking elsewhere.
-            if self._steps or deadline.expired() or not self._expert.forget_if_changed(error, deadline):
+            if deadline.expired() or not self._may_be_elsewhere(error, deadline):
                 raise
-            self._where = None
-            endpoint, schema = self._expert.find(deadline)
-            given = schema.flatten_inputs(args, kwargs)
-            length = self._check(schema, given)
+            if self._steps:
+                # Whoever serves the expert now says whether the session is still there.
+                endpoint, _ = self._expert.find(deadline)
+            else:
+                # Before the first answer nothing is lost by asking elsewhere.
+                self._where = None
+                endpoint, schema = self._expert.find(deadline)
+                given = schema.flatten_inputs(args, kwargs)
+                length = self._check(schema, given)
             outputs = self._ask(endpoint, schema, given, deadline)
         self._steps += 1
         self.length += length
         return schema.nest_outputs(with_leading(outputs, given.leading))
+
+    def _may_be_elsewhere(self, error: Exception, deadline: Deadline) -> bool:
+        """Return True if the expert is served elsewhere now, or with another schema, so that asking again may help."""
+        if isinstance(error, SessionGone):
+            return False
+        try:
+            return self._expert.forget_if_changed(error, deadline)
+        except NotFound:
+            return False  # nobody serves it now, and the same step may be asked for once its server is back
 
     def _check(self, schema: Schema, given: Given) -> int:
         """Return the positions of a step that fits the session."""

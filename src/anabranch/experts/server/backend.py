@@ -27,6 +27,7 @@ from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, s
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.gradients import BatchGradients, Gradients
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
+from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.sessions import makes_caches, run_steps
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
@@ -88,7 +89,8 @@ class ExpertBackend:
             half padding.
 
     Raises:
-        ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
+        ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters, an optimizer
+            or scheduler that steps with more than gradients (``LBFGS``, ``ReduceLROnPlateau``).
         SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent.
 
     To change the update, override ``apply_gradients``. Source: the expert backends of hivemind (Ryabinin and Gusev,
@@ -123,6 +125,8 @@ class ExpertBackend:
         if isinstance(keep_activations, bool) or not isinstance(keep_activations, int) or keep_activations < 0:
             raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
+        if type(self).apply_gradients is ExpertBackend.apply_gradients:
+            check_steps(uid, optimizer, scheduler)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler

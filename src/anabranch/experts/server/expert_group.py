@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import inspect
 import os
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anabranch.experts.directory import DirectoryLike
+from anabranch.errors import BoundaryError
+from anabranch.events import report
+from anabranch.experts.directory import Directory, DirectoryLike
 from anabranch.experts.nesting import nesting_of
 from anabranch.experts.schema import specs_of
 from anabranch.experts.server.backend import ExpertBackend
@@ -35,6 +39,8 @@ from anabranch.tensors.spec import Compression
 __all__ = ["ExpertGroup", "make_experts", "parse_schema"]
 
 _FEATURES = 512
+# Seconds for which drawn uids are set aside: long enough to make their modules and load what was saved.
+_CLAIM_SECONDS = 600.0
 _WHOLE = {
     "count": 1,
     "seed": 0,
@@ -187,7 +193,8 @@ def make_experts(
 
     Args:
         groups: their descriptions.
-        directory: lists the uids that others serve, which are not drawn.
+        directory: lists the uids that others serve, which are not drawn. A ``Directory`` sets those that are drawn
+            aside for ten minutes, or until they are announced, so that two that draw at once draw different ones.
         checkpoint_dir: has the experts of an earlier run, which are drawn first.
 
     Raises:
@@ -198,20 +205,62 @@ def make_experts(
     groups = list(groups)
     owners: dict[str, ExpertGroup] = {}
     uids: dict[int, list[str]] = {}
-    # Those that are drawn last avoid all others.
-    for group in sorted(groups, key=lambda group: group.count is not None):
-        with _told_where(group):
-            mine = expand_uids(group.uids) if group.count is None else _draw(group, owners, directory, checkpoint_dir)
-            if twice := [uid for uid in mine if uid in owners]:
-                raise ValueError(f"{twice[0]} is in another group too, {owners[twice[0]].uids!r}; keep it in one")
-            owners |= dict.fromkeys(mine, group)
-            uids[id(group)] = mine
-    backends: list[ExpertBackend] = []
-    for group in groups:
-        with _told_where(group):
-            factory = find_factory(group.module)
-            backends += [_make_expert(group, factory, uid) for uid in uids[id(group)]]
+    with _Claims(directory) as claims:
+        # Those that are drawn last avoid all others.
+        for group in sorted(groups, key=lambda group: group.count is not None):
+            with _told_where(group):
+                mine = expand_uids(group.uids) if group.count is None else _draw(group, owners, claims, checkpoint_dir)
+                if twice := [uid for uid in mine if uid in owners]:
+                    raise ValueError(f"{twice[0]} is in another group too, {owners[twice[0]].uids!r}; keep it in one")
+                owners |= dict.fromkeys(mine, group)
+                uids[id(group)] = mine
+        backends: list[ExpertBackend] = []
+        for group in groups:
+            with _told_where(group):
+                factory = find_factory(group.module)
+                backends += [_make_expert(group, factory, uid) for uid in uids[id(group)]]
     return backends
+
+
+class _Claims:
+    """The uids that are drawn here, set aside in a directory until they are announced; given back on an error.
+
+    Args:
+        directory: lists the uids that others serve; ``None`` if there are no others. One of the user's own that cannot
+            set uids aside is only asked which of them are served.
+    """
+
+    def __init__(self, directory: DirectoryLike | None) -> None:
+        self._directory = directory
+        self._claimer = uuid.uuid4().hex
+        self._claimed: list[str] = []
+
+    def served(self, uids: Sequence[str]) -> Collection[str]:
+        """Return those of ``uids`` that others serve."""
+        return () if self._directory is None else self._directory.lookup(uids)
+
+    def take(self, uids: list[str]) -> list[str]:
+        """Return those of ``uids`` that are now set aside for this process."""
+        if not isinstance(self._directory, Directory):
+            return uids
+        mine = self._directory.claim(uids, self._claimer, _CLAIM_SECONDS)
+        self._claimed += mine
+        return mine
+
+    def __enter__(self) -> _Claims:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not self._claimed:
+            return
+        assert isinstance(self._directory, Directory)
+        try:
+            self._directory.release(self._claimed, self._claimer)
+        except BoundaryError as lost:
+            # A claim that is not released ends after its time.
+            report("experts.directory_lost", error=str(lost))
 
 
 @contextmanager
@@ -228,7 +277,7 @@ def _told_where(group: ExpertGroup) -> Iterator[None]:
 def _draw(
     group: ExpertGroup,
     owners: Collection[str],
-    directory: DirectoryLike | None,
+    claims: _Claims,
     checkpoint_dir: str | os.PathLike[str] | None,
 ) -> list[str]:
     assert group.count is not None
@@ -237,14 +286,17 @@ def _draw(
         pattern = UidPattern(group.uids)
         names = sorted(path.name for path in Path(checkpoint_dir).iterdir() if path.is_dir())
         found = [name for name in names if name in pattern and name not in owners][: group.count]
-    if len(found) == group.count:
-        return found
+    refused: set[str] = set()
 
     def taken(uids: Sequence[str]) -> set[str]:
-        listed = set[str]() if directory is None else set(directory.lookup(uids))
-        return listed | {uid for uid in uids if uid in owners or uid in found}
+        return {*claims.served(uids), *refused.union(owners, found).intersection(uids)}
 
-    return [*found, *draw_uids(group.uids, group.count - len(found), taken=taken, seed=group.seed)]
+    while missing := group.count - len(found):
+        drawn = draw_uids(group.uids, missing, taken=taken, seed=group.seed)
+        mine = claims.take(drawn)
+        refused.update(drawn)
+        found += mine
+    return found
 
 
 def _make_expert(

@@ -153,6 +153,7 @@ class ExpertServer:
             self._backends[backend.uid] = backend.to(device) if device is not None else backend
         if not self._backends:
             raise ValueError("a server without experts serves nobody; give it backends")
+        _warn_of_waits(self._backends.values())
         if not 0 < ttl < float("inf"):
             raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
         self._schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in self._backends.items()}
@@ -546,3 +547,15 @@ def _rows(tensors: Sequence[Tensor | None]) -> int:
         if tensor is not None:
             return tensor.shape[0]
     raise AssertionError("a schema without inputs is refused where it is made")
+
+
+def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:
+    """Say which experts keep a small request waiting until its caller's deadline."""
+    pools = {backend.uid: backend.forward_pool for backend in backends}
+    if waiting := [uid for uid, pool in pools.items() if pool.min_batch_size > 1 and pool.timeout is None]:
+        _log.warning(
+            "%s: min_batch_size is %d and there is no timeout, so fewer rows wait for others until their callers get "
+            "DeadlineExceeded; give timeout=, in seconds, after which a smaller batch runs anyway",
+            ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""),
+            pools[waiting[0]].min_batch_size,
+        )

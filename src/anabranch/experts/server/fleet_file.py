@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anabranch.experts.server.expert_group import ExpertGroup
+
+if TYPE_CHECKING:
+    from yaml.nodes import Node
 
 __all__ = ["read_fleet"]
 
@@ -87,10 +90,38 @@ def _load(path: Path) -> object:
         raise ModuleNotFoundError(
             f"{path} needs PyYAML: pip install 'anabranch[yaml]', or write it as TOML, which needs nothing", name="yaml"
         ) from error
+    text = path.read_text(encoding="utf-8")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(text)
+        twice = _key_given_twice(yaml.compose(text, yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if twice is not None:
+        key, first, second = twice
+        raise ValueError(f"{path}: {key!r} is given twice in one table, in line {first} and in line {second}; keep one")
+    return content
+
+
+def _key_given_twice(root: Node | None) -> tuple[str, int, int] | None:
+    """Return a key that a table has twice, with its lines: YAML takes the last in silence."""
+    waiting = [root]
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen or isinstance(node.value, str):
+            continue
+        seen.add(id(node))  # an alias may lead back to what it is in
+        lines: dict[tuple[str, str], int] = {}
+        for item in node.value:
+            key, value = item if isinstance(item, tuple) else (None, item)
+            waiting.append(value)
+            if key is None or not isinstance(key.value, str):
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                return key.value, lines[key.tag, key.value], line
+            lines[key.tag, key.value] = line
+    return None
 
 
 def _short(value: object) -> str:

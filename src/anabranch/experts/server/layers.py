@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import cast
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Feedforward", "Nothing", "find_factory", "make_optimizer", "make_scheduler"]
+__all__ = ["Feedforward", "Nothing", "check_steps", "find_factory", "make_optimizer", "make_scheduler"]
 
 Factory = Callable[..., nn.Module | Mapping[str, object]]
 """Make an expert's module, or the arguments of its backend."""
@@ -161,6 +162,26 @@ def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] |
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         raise ValueError(f"{name!r} gave a {type(made).__name__}, which an update cannot step: it needs an LRScheduler")
     return made
+
+
+def check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+    """Refuse an optimizer that computes the loss again, and a scheduler that steps with a metric."""
+    for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if what is None:
+            continue
+        # Of the class: schedulers replace the step of the optimizer that they are made for.
+        _, *parameters = inspect.signature(type(what).step).parameters.values()
+        needed = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ValueError(
+                f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
+                f"from a caller's gradients does not have; take another {name}, or override apply_gradients"
+            )
 
 
 def _import(name: str) -> Callable[..., object]:

@@ -39,6 +39,8 @@ __all__ = ["SessionLimits", "Sessions", "Step", "StepTask", "bytes_held", "makes
 _MOST_REASONS = 4096
 # Seconds between two looks for sessions whose time is over, while no request makes one.
 _GLANCE = 1.0
+# The moment at which a session expires whose step is being computed.
+_WHILE_COMPUTED = float("inf")
 _UNKNOWN = (
     "this server has no such session: it was started again since, or the session ended long ago; open another and "
     "begin the sequence anew"
@@ -47,7 +49,8 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """The bounds of an expert server's sessions; a caller beyond them gets ``Overloaded``.
+    """The bounds of an expert server's sessions; a caller beyond them gets ``Overloaded``, and one whose session would
+    not fit if it were alone a ``SchemaError``.
 
     >>> SessionLimits(sessions=64).tokens
     1048576
@@ -192,7 +195,7 @@ class Sessions:
 
         Raises:
             SessionGone: the session has ended.
-            SchemaError: it is not the step that is due, or does not fit its session.
+            SchemaError: it is not the step that is due, or does not fit its session, or no server with these limits.
             Overloaded: there is no room.
         """
         with self._lock:
@@ -206,7 +209,7 @@ class Sessions:
         """Let a session live while its step waits for the device, also where that takes longer than its ttl."""
         with self._lock:
             session = self._open.get(key)
-            if session is not None:
+            if session is not None and session.expires != _WHILE_COMPUTED:
                 self._renew(session, max(session.ttl, min(deadline.remaining(), self._limits.ttl)))
 
     def end(self, key: bytes, reason: str) -> None:
@@ -228,16 +231,17 @@ class Sessions:
             session = self._find(step.header, backend)
             if session is not None:
                 self._check_step(session, step)
+                if step.header.number < session.steps:
+                    return session.answer
+                session.expires = _WHILE_COMPUTED
         if session is None:
             session = self._begin(step, backend)
-        if step.header.number < session.steps:
-            return session.answer
         try:
             answer = backend.step(session.cache, *inputs)
+            held = bytes_held(session.cache, answer)
         except BaseException as error:
             self.end(key, f"step {step.header.number} failed in the module of {backend.uid}: {_name_of(error)}")
             raise
-        held = bytes_held(session.cache, answer)
         with self._lock:
             if self._open.get(key) is not session:
                 raise SessionGone(self._reasons.get(key, _UNKNOWN))
@@ -252,22 +256,26 @@ class Sessions:
         header = step.header
         with self._lock:
             self._check_room(step)
-            session = _Session(backend, step.rows, header.max_length, header.ttl, 0.0)
+            session = _Session(backend, step.rows, header.max_length, header.ttl, _WHILE_COMPUTED)
             self._open[header.session] = session
             self._tokens += session.rows * session.max_length
             backend.open_sessions += 1
-            self._renew(session, session.ttl)
         try:
             session.cache = backend.make_cache(step.rows, header.max_length)
+            held = bytes_held(session.cache)
         except BaseException as error:
             self.end(header.session, f"{backend.uid} could not make a cache: {_name_of(error)}")
             raise
-        held = bytes_held(session.cache)
         with self._lock:
             self._count_bytes(session, held)
             if self.nbytes > self._limits.nbytes:
                 # Without a reason, because nothing was done: the same question may find room later.
                 self._drop(header.session)
+                if held > self._limits.nbytes:
+                    raise SchemaError(
+                        f"{backend.uid}: a cache of {held} bytes never fits into the {self._limits.nbytes} of all "
+                        "sessions here; open a session of fewer rows or positions, or raise the server's bound"
+                    )
                 raise Overloaded(
                     f"{backend.uid}: a cache of {held} bytes more exceeds {self._limits.nbytes} bytes for sessions; "
                     f"{len(self._open)} are open"
@@ -307,6 +315,11 @@ class Sessions:
                 f"{uid}: {session.length} positions and {step.length} more exceed the session's max_length, "
                 f"{session.max_length}"
             )
+        if session.nbytes > self._limits.nbytes:
+            raise SchemaError(
+                f"{uid}: this session alone holds {session.nbytes} bytes, over the {self._limits.nbytes} of all "
+                "sessions here, and cannot go on; open one of fewer rows or positions, or raise the server's bound"
+            )
         if self.nbytes > self._limits.nbytes:
             raise Overloaded(
                 f"{uid}: {len(self._open)} sessions hold {self.nbytes} bytes, over {self._limits.nbytes}; the same "
@@ -318,6 +331,12 @@ class Sessions:
         if header.ttl > limits.ttl:
             raise SchemaError(f"this server keeps an idle session for at most {limits.ttl:g} s, got ttl={header.ttl:g}")
         wanted = step.rows * header.max_length
+        if wanted > limits.tokens:
+            raise SchemaError(
+                f"a session of {step.rows} rows of max_length {header.max_length} sets {wanted} tokens aside, over "
+                f"the {limits.tokens} of all sessions here; open one of fewer rows or positions, or raise the server's "
+                "bound"
+            )
         if len(self._open) >= limits.sessions or self._tokens + wanted > limits.tokens or self.nbytes >= limits.nbytes:
             raise Overloaded(
                 f"{len(self._open)} sessions are open, with {self._tokens} tokens set aside and {self.nbytes} bytes; "

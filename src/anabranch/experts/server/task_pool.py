@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
@@ -230,8 +230,9 @@ class TaskPool:
         """Queue ``task``, split if it is larger than a batch.
 
         Returns:
-            A future of the outputs; it fails as the batch does. Cancelling it takes the task back unless its batch has
-            begun, and a task that ``unwanted`` takes back cancels it. ``task.finish`` is called too.
+            A future of the outputs; it fails as the batch does. Cancelling it takes the task back, or returns False if
+            its batch has begun; a task that ``unwanted`` takes back cancels it. ``task.finish`` is called too. The
+            task's deadline is looked at when its batch is due: without a ``timeout``, give ``result`` one.
 
         Raises:
             Overloaded: there is no room.
@@ -442,8 +443,21 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
         finish(outcome)
 
     def is_unwanted() -> bool:
-        return future.cancelled() or (unwanted() and future.cancel())
+        # Asked again for each part of a task that is split, of which the first may have run.
+        if future.running():
+            if unwanted():
+                future.set_exception(CancelledError())
+            return future.done()
+        if unwanted():
+            future.cancel()
+        return future.cancelled() or not future.set_running_or_notify_cancel()
 
+    def notify(future: Future[Sequence[Tensor | None]]) -> None:
+        if future.cancelled():
+            # Those in ``concurrent.futures.wait`` would not hear of it until the task's turn comes.
+            future.set_running_or_notify_cancel()
+
+    future.add_done_callback(notify)
     task.finish, task.unwanted = settle, is_unwanted
     return future
 

@@ -245,6 +245,7 @@ class Front:
             )
             with (
                 one_at_a_time,
+                opaque.failures_noted(),
                 undisturbed(),
                 silent(),
                 settings,
