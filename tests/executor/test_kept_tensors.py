@@ -73,19 +73,19 @@ def test_gradients_that_the_steps_optimizer_does_not_hold_add_up(engine: Any) ->
     assert all(map(torch.equal, run(engine), run(None)))
 
 
-def test_distributions_go_on_checking_their_arguments() -> None:
-    """PyTorch's tracer switches the checks off for the whole process."""
+def test_distributions_go_on_checking_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's tracer switches the checks off for the whole process; in another test it may have done so already."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
     model = nn.Linear(3, 1)
 
     def loss(model: Any, x: Any) -> Any:
         return -Normal(model(x)[:, 0], 1.0).log_prob(x[:, 0]).mean()
 
-    before = Distribution._validate_args
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01))
     with ab.Executor(step, capture_after=1) as executor:
         for _ in range(4):
             executor.run(batch=torch.ones(4, 3))
-        assert Distribution._validate_args is before is True
+        assert Distribution._validate_args is True
         with pytest.raises(ValueError, match="Expected parameter loc"):
             executor.run(batch=torch.full((4, 3), float("nan")))
     assert model.weight.isfinite().all()

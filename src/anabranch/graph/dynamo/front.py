@@ -41,6 +41,12 @@ from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.caught_lookups import caught_lookups
+from anabranch.graph.dynamo.compiled_by_user import (
+    compiled_refusal,
+    has_compiled_methods,
+    refuse_compiled_code,
+    refuse_compiled_parts,
+)
 from anabranch.graph.dynamo.faithful_values import faithful_values
 from anabranch.graph.dynamo.misread_calls import misread_calls
 from anabranch.graph.dynamo.origins import closed_over
@@ -229,6 +235,7 @@ class Front:
             raise CaptureError(
                 f"classes or functions that {self._what} goes through change from step to step; use engine='tape'"
             )
+        refuse_compiled_parts([*args, *closed_over(self._function)])
         if compiled is None:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
@@ -296,6 +303,7 @@ class Front:
             _refuse_what_is_lost()
             _guard_order()
             self.traced.update(torch._guards.TracingContext.get_traced_code() or ())
+            refuse_compiled_code(self.traced)
             self.unseen.examine_code(self.traced)
             self.unseen.examine_calls(module)
             self.unseen.examine_states()
@@ -583,6 +591,7 @@ class _Backend:
         """Note guards that compare a value with itself; keeps all guards."""
         front = self._front()
         measured = {entry.name for entry in entries if _MEASURING & {entry.guard_type, *entry.derived_guard_types}}
+        kinds: dict[type, str] = {}
         for entry in entries:
             kind_alone = entry.guard_type == "TYPE_MATCH" and entry.name not in measured
             if kind_alone and isinstance(entry.value, dict) and not _is_of_a_module(str(entry.name), front):
@@ -590,11 +599,16 @@ class _Backend:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
             if front is not None and entry.has_value:
                 front.unseen.examine_value(str(entry.name), entry.value)
+                kinds.setdefault(type(entry.value), str(entry.name))
             if compares and entry.has_value:
                 guard_signs(entry.orig_guard, entry.value)
             copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
                 front.unseen.refused = f"{entry.name}, a container in a tuple (a list in its place would do)"
+        for kind, name in kinds.items():
+            if front is not None and has_compiled_methods(kind):
+                front.failure = compiled_refusal(f"a method of {kind.__qualname__}")
+                front.unseen.refused = name
         return [True] * len(entries)
 
 

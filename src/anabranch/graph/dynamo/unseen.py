@@ -53,7 +53,7 @@ _COMPARISONS = (
     "__format__",
 )
 _PLAIN_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)
-_CALLS = ("_call_impl", "_wrapped_call_impl")
+_CALLS = ("_call_impl", "_wrapped_call_impl", "_compiled_call_impl")
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
@@ -96,7 +96,7 @@ class Unseen:
         found: list[object] = []
         for kept in self._modules.values():
             held = getattr(kept(), "__dict__", ())
-            if "_call_impl" in held or "_wrapped_call_impl" in held:
+            if "_call_impl" in held or "_wrapped_call_impl" in held or "_compiled_call_impl" in held:
                 found += [held.get(each) for each in _CALLS]  # type: ignore[union-attr]
         return found
 
