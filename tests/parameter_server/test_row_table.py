@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import anabranch.tables.row_table as row_table
+import anabranch.tables.optimizers.row_step as row_step
 from anabranch.errors import NotFound, SchemaError
 from anabranch.tables import (
     FTRL,
@@ -298,8 +298,8 @@ def test_a_rule_without_a_kernel_replays_missed_steps_until_they_change_nothing(
         table.push(ids, grad)
         optimizer.step()
     ran = []
-    run = row_table.update_of
-    monkeypatch.setattr(row_table, "update_of", lambda *given: ran.append(given) or run(*given))
+    run = row_step.update_of
+    monkeypatch.setattr(row_step, "update_of", lambda *given: ran.append(given) or run(*given))
     fresh = everyone[ROWS // 2 :]  # never had a gradient: at rest from the start, unless they decay
     assert torch.equal(table.pull(fresh), weight.detach()[fresh])
     assert len(ran) < 70 or name == "adamw amsgrad"

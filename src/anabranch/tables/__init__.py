@@ -1,7 +1,8 @@
 """Tables in rows that are read and updated by id, and what a row needs: nothing here knows of a network.
 
 Neither a key-value store nor a database: rows are numbers, changed by an optimizer's steps. Open ``row_table.py``
-first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule. ``optimizers`` has the rules,
+first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule; ``stored_rows`` has what it
+does with rows. ``optimizers`` has the rules,
 ``kernels`` the loops over rows, compiled beside their plain forms; ``cache.py`` keeps rows on the workers' side.
 """
 
@@ -10,8 +11,9 @@ from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tables.kernels import KernelThreads
 from anabranch.tables.optimizers import FTRL, Family, ParameterState, RowOptimizer, RowWiseAdagrad, from_torch, to_torch
-from anabranch.tables.row_table import RowBlock, RowTable
+from anabranch.tables.row_table import RowTable
 from anabranch.tables.shard_placement import Placement
+from anabranch.tables.stored_rows import RowBlock
 from anabranch.tables.table_group import TableGroup
 from anabranch.tables.table_spec import TableSpec
 

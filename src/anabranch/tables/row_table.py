@@ -13,10 +13,8 @@ row that is read has the steps it missed replayed, each with its own numbers.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -28,47 +26,23 @@ from anabranch.errors import NonFinite, SchemaError
 from anabranch.tables.dynamic_vocabulary import DynamicVocabulary
 from anabranch.tables.hot_rows import HotRows
 from anabranch.tables.initial import table_key
-from anabranch.tables.kernels import _plain
-from anabranch.tables.kernels._quantile import QUANTILE
-from anabranch.tables.kernels._updates import update_of
-from anabranch.tables.kernels.selection import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.tables.kernels.selection import KernelThreads, as_rows, kernels, working_dtype
 from anabranch.tables.optimizers.overflow import Bounds
-from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.squares import correct_second_moments, merged_squares
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.storage import FileStorage, RowStorage
+from anabranch.tables.stored_rows import FirstValues, GradientMerge, MissedSteps, RowBlock, RowLayout
+from anabranch.tables.stored_rows.step_on_rows import step_on_rows
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tables.vocabulary import FixedVocabulary, Vocabulary
 
-__all__ = ["RowBlock", "RowTable"]
+__all__ = ["RowTable"]
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
 _AT_ONCE = 16 << 20  # bytes
 _MEASURE_EVERY = 1000  # steps
-# Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
-_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP, _STEP = 1, 2, 3, 4, 6, 7, 10
-_LOOK_EVERY = 64  # missed steps between two looks for rows that have come to rest
-_DECAYING = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM, Family.RMSPROP, Family.ADAMAX)
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Some rows of a table in the form for a checkpoint or another shard.
-
-    Attributes:
-        ids: int64 ``[rows]``.
-        values: weights, then states: ``[rows, width * (1 + states)]``, float32 where weights are float16.
-        stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
-        sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
-        usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` of a fixed table.
-    """
-
-    ids: Tensor
-    values: Tensor
-    stamps: Tensor
-    sums: Tensor
-    usage: Tensor
 
 
 class RowTable:
@@ -115,32 +89,26 @@ class RowTable:
         self._kernels = kernels(kernels_kind)
         self._movers = kernels("plain") if spec.dtype == torch.float16 else self._kernels  # what reads weights
         self._pool = pool or KernelThreads(1)
-        self._key = np.uint64(table_key(spec.seed, spec.name))
-        self._row = spec.width * (1 + rule.states)
-        self._halves = spec.dtype == torch.float16
-        self._stride = spec.width * (1 + 2 * rule.states) if self._halves else self._row
-        self._working = np.dtype(np.float64 if working_dtype(spec.dtype) == torch.float64 else np.float32)
-        self._catches_up = spec.every_row_moves
-        self._lags = False  # whether a step so far has moved rows that had no gradient
-        # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
-        self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
-        drawn, low, high = spec.initial.numbers()
-        self._first_value = abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
+        key = np.uint64(table_key(spec.seed, spec.name))
+        self._layout = RowLayout(spec.width, spec.dtype, rule.states)
+        self._first = FirstValues(spec, rule, key, self._layout, self._pool, self._movers)
+        self._merging = GradientMerge(spec, self._pool, self._kernels)
+        self._missed = MissedSteps(spec, rule, self._layout, self._pool, self._kernels)
         self._measure_from = 0
-        self.bounds = Bounds(self._first_value, 0.0, rule.initial_state)
+        self.bounds = Bounds(self._first.largest, 0.0, rule.initial_state)
         """Upper bounds on the magnitude of its numbers."""
         self.width = spec.width
-        self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
+        self.placement = Placement(spec.rows, shards, int(key), self._kernels)
         if spec.rows is None:
             kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
-            self._vocabulary: Vocabulary = DynamicVocabulary(spec, self.placement, shard, int(self._key), kind)
+            self._vocabulary: Vocabulary = DynamicVocabulary(spec, self.placement, shard, int(key), kind)
         else:
             self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
         with_sums = rule.family is Family.ROW_WISE_ADAGRAD
         self._storage: RowStorage | FileStorage | HotRows
         if spec.memory_map:
             self._storage = FileStorage(
-                self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums, directory=scratch,
+                self._vocabulary.rows, self._layout.stride, spec.dtype, with_sums=with_sums, directory=scratch,
                 budget=address_space,
             )  # fmt: skip
             if spec.hot_rows is not None:
@@ -149,7 +117,7 @@ class RowTable:
                     kind="plain" if self._kernels is kernels("plain") else "compiled",
                 )  # fmt: skip
         else:
-            self._storage = RowStorage(self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums)
+            self._storage = RowStorage(self._vocabulary.rows, self._layout.stride, spec.dtype, with_sums=with_sums)
 
     @property
     def rule(self) -> RowOptimizer:
@@ -163,7 +131,7 @@ class RowTable:
                 f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers a "
                 f"weight; {rule.family} with {rule.states} would need another table"
             )
-        self._rule = rule
+        self._rule = self._first.rule = rule
 
     # --- for groups of tables ---------------------------------------------------------------------------------------
 
@@ -175,10 +143,10 @@ class RowTable:
         """
         if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
             return None
-        if not self._rule.compiled or self._halves:
+        if not self._rule.compiled or self._layout.halves:
             return None
         return (
-            self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
+            self.spec.width, self.spec.dtype, self._rule.family, self._layout.stride, self.shard, self.placement.shards,
         )  # fmt: skip
 
     @property
@@ -189,12 +157,12 @@ class RowTable:
     @property
     def rows_at_once(self) -> int:
         """The number of rows copied at once when all are copied: 16 MiB of them."""
-        return max(1, _AT_ONCE // (self._stride * self.spec.dtype.itemsize))
+        return max(1, _AT_ONCE // (self._layout.stride * self.spec.dtype.itemsize))
 
     @property
     def stride(self) -> int:
         """Numbers from one row to the next: weights and states."""
-        return self._stride
+        return self._layout.stride
 
     def arrays(self) -> RowStorage:
         """Return the memory of all rows, of a table that has a ``group_key``."""
@@ -204,17 +172,16 @@ class RowTable:
     @property
     def needed(self) -> int:
         """The stamp below which a row has not begun, or lags."""
-        return self.step + 1 if self._lags else 1
+        return self.step + 1 if self._missed.lag else 1
 
     @property
     def moves_as_one(self) -> bool:
         """True if a step moves every row, so that all have the table's version."""
-        return self._lags and self._rule.moves_quiet_rows
+        return self._missed.lag and self._rule.moves_quiet_rows
 
     def count_step(self, constants: Array) -> None:
         """Record that a step with these constants was done on all rows that had gradients."""
-        if self._catches_up:
-            self._remember(constants)
+        self._missed.note(self.step, constants)
         self.step += 1
 
     def bounds_after(self, peak: float) -> Bounds:
@@ -226,8 +193,8 @@ class RowTable:
         whole = self._storage.whole
         if whole is not None and self.step >= self._measure_from:
             self._measure_from = self.step + _MEASURE_EVERY
-            values = self._rows_in(whole, slice(whole.rows))
-            started = Bounds(self._first_value, 0.0, self._rule.initial_state)
+            values = self._layout.read(whole, slice(whole.rows))
+            started = Bounds(self._first.largest, 0.0, self._rule.initial_state)
             self.bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -253,13 +220,13 @@ class RowTable:
             self._prepare(storage, where, wanted)
             self._pool.run(
                 lambda first, last: self._movers.gather(
-                    storage.values, self._stride, self.spec.width, where, memory, apart, first, last
+                    storage.values, self._layout.stride, self.spec.width, where, memory, apart, first, last
                 ),
                 where.size,
                 where.size * self.spec.width,
             )
         if self._may_miss(rows):
-            self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
+            self._first.fill_missing(out.view(-1, self.spec.width), rows, wanted)
         return out
 
     def read(self, ids: Tensor, out: Tensor, *, training: bool = False) -> Tensor:
@@ -309,11 +276,11 @@ class RowTable:
             self._prepare(storage, where, wanted)
             known = np.flatnonzero(where >= 0)
             there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
-            out[at, : self._row] = self._rows_in(storage, there)
+            out[at, : self._layout.row] = self._layout.read(storage, there)
             if storage.with_sums:
-                out[at, self._stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
+                out[at, self._layout.stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
         if self._may_miss(rows):
-            self._read_first_values(out[:, : self.spec.width], rows, wanted)
+            self._first.fill_missing(out[:, : self.spec.width], rows, wanted)
         return out
 
     def check(self, ids: Tensor) -> None:
@@ -350,7 +317,7 @@ class RowTable:
         wanted = self._ids(ids)
         memory, apart = self._gradients(grads, wanted.size)
         rows = self._locate(wanted, training=True)
-        unique, merged, first, inverse = self._merge(rows, memory, apart)
+        unique, merged, first, inverse = self._merging.merge(rows, memory, apart)
         with self._storage.at_hand(unique) as (storage, where):
             self._prepare(storage, where, wanted[first])
             if squares is not None:
@@ -371,11 +338,11 @@ class RowTable:
         rows = rows[rows >= 0]
         self.pull(ids, training=True)  # begun and up to date, so that there is a state to go back to
         before = self._copy(rows)
-        step, lags, bounds = self.step, self._lags, self.bounds
+        step, lags, bounds = self.step, self._missed.lag, self.bounds
 
         def take_back() -> None:
             self._put_back(rows, before)
-            self.step, self._lags, self.bounds = step, lags, bounds
+            self.step, self._missed.lag, self.bounds = step, lags, bounds
 
         self.push(ids, grads, squares)
         values, _, sums = self._copy(rows)
@@ -395,14 +362,14 @@ class RowTable:
     def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
         with self._storage.at_hand(rows, changing=False) as (storage, where):
             there = torch.from_numpy(where)
-            values = self._rows_in(storage, there)
+            values = self._layout.read(storage, there)
             sums = torch.from_numpy(storage.sums[where] if storage.with_sums else storage.sums[:0].copy())
             return values, torch.from_numpy(storage.stamps[where]), sums
 
     def _put_back(self, rows: Array, before: tuple[Tensor, Tensor, Tensor]) -> None:
         values, stamps, sums = before
         with self._storage.at_hand(rows) as (storage, where):
-            self._write_rows(storage, torch.from_numpy(where), values)
+            self._layout.write(storage, torch.from_numpy(where), values)
             storage.stamps[where] = stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = sums.numpy()
@@ -410,105 +377,21 @@ class RowTable:
     def _correct_second_moments(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
         there = torch.from_numpy(unique)
         rows, sums = (
-            self._rows_in(storage, there),
+            self._layout.read(storage, there),
             torch.from_numpy(storage.sums[unique]) if storage.with_sums else None,
         )
         grads = torch.from_numpy(merged).view(-1, self.spec.width)
         correct_second_moments(rows, sums, grads, squares, self._rule, self._rule.constants(self.step + 1))
-        self._write_rows(storage, there, rows)
+        self._layout.write(storage, there, rows)
         if sums is not None:
             storage.sums[unique] = sums.numpy()
-
-    def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array, Array]:
-        """Return the distinct rows, the sum of each one's gradients, and where each first appears; unknown rows are
-        dropped.
-
-        Also, for each known one of ``rows``, its index among the distinct ones.
-        """
-        source = _NONE
-        if self._may_miss(rows):
-            source = np.flatnonzero(rows >= 0)
-            rows = rows[source]
-        buckets = np.empty(1 << (2 * rows.size + 1).bit_length(), np.int64)
-        unique, inverse = np.empty_like(rows), np.empty_like(rows)
-        count = self._kernels.merge(rows, buckets, unique, inverse)
-        merged = np.empty(count * self.spec.width, memory.dtype)
-        scales = np.empty(0, memory.dtype)
-        self._pool.run(
-            lambda first, last: self._kernels.merge_sums(
-                memory, apart, self.spec.width, source, scales, inverse, merged, first, last
-            ),
-            count,
-            rows.size * self.spec.width,
-        )
-        if self.spec.dtype in (torch.bfloat16, torch.float16):  # a gradient has its parameter's dtype
-            merged = torch.from_numpy(merged).to(self.spec.dtype).float().numpy()
-        first = np.empty(count, np.int64)
-        first[inverse[::-1]] = np.arange(rows.size)[::-1]
-        return unique[:count], merged, source[first] if source.size else first, inverse
 
     def _step(self, storage: RowStorage, unique: Array, merged: Array) -> None:
         constants = self._rule.constants(self.step + 1)
         self.count_step(constants)
-        run = self._rule_kernel(storage)
+        run = step_on_rows(storage, self._layout, self._rule, self._kernels)
         self._pool.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
         storage.stamps[unique] = self.step + 1
-
-    def _rule_kernel(self, storage: RowStorage) -> Any:
-        if self._halves:
-            return functools.partial(self._step_halves, storage)
-        return self._kernel_on(storage.values, storage.sums)
-
-    def _step_halves(
-        self, storage: RowStorage, rows: Array, grads: Array, constants: Array, first: int, last: int
-    ) -> None:
-        """One step of float16 rows, computed in float32 and rounded."""
-        mine, there = rows[first:last], torch.from_numpy(rows[first:last])
-        wide, sums = self._rows_in(storage, there), storage.sums[mine] if storage.with_sums else storage.sums
-        grads = grads[first * self.spec.width : last * self.spec.width]
-        self._kernel_on(as_array(wide), sums)(np.arange(mine.size), grads, constants, 0, mine.size)
-        self._write_rows(storage, there, wide)
-        if storage.with_sums:
-            storage.sums[mine] = sums
-
-    def _kernel_on(self, values: Array, sums: Array) -> Any:
-        stride, width = self._row, self.spec.width
-        if self._rule.family is Family.ROW_WISE_ADAGRAD:
-            return lambda *work: self._kernels.step_row_wise_adagrad(values, stride, width, sums, *work)
-        if not self._rule.compiled:
-            return lambda rows, grads, constants, first, last: _plain.on_rows(
-                values, stride, width, rows, grads, slice(first, last),
-                update_of(self._rule.family, constants),
-            )  # fmt: skip
-        kernel = {Family.SGD: self._kernels.step_sgd, Family.ADAGRAD: self._kernels.step_adagrad}.get(
-            self._rule.family, self._kernels.step_adam
-        )
-        return lambda *work: kernel(values, stride, width, *work)
-
-    # --- rows and their states --------------------------------------------------------------------------------------
-
-    def _rows_in(self, storage: RowStorage, where: Tensor | slice) -> Tensor:
-        """Return rows with their states, ``[n, width * (1 + states)]``, in the dtype of the states.
-
-        A float16 row is stored as its weights, and then each number of state in the place of two weights.
-        """
-        rows = as_tensor(storage.values)[: storage.rows * self._stride].view(-1, self._stride)[where]
-        if not self._halves:
-            return rows
-        weights, states = rows[:, : self.spec.width], rows[:, self.spec.width :]
-        if not self._rule.states:
-            return weights.float()
-        aligned = states.clone(memory_format=torch.contiguous_format)
-        return torch.cat([weights.float(), aligned.view(torch.float32)], dim=1)
-
-    def _write_rows(self, storage: RowStorage, where: Tensor, rows: Tensor) -> None:
-        """Put rows with their states back; float16 weights are rounded."""
-        if self._halves:
-            weights, states = rows[:, : self.spec.width], rows[:, self.spec.width :]
-            rows = weights.half()
-            if self._rule.states:
-                rows = torch.cat([rows, states.contiguous().view(torch.float16)], dim=1)
-        as_tensor(storage.values).view(-1, self._stride)[where] = rows
 
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
@@ -525,123 +408,13 @@ class RowTable:
         rows, ids = rows[known], ids[known]
         fresh = storage.stamps[rows] == 0
         if fresh.any():
-            self._begin(storage, rows[fresh], ids[fresh])
-        if self._lags:
-            self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
+            self._first.begin(storage, rows[fresh], ids[fresh])
+        if self._missed.lag:
+            self._missed.catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]), self.step)
 
     def _may_miss(self, rows: Array) -> bool:
         """Return True if some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
         return self.spec.rows is None and bool((rows < 0).any())
-
-    def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
-        rows, first = np.unique(rows, return_index=True)
-        if self._halves:
-            begun = torch.full((rows.size, self._row), self._rule.initial_state)
-            begun[:, : self.spec.width] = self._first_values(ids[first])
-            self._write_rows(storage, torch.from_numpy(rows), begun)
-        else:
-            self._write_first_values(storage.values, self._stride, rows, ids[first])
-        if storage.with_sums:
-            storage.sums[rows] = self._rule.initial_state
-        storage.stamps[rows] = 1
-
-    def _write_first_values(self, values: Array, stride: int, rows: Array, ids: Array) -> None:
-        kind, low, high = self.spec.initial.numbers()
-        self._pool.run(
-            lambda first, last: self._movers.initialise(
-                values, stride, self.spec.width, rows, ids, self._key, kind, low, high, self._rule.initial_state,
-                QUANTILE, first, last,
-            ),
-            rows.size,
-            rows.size * stride,
-        )  # fmt: skip
-
-    def _read_first_values(self, out: Tensor, rows: Array, ids: Array) -> None:
-        unknown = np.flatnonzero(rows < 0)
-        out[torch.from_numpy(unknown)] = self._first_values(ids[unknown]).to(out.dtype)
-
-    def _first_values(self, ids: Array) -> Tensor:
-        values = torch.empty(ids.size, self.spec.width, dtype=self.spec.dtype)
-        self._write_first_values(as_array(values), self.spec.width, np.arange(ids.size), ids)
-        return values
-
-    def _remember(self, constants: Array) -> None:
-        if self.step == len(self._history):
-            self._history = np.concatenate([self._history, np.empty_like(self._history)])
-        self._history[self.step] = constants
-        self._lags = self._lags or self._moves_quiet_rows(self._history[self.step :][:1])
-
-    def _moves_quiet_rows(self, history: Array) -> bool:
-        """Return True if any of these steps moves a row that has no gradient."""
-        if self._rule.family in _DECAYING:
-            return len(history) > 0
-        momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
-        return momentum or bool(history[:, _DECAY].any())
-
-    def _catch_up(self, storage: RowStorage, rows: Array) -> None:
-        if not rows.size:
-            return
-        since = storage.stamps[rows] - 1
-        missed = self._history[since.min() : self.step]
-        if self._moves_quiet_rows(missed):
-            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD) or not self._replays:
-                self._replay_whole_steps(storage, rows, since)
-            else:
-                self._replay(storage, rows, since, missed)
-        storage.stamps[rows] = self.step + 1
-
-    def _replay_whole_steps(self, storage: RowStorage, rows: Array, since: Array) -> None:
-        run = self._rule_kernel(storage)
-        for step in range(int(since.min()), self.step):
-            late = rows[since <= step]
-            there = torch.from_numpy(late)
-            may_rest = not self._replays and step % _LOOK_EVERY == 0
-            before = self._rows_in(storage, there) if may_rest else None
-            run(late, np.zeros(late.size * self.spec.width, self._working), self._history[step], 0, late.size)
-            if before is not None:
-                resting = late[self._rests(self._rows_in(storage, there), before, self._history[step : self.step])]
-                if resting.size:
-                    awake = ~np.isin(rows, resting)
-                    rows, since = rows[awake], since[awake]
-                    if not rows.size:
-                        return
-
-    @property
-    def _replays(self) -> bool:
-        """True if one kernel replays all steps that a row missed; it would not round float16 between two of them."""
-        return self._rule.compiled and not self._halves
-
-    def _rests(self, after: Tensor, before: Tensor, history: Array) -> Array:
-        """Return for each row, moved by the first of these steps, whether none of the others would change a bit of it.
-
-        That is so if this one did not, the numbers that moments decay by stay, and what would move weights is 0.
-        """
-        adam = self._rule.family in (Family.ADAM, Family.ADAMW)
-        decays = history[:, _DECAY].any() or (adam and (history[:, _KEEP] != 1).any())
-        steady = (history[:, _SHARE:_STEP] == history[0, _SHARE:_STEP]).all()
-        if decays or not steady:
-            return np.zeros(len(after), np.bool_)
-        quiet = (after == before).all(1)
-        for number, name in enumerate(self._rule.state_names, 1):
-            if name in ("exp_avg", "momentum_buffer"):
-                quiet &= (after[:, number * self.spec.width : (number + 1) * self.spec.width] == 0).all(1)
-        return quiet.numpy()
-
-    def _replay(self, storage: RowStorage, rows: Array, since: Array, missed: Array) -> None:
-        adam, width = self._rule.family is not Family.SGD, self.spec.width
-        moments = missed[:, [_SHARE, _BETA2]] if adam else missed[:, [_MOMENTUM]]
-        # With L2 decay, or with nothing beside the root, a move may grow again without a gradient.
-        may_rest = not missed[:, _DECAY].any() and (not adam or bool((missed[:, _EPS] > 0).all()))
-        steady = bool((moments == moments[0]).all()) and not (adam and (missed[:, _KEEP] != 1).any())
-        zeros, history = np.zeros(width, self._working), self._history[: self.step]
-        self._pool.run(
-            lambda first, last: self._kernels.replay(
-                storage.values, self._stride, width, rows, since, history, adam, may_rest, steady, zeros,
-                np.empty(width, self._working), first, last,
-            ),
-            rows.size,
-            rows.size * width * len(missed),
-        )  # fmt: skip
 
     # --- saving, moving ---------------------------------------------------------------------------------------------
 
@@ -660,7 +433,7 @@ class RowTable:
             part, where = part[begun], where[begun]
             return RowBlock(
                 _owned(self._vocabulary.ids(part)),
-                self._rows_in(storage, torch.from_numpy(where)),
+                self._layout.read(storage, torch.from_numpy(where)),
                 _owned(storage.stamps[where]),
                 _owned(storage.sums[where] if storage.with_sums else storage.sums[:0]),
                 _owned(self._vocabulary.usage(part)),
@@ -674,30 +447,16 @@ class RowTable:
             SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
         """
         count, usage = block.ids.numel(), block.ids.numel() if self.spec.rows is None else 0
-        sums = torch.from_numpy(np.empty(0, self._working)).dtype
         wanted = {
             "ids": ((count,), torch.int64),
-            "values": ((count, self._row), state_dtype(self.spec.dtype)),
+            "values": ((count, self._layout.row), state_dtype(self.spec.dtype)),
             "stamps": ((count,), torch.int64),
-            "sums": ((count if self._rule.family is Family.ROW_WISE_ADAGRAD else 0,), sums),
+            "sums": ((count if self._rule.family is Family.ROW_WISE_ADAGRAD else 0,), working_dtype(self.spec.dtype)),
             "usage": ((usage, 2), torch.int64),
         }
-        for label, (shape, dtype) in wanted.items():
-            given: Tensor = getattr(block, label)
-            if tuple(given.shape) != shape or given.dtype != dtype:
-                raise SchemaError(
-                    f"table {self.spec.name}: {label} of {shape} {dtype} expected, got {tuple(given.shape)} "
-                    f"{given.dtype}"
-                )
-        if count and not (block.stamps.min() >= 0 and block.stamps.max() <= step + 1):
-            raise SchemaError(f"table {self.spec.name}: stamps of 0 to {step + 1} expected after {step} steps")
-        self._check_history(step, history)
+        block.check(self.spec.name, wanted, step)
+        self._missed.check(step, history)
         self._vocabulary.check_restored(self._ids(block.ids))
-
-    def _check_history(self, step: int, history: Tensor) -> None:
-        expected = (step if self._catches_up else 0, CONSTANTS)
-        if history.shape != expected or history.dtype != torch.float64:
-            raise SchemaError(f"table {self.spec.name}: history of {expected} expected, got {tuple(history.shape)}")
 
     def restore(self, block: RowBlock) -> None:
         """Restores the rows of ``blocks``, state and stamp included; ids are those of this shard."""
@@ -706,7 +465,7 @@ class RowTable:
         self._make_room()
         self._storage.forget(rows)
         with self._storage.at_hand(rows) as (storage, where):
-            self._write_rows(storage, torch.from_numpy(where), block.values)
+            self._layout.write(storage, torch.from_numpy(where), block.values)
             storage.stamps[where] = block.stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = block.sums.numpy()
@@ -715,15 +474,12 @@ class RowTable:
     @property
     def history(self) -> Tensor:
         """Constants of each step so far, ``[step, CONSTANTS]`` float64, for rows yet to catch up; else no rows."""
-        return torch.from_numpy(self._history[: self.step if self._catches_up else 0].copy())
+        return self._missed.history(self.step)
 
     def resume(self, step: int, history: Tensor) -> None:
         """Set the count of steps, and their constants, from which restored rows go on."""
-        self._check_history(step, history)
+        self._missed.resume(step, history)
         self.step = step
-        if self._catches_up:
-            self._history = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))])
-            self._lags = self._moves_quiet_rows(self._history[:step])
 
     @property
     def used(self) -> int:

@@ -56,7 +56,8 @@ from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.optimizers.overflow import Bounds, peak_of
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
-from anabranch.tables.row_table import RowBlock, RowTable
+from anabranch.tables.row_table import RowTable
+from anabranch.tables.stored_rows import RowBlock
 from anabranch.tables.table_group import Grouping, TableGroup, side_by_side
 from anabranch.tables.table_spec import TableSpec, check_name
 from anabranch.tensors.packing import Share, all_finite, expected, join, split

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["FTRL", "follow"]
 
 
-class FTRL(torch.optim.Optimizer):
+class FTRL(GradientOptimizer):
     """FTRL-Proximal: steps a weight of its own scale, and an ``l1`` that leaves most weights exactly 0.
 
     >>> weight = torch.nn.Parameter(torch.zeros(3))
@@ -59,23 +59,6 @@ class FTRL(torch.optim.Optimizer):
         if not beta > 0:
             raise ValueError(f"FTRL takes beta > 0, got {beta!r}")
         super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2, "maximize": maximize})
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step over every parameter that has a gradient; ``closure`` recomputes the loss and is its result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]

@@ -20,7 +20,7 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class RowWiseAdagrad(torch.optim.Optimizer):
+class RowWiseAdagrad(GradientOptimizer):
     """Adagrad whose sum of squares is one number a row: the mean of the squared gradient over the row.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
@@ -86,23 +86,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             sums = state_dict["state"].get(number, {}).get("sum")
             if sums is not None:
                 self.state[parameter]["sum"] = sums.to(parameter.device, sums_dtype(parameter.dtype), copy=True)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step over every parameter that has a gradient; ``closure`` recomputes the loss and is its result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
