@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import overload
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from anabranch.tables.optimizers.gradient_optimizer import GradientOptimizer
 
 __all__ = ["FTRL", "follow"]
 

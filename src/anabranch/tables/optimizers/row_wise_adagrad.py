@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from anabranch.tables.optimizers.gradient_optimizer import GradientOptimizer
 
 __all__ = ["RowWiseAdagrad", "sums_dtype"]
 

@@ -1,8 +1,8 @@
-"""What ``RowTable`` does with the rows in its storage, an idea a file; the storage itself is ``storage.py``.
+"""Work of ``RowTable`` on the rows in its storage, an idea a file; the storage itself is ``storage.py``.
 
-Open ``layout.py`` first: how weights and states lie in a row. ``first_values.py`` begins rows, ``merging.py`` adds up the
-gradients of each, ``step_on_rows.py`` moves them, ``missed_steps.py`` brings them up to date, and ``block.py`` is the form
-in which they are saved.
+Open ``layout.py`` first: how weights and states lie in a row. ``first_values.py`` begins rows, ``merging.py`` adds up
+the gradients of each, ``step_on_rows.py`` moves them, ``missed_steps.py`` brings them up to date, and ``block.py`` is
+the form in which they are saved.
 """
 
 from anabranch.tables.stored_rows.block import RowBlock

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.tables.kernels.selection import KernelThreads, Kernels
+from anabranch.tables.kernels.selection import Kernels, KernelThreads
 from anabranch.tables.table_spec import TableSpec
 
 __all__ = ["GradientMerge"]
@@ -25,8 +25,8 @@ class GradientMerge:
     def merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array, Array]:
         """Return the distinct rows, the sum of each one's gradients, and where each first appears.
 
-        Unknown rows, which are -1, are dropped. The fourth result is, for each known one of ``rows``, its index among the
-        distinct ones. Gradient ``i`` lies at ``memory[i * apart:]``.
+        Unknown rows, which are -1, are dropped. The fourth result is, for each known one of ``rows``, its index among
+        the distinct ones. Gradient ``i`` lies at ``memory[i * apart:]``.
         """
         width, source = self._spec.width, np.empty(0, np.int64)
         if self._spec.rows is None and (rows < 0).any():
