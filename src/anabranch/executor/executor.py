@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anabranch import spans
 from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
 from anabranch.collectives import Workers
@@ -347,7 +348,7 @@ class Executor:
         wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
         if self._remote is not None:
             self._remote.check_fetch(wanted.names or (), step.model)
-        began, differentiates = time.monotonic(), torch.is_grad_enabled()
+        span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
             took: _Taken | None = None
             if isinstance(step, TrainStep):
@@ -361,6 +362,8 @@ class Executor:
             raise
         finally:
             self._run_seconds += time.monotonic() - began
+            if span:
+                spans.complete(span, name, "step", facts={"step": self.step})
         self._runs[name] += 1
         if took is not None:
             record = StepRecord(self.step, name, took.rows, time.monotonic() - began, took.rates, values)

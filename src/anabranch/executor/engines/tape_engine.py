@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
@@ -62,7 +63,8 @@ class TapeEngine:
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
-            self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
+            with spans.span("backward", "compute"):
+                self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
@@ -93,7 +95,8 @@ class TapeEngine:
         self._alone.release()  # if an interrupt kept the run before from doing so
         with self._alone:
             loss, returned = self._forward(batch, fetch)
-            self._alone.backward(loss)
+            with spans.span("backward", "compute"):
+                self._alone.backward(loss)
         between(loss.detach(), returned)
         if self._step.skip_nonfinite is not None and (names := self._nonfinite()):
             return StepOutput(loss.detach(), returned, names)
@@ -108,11 +111,12 @@ class TapeEngine:
 
     def update(self) -> None:
         """Step the optimizers."""
-        for optimizer in self._step.optimizers:
-            optimizer.step()
+        with spans.span("optimizer", "compute"):
+            for optimizer in self._step.optimizers:
+                optimizer.step()
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        with fetch.recording():
+        with spans.span("forward", "compute"), fetch.recording():
             answer = self._step.loss(self._step.model, batch)
         loss, returned = loss_and_returned(answer)
         fetch.check(returned)
