@@ -11,8 +11,8 @@ Spans on a ``track`` may overlap. A ``flow`` ties spans of several processes, se
 ``time.monotonic_ns()``, the same in every process of a machine.
 
 ``anabranch run --trace`` names a folder in ``ANABRANCH_TRACE``; each process of the job then writes
-``ROLE-RANK.PID.spans`` there twice a second and at its end, in the lines that ``as_lines`` makes. While nobody records, a
-span costs a function call.
+``ROLE-RANK.PID.spans`` there twice a second and at its end, in the lines that ``as_lines`` makes. While nobody records,
+a span costs a function call.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ __all__ = [
     "begin",
     "complete",
     "flush",
+    "footer",
+    "header",
     "host",
     "process_name",
     "record_process",
     "recorded",
     "recording",
     "span",
+    "start",
+    "stop",
 ]
 
 TRACE_VARIABLE = "ANABRANCH_TRACE"
@@ -54,8 +58,8 @@ LIMIT = 250_000
 """Spans that a process records at most; the others are counted."""
 
 Flow: TypeAlias = tuple[Literal["ask", "serve", "send", "receive", "meet"], str]
-"""What a span has to do with those of the same name elsewhere: it asks and is answered, serves, sends, receives, or is one
-of several ranks' that meet."""
+"""What a span has to do with those of the same name elsewhere: it asks and is answered, serves, sends, receives, or is
+one of several ranks' that meet."""
 
 Span: TypeAlias = tuple[str, str, str, int, int, int, dict[str, object] | None, Flow | None]
 """Name, category, track, start and end in nanoseconds, thread, facts and flow."""
@@ -140,7 +144,7 @@ def stop(recorder: Recorder) -> None:
 
 
 class _Nothing:
-    """Where nobody records."""
+    """Stands for a span while nobody records."""
 
     __slots__ = ()
 

@@ -6,8 +6,8 @@
     worker 1.spans ─┼─> overlapping spans laid side by side ─> {"traceEvents": [...], "otherData": {...}}
     servers'       ─┘   flows: who asked whom, who sent to whom, who was waited for
 
-Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each lies in the first of the track's lanes
-that is free. A flow becomes arrows (``"s"`` to ``"f"``) once both ends are known::
+Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each lies in the first of the track's
+lanes that is free. A flow becomes arrows (``"s"`` to ``"f"``) once both ends are known::
 
     ask / serve      the request from the start of one to that of the other, the answer from end to end
     send / receive   from the start of the sending to the end of the receiving
@@ -40,7 +40,7 @@ ClockReadings = Sequence[tuple[int, int]]
 
 @dataclass(slots=True)
 class Part:
-    """What one process recorded.
+    """Spans of one process.
 
     Attributes:
         process: its name.
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What was written.
+    """Counts of what was written.
 
     Attributes:
         spans: how many.

@@ -117,8 +117,8 @@ def launch(
         trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
 
     Raises:
-        ValueError: an invalid number of processes, a missing script, a host that is not an address of this machine, or a
-            trace that cannot be written.
+        ValueError: an invalid number of processes, a missing script, a host that is not an address of this machine, or
+            a trace that cannot be written.
     """
     if workers < 1:
         raise ValueError(f"a job has at least 1 worker, got workers={workers}")

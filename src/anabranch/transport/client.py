@@ -876,5 +876,5 @@ def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:
 
 
 def _record_wait(began: int, endpoints: Sequence[str], operation: str) -> None:
-    facts: dict[str, object] = {"peer": ", ".join(dict.fromkeys(endpoints)), "for": operation}
+    facts: dict[str, object] = {"peer": ", ".join(dict.fromkeys(endpoints)), "operation": operation}
     spans.complete(began, "wait", "wait", facts=facts)

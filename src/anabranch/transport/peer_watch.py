@@ -89,7 +89,9 @@ class PeerWatch:
         finally:
             waits.end(number)
             if span:
-                facts = {"peer": rank_names(ranks), "for": operation} | ({} if step is None else {"step": step})
+                facts: dict[str, object] = {"peer": rank_names(ranks), "operation": operation}
+                if step is not None:
+                    facts["step"] = step
                 spans.complete(span, "wait", "wait", facts=facts)
 
     def check(self, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None) -> None:
