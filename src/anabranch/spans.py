@@ -263,24 +263,35 @@ def footer(recorder: Recorder) -> dict[str, object]:
 # The file of a process.
 
 
-class _File:
-    """Writes a process's spans now and then; there is none before the first span."""
+class _FileRecorder(Recorder):
+    """Writes a process's spans to its file now and then; from the first one on there is a thread that does."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._pid = os.getpid()
         self._name = process_name()
         self._path = folder / f"{self._name.replace(' ', '-')}.{self._pid}.spans"
-        self._recorder = Recorder()
         self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._begun = False
-        self._said = 0, 0
-        start(self._recorder)
+        self._told = 0, 0
         atexit.register(self.write)
-        self._ending = threading.Event()
-        threading.Thread(target=self._run, name="anabranch-spans", daemon=True).start()
+
+    def add(self, one: Span) -> None:
+        """Keep a span until it is written."""
+        super().add(one)
+        if self._thread is None:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        with self._writing:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="anabranch-spans", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
-        while not self._ending.wait(_EVERY):
+        never = threading.Event()
+        while not never.wait(_EVERY):
             self.write()
 
     def write(self) -> None:
@@ -288,18 +299,18 @@ class _File:
         if os.getpid() != self._pid:  # a fork's end
             return
         with self._writing:
-            taken = self._recorder.take()
-            said = len(self._recorder.threads), self._recorder.dropped
-            if not taken and said == self._said:
+            taken = self.take()
+            known = len(self.threads), self.dropped
+            if not taken and known == self._told:
                 return
-            items: list[object] = [] if self._begun else [header(self._recorder, self._name)]
-            items += [*taken, footer(self._recorder)]
-            self._begun, self._said = True, said
+            items: list[object] = [] if self._begun else [header(self, self._name)]
+            items += [*taken, footer(self)]
+            self._begun, self._told = True, known
             with suppress(OSError), self._path.open("ab") as file:  # a full disk, a folder that was removed
                 file.write(as_lines(items))
 
 
-_file: _File | None = None
+_file: _FileRecorder | None = None
 
 
 def record_process() -> None:
@@ -307,7 +318,8 @@ def record_process() -> None:
     global _file
     folder = os.environ.get(TRACE_VARIABLE)
     if folder and _file is None:
-        _file = _File(Path(folder))
+        _file = _FileRecorder(Path(folder))
+        start(_file)
 
 
 def flush() -> None:

@@ -146,7 +146,7 @@ class ForkedProcess:
         limit_threads(self.environment)
         if self.environment.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
-        record_process()  # last: it starts a thread
+        record_process()
 
 
 def ignored_signals() -> tuple[int, ...]:
