@@ -18,7 +18,14 @@ from traces import Trace, check_valid
 
 
 def one(
-    name: str, start: int, end: int, *, category: str = "compute", track: str = "", flow: Flow | None = None, **facts: Any
+    name: str,
+    start: int,
+    end: int,
+    *,
+    category: str = "compute",
+    track: str = "",
+    flow: Flow | None = None,
+    **facts: Any,
 ) -> Span:
     return name, category, track, start, end, 1, facts or None, flow
 
@@ -51,7 +58,9 @@ def test_processes_and_threads_are_named_and_times_are_microseconds_since_the_fi
 
 def test_waits_have_a_colour_of_their_own_and_peers_their_names(tmp_path: Path) -> None:
     wait = one("wait", 0, 1_000, category="wait", peer="unix:/s")
-    trace = written(tmp_path, [part("worker 0", [wait, one("forward", 2_000, 3_000)])], names={"unix:/s": "parameters 0"})
+    trace = written(
+        tmp_path, [part("worker 0", [wait, one("forward", 2_000, 3_000)])], names={"unix:/s": "parameters 0"}
+    )
     assert "cname" in trace.spans("wait")[0]
     assert "cname" not in trace.spans("forward")[0]
     assert trace.spans("wait")[0]["args"] == {"peer": "parameters 0", "endpoint": "unix:/s"}
