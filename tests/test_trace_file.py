@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -83,7 +84,15 @@ def test_spans_of_a_track_that_overlap_lie_in_lanes_and_those_that_do_not_share_
     for some in lanes.values():
         some.sort()
         # An empty span is drawn as long as a nanosecond.
-        assert all(before[1] <= after[0] + 0.001 for before, after in zip(some, some[1:], strict=False))
+        assert all(before[1] <= after[0] + 0.001 for before, after in itertools.pairwise(some))
+
+
+def test_a_thread_that_had_ended_has_a_lane_of_its_own(tmp_path: Path) -> None:
+    here, gone = one("forward", 0, 1_000), (*one("forward", 0, 1_000)[:5], 140_000_000_000_000, None, None)
+    of_profiler = (*one("aten::add", 200, 300, category="operator")[:5], 7, None, None)
+    trace = written(tmp_path, [part("worker 0", [here, gone, of_profiler])])
+    assert [trace.place(event)[1] for event in trace.spans()] == ["MainThread", "a thread that has ended", "MainThread"]
+    assert all(event["tid"] < 1 << 31 for event in trace.spans())
 
 
 def test_a_request_and_its_answer_are_arrows(tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
+from time import monotonic_ns
 from types import TracebackType
 from typing import Literal, TypeAlias
 
@@ -81,42 +83,44 @@ class Recorder:
 
     Attributes:
         began: the clock when it was made, nanoseconds.
-        dropped: spans beyond the limit.
-        threads: the kernel's number and the name of each thread that spans are of.
+        dropped: spans beyond the limit, as far as ``take`` has seen.
+        threads: the kernel's number and the name of threads that spans are of, but for those that ended before ``take``.
+        add: keeps a span.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.began = time.monotonic_ns()
+        self.began = monotonic_ns()
         self.dropped = 0
         self.threads: dict[int, tuple[int, str]] = {}
         self._left = limit
-        self._spans: list[Span] = []
-
-    def add(self, one: Span) -> None:
-        """Keep a span."""
-        if self._left <= 0:
-            self.dropped += 1
-            return
-        self._left -= 1
-        thread = one[5]
-        if thread not in self.threads:
-            self.threads[thread] = threading.get_native_id(), threading.current_thread().name
-        self._spans.append(one)
+        # However long nobody takes any, memory is bounded; the queue's own method costs a tenth of a function here.
+        self._spans: deque[Span] = deque(maxlen=2 * LIMIT)
+        self.add = self._spans.append
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call."""
-        taken, self._spans = self._spans, []
+        """Return the spans since the last call, the first up to the limit."""
+        taken: list[Span] = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._spans.popleft())
+        self.dropped += max(0, len(taken) - self._left)
+        del taken[self._left :]
+        self._left -= len(taken)
+        if not {one[5] for one in taken} <= self.threads.keys():
+            for thread in threading.enumerate():
+                if thread.ident is not None and thread.native_id is not None:
+                    self.threads[thread.ident] = thread.native_id, thread.name
         return taken
 
 
-# Replaced whole, so that recording threads read a consistent tuple.
-_recorders: tuple[Recorder, ...] = ()
+# Their ``add``; replaced whole, so that recording threads read a consistent tuple.
+_adds: tuple[Callable[[Span], None], ...] = ()
 _lock = threading.Lock()
 
 
 def recording() -> bool:
     """Return True if somebody records."""
-    return bool(_recorders)
+    return bool(_adds)
 
 
 @contextmanager
@@ -131,16 +135,16 @@ def recorded(recorder: Recorder) -> Iterator[Recorder]:
 
 def start(recorder: Recorder) -> None:
     """Have spans kept by ``recorder`` from now on."""
-    global _recorders
+    global _adds
     with _lock:
-        _recorders = (*_recorders, recorder)
+        _adds = (*_adds, recorder.add)
 
 
 def stop(recorder: Recorder) -> None:
     """Have ``recorder`` keep no more."""
-    global _recorders
+    global _adds
     with _lock:
-        _recorders = tuple(other for other in _recorders if other is not recorder)
+        _adds = tuple(add for add in _adds if add is not recorder.add)
 
 
 class _Nothing:
@@ -165,19 +169,22 @@ class _Open:
 
     __slots__ = ("_category", "_facts", "_flow", "_name", "_start")
 
-    def __init__(self, name: str, category: str, flow: Flow | None, facts: dict[str, object]) -> None:
+    def __init__(self, name: str, category: str, flow: Flow | None, facts: dict[str, object] | None) -> None:
         self._name = name
         self._category = category
         self._flow = flow
         self._facts = facts
 
     def __enter__(self) -> None:
-        self._start = time.monotonic_ns()
+        self._start = monotonic_ns()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        complete(self._start, self._name, self._category, flow=self._flow, facts=self._facts)
+        # As `complete`, without its call.
+        one = (self._name, self._category, "", self._start, monotonic_ns(), get_ident(), self._facts, self._flow)
+        for add in _adds:
+            add(one)
 
 
 def span(name: str, category: str, flow: Flow | None = None, **facts: object) -> _Nothing | _Open:
@@ -189,12 +196,12 @@ def span(name: str, category: str, flow: Flow | None = None, **facts: object) ->
         flow: ties it to spans of other processes.
         facts: plain values.
     """
-    return _Open(name, category, flow, facts) if _recorders else _NOTHING
+    return _Open(name, category, flow, facts or None) if _adds else _NOTHING
 
 
 def begin() -> int:
     """Return the clock, nanoseconds; 0 while nobody records."""
-    return time.monotonic_ns() if _recorders else 0
+    return monotonic_ns() if _adds else 0
 
 
 def complete(
@@ -203,26 +210,24 @@ def complete(
     category: str,
     *,
     track: str = "",
-    end: int = 0,
     flow: Flow | None = None,
     facts: dict[str, object] | None = None,
 ) -> None:
-    """Record a span that began at ``began`` and ends now, or at ``end``; nothing if ``began`` is 0.
+    """Record a span that began at ``began`` and ends now; nothing if ``began`` is 0.
 
     Args:
         began: from ``begin()``.
         name: what was done.
         category: as for ``span``.
         track: where spans lie that may overlap; without one it is a span of this thread.
-        end: the clock at its end, if that was before.
         flow: ties it to spans of other processes.
         facts: plain values.
     """
-    recorders = _recorders
-    if began and recorders:
-        one = (name, category, track, began, end or time.monotonic_ns(), threading.get_ident(), facts or None, flow)
-        for recorder in recorders:
-            recorder.add(one)
+    adds = _adds
+    if began and adds:
+        one = (name, category, track, began, monotonic_ns(), get_ident(), facts or None, flow)
+        for add in adds:
+            add(one)
 
 
 # As lines.
@@ -257,14 +262,14 @@ def header(recorder: Recorder, name: str) -> dict[str, object]:
 
 def footer(recorder: Recorder) -> dict[str, object]:
     """Return a line that follows spans: the threads they are of, and how many are missing."""
-    return {"threads": recorder.threads.copy(), "dropped": recorder.dropped}
+    return {"threads": recorder.threads, "dropped": recorder.dropped}
 
 
 # The file of a process.
 
 
 class _FileRecorder(Recorder):
-    """Writes a process's spans to its file now and then; from the first one on there is a thread that does."""
+    """Writes a process's spans to its file now and then."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -272,22 +277,10 @@ class _FileRecorder(Recorder):
         self._name = process_name()
         self._path = folder / f"{self._name.replace(' ', '-')}.{self._pid}.spans"
         self._writing = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._begun = False
         self._told = 0, 0
         atexit.register(self.write)
-
-    def add(self, one: Span) -> None:
-        """Keep a span until it is written."""
-        super().add(one)
-        if self._thread is None:
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        with self._writing:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="anabranch-spans", daemon=True)
-                self._thread.start()
+        threading.Thread(target=self._run, name="anabranch-spans", daemon=True).start()
 
     def _run(self) -> None:
         never = threading.Event()
@@ -330,8 +323,8 @@ def flush() -> None:
 
 def _forget() -> None:
     """In a fork: what it does is no work of the process that it was."""
-    global _recorders, _lock, _file
-    _recorders, _lock, _file = (), threading.Lock(), None
+    global _adds, _lock, _file
+    _adds, _lock, _file = (), threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_forget)

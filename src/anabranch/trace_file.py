@@ -48,7 +48,7 @@ class Part:
         host: equal for processes that read one clock.
         began: the clock when its recording began, nanoseconds.
         spans: in the order of their ends, for each thread.
-        threads: number and name of each thread.
+        threads: the kernel's number and the name of threads that were still there, by the number in ``spans``.
         dropped: spans that were too many.
         clock: readings to compare its clock with others'.
     """
@@ -117,7 +117,7 @@ def read_part(lines: bytes) -> Part | None:
                 facts = json.loads(line)
                 if part is None:
                     part = Part(facts["process"], facts["pid"], facts["host"], facts["began"])
-                part.threads.update((int(key), (value[0], value[1])) for key, value in facts.get("threads", {}).items())
+                part.threads |= {int(key): (number, name) for key, (number, name) in facts.get("threads", {}).items()}
                 part.dropped = facts.get("dropped", part.dropped)
                 part.clock = [(before, after) for before, after in facts.get("clock", part.clock)]
     return part
@@ -230,15 +230,14 @@ class _Writer:
     def _put_part(self, part: Part, pid: int, index: int, offset: int) -> None:
         self._name("process_name", pid, 0, name=part.process)
         self._name("process_sort_index", pid, 0, sort_index=index)
-        named = dict(part.threads.values())
-        lanes = _Lanes()
+        lanes = _Lanes(part.threads)
         used: set[int] = set()
         for one in sorted(part.spans, key=lambda one: (one[3], -one[4])):
             name, category, track, start, end, thread, facts, flow = one
-            tid = lanes.of(track, start, end) if track else part.threads.get(thread, (thread, ""))[0]
+            tid = lanes.of(track, start, end) if track else lanes.of_thread(thread)
             if tid not in used:
                 used.add(tid)
-                self._name("thread_name", pid, tid, name=lanes.name(tid) if track else named.get(tid, f"thread {tid}"))
+                self._name("thread_name", pid, tid, name=lanes.name(tid))
                 self._name("thread_sort_index", pid, tid, sort_index=tid)
             place = _End(pid, tid, start + offset, max(end, start + 1) + offset)
             event = {
@@ -292,11 +291,28 @@ def _offset(first: Part, part: Part) -> tuple[int, int]:
 
 
 class _Lanes:
-    """Lays overlapping spans of a track side by side; they come in the order of their starts."""
+    """Lays overlapping spans of a track side by side; they come in the order of their starts.
 
-    def __init__(self) -> None:
+    Args:
+        threads: number and name of threads, which have a lane each.
+    """
+
+    def __init__(self, threads: Mapping[int, tuple[int, str]]) -> None:
         self._ends: dict[str, list[tuple[int, int]]] = {}
-        self._names: dict[int, str] = {}
+        self._numbers = {thread: number for thread, (number, _) in threads.items()}
+        self._names = dict(threads.values())
+        self._next = _FIRST_LANE
+
+    def _new(self, name: str) -> int:
+        self._next += 1
+        self._names[self._next] = name
+        return self._next
+
+    def of_thread(self, thread: int) -> int:
+        """Return the number of a thread's lane; ``thread`` may be the kernel's number."""
+        if thread not in self._numbers:
+            self._numbers[thread] = thread if thread in self._names else self._new("a thread that has ended")
+        return self._numbers[thread]
 
     def of(self, track: str, start: int, end: int) -> int:
         """Return the number of the first lane that is free."""
@@ -305,8 +321,7 @@ class _Lanes:
             if busy_until <= start:
                 lanes[index] = number, end
                 return number
-        number = _FIRST_LANE + len(self._names)
-        self._names[number] = track if not lanes else f"{track} {len(lanes) + 1}"
+        number = self._new(track if not lanes else f"{track} {len(lanes) + 1}")
         lanes.append((number, end))
         return number
 

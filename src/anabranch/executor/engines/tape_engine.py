@@ -63,8 +63,9 @@ class TapeEngine:
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
-            with spans.span("backward", "compute"):
-                self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
+            began = spans.begin()
+            self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
+            spans.complete(began, "backward", "compute")
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
@@ -95,8 +96,9 @@ class TapeEngine:
         self._alone.release()  # if an interrupt kept the run before from doing so
         with self._alone:
             loss, returned = self._forward(batch, fetch)
-            with spans.span("backward", "compute"):
-                self._alone.backward(loss)
+            began = spans.begin()
+            self._alone.backward(loss)
+            spans.complete(began, "backward", "compute")
         between(loss.detach(), returned)
         if self._step.skip_nonfinite is not None and (names := self._nonfinite()):
             return StepOutput(loss.detach(), returned, names)
@@ -111,13 +113,16 @@ class TapeEngine:
 
     def update(self) -> None:
         """Step the optimizers."""
-        with spans.span("optimizer", "compute"):
-            for optimizer in self._step.optimizers:
-                optimizer.step()
+        began = spans.begin()
+        for optimizer in self._step.optimizers:
+            optimizer.step()
+        spans.complete(began, "optimizer", "compute")
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        with spans.span("forward", "compute"), fetch.recording():
+        began = spans.begin()
+        with fetch.recording():
             answer = self._step.loss(self._step.model, batch)
+        spans.complete(began, "forward", "compute")
         loss, returned = loss_and_returned(answer)
         fetch.check(returned)
         return loss, returned
