@@ -125,7 +125,7 @@ def test_a_process_that_a_launcher_has_named_a_folder_writes_at_its_end_and_its_
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(_PROCESS)
-    named = {spans.TRACE_VARIABLE: str(tmp_path), STATUS_VARIABLE: str(tmp_path / "logs" / "parameters-1")}
+    named = {spans.FOLDER_VARIABLE: str(tmp_path), STATUS_VARIABLE: str(tmp_path / "logs" / "parameters-1")}
     with start(script, environment=named) as process:
         assert process.wait() == 0
     (path,) = tmp_path.glob("*.spans")

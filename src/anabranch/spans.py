@@ -32,8 +32,8 @@ from typing import Literal, TypeAlias
 from anabranch.status_file import STATUS_VARIABLE
 
 __all__ = [
-    "LIMIT",
-    "TRACE_VARIABLE",
+    "CAPACITY",
+    "FOLDER_VARIABLE",
     "Flow",
     "Recorder",
     "Span",
@@ -53,10 +53,10 @@ __all__ = [
     "stop",
 ]
 
-TRACE_VARIABLE = "ANABRANCH_TRACE"
+FOLDER_VARIABLE = "ANABRANCH_TRACE"
 """Names the folder for what the processes of a job record."""
 
-LIMIT = 250_000
+CAPACITY = 250_000
 """Spans that a process records at most; the others are counted."""
 
 Flow: TypeAlias = tuple[Literal["ask", "serve", "send", "receive", "meet"], str]
@@ -84,17 +84,17 @@ class Recorder:
     Attributes:
         began: the clock when it was made, nanoseconds.
         dropped: spans beyond the limit, as far as ``take`` has seen.
-        threads: the kernel's number and the name of threads that spans are of, but for those that ended before ``take``.
+        threads: the kernel's number and the name of threads that spans are of, but for those that had ended.
         add: keeps a span.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = CAPACITY) -> None:
         self.began = monotonic_ns()
         self.dropped = 0
         self.threads: dict[int, tuple[int, str]] = {}
         self._left = limit
         # However long nobody takes any, memory is bounded; the queue's own method costs a tenth of a function here.
-        self._spans: deque[Span] = deque(maxlen=2 * LIMIT)
+        self._spans: deque[Span] = deque(maxlen=2 * CAPACITY)
         self.add = self._spans.append
 
     def take(self) -> list[Span]:
@@ -309,7 +309,7 @@ _file: _FileRecorder | None = None
 def record_process() -> None:
     """Record this process from now on if a launcher has named a folder for that."""
     global _file
-    folder = os.environ.get(TRACE_VARIABLE)
+    folder = os.environ.get(FOLDER_VARIABLE)
     if folder and _file is None:
         _file = _FileRecorder(Path(folder))
         start(_file)

@@ -288,7 +288,7 @@ def test_only_rank_0_needs_the_folder(tmp_path: Path) -> None:
 
 
 def test_operators_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_trace.spans, "LIMIT", 5)
+    monkeypatch.setattr(run_trace.spans, "CAPACITY", 5)
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.trace(tmp_path / "out.json", steps=1, operators=True)
         executor.run("train", BATCH)

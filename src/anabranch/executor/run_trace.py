@@ -153,8 +153,8 @@ class RunTrace:
     def _operators(self) -> list[spans.Span]:
         found = _as_spans(self._end_profile(), self._marks)
         own = [one for one in found if one[3] >= self._recorder.began]
-        self._recorder.dropped += max(0, len(own) - spans.LIMIT)
-        return own[: spans.LIMIT]
+        self._recorder.dropped += max(0, len(own) - spans.CAPACITY)
+        return own[: spans.CAPACITY]
 
 
 def _check_steps(steps: object) -> int:

@@ -46,7 +46,7 @@ from anabranch.launch.supervision.outcome import Outcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Looker, Patience, Supervisor
 from anabranch.launch.supervision.worker import Recipe, Worker
-from anabranch.spans import TRACE_VARIABLE
+from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
@@ -132,7 +132,7 @@ def launch(
     base = {
         name: value
         for name, value in (os.environ if environment is None else environment).items()
-        if name != TRACE_VARIABLE
+        if name != FOLDER_VARIABLE
     }
     with ExitStack() as stack:
         job_file = JobFile(log_dir, tell)
