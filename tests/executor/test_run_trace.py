@@ -287,6 +287,20 @@ def test_only_rank_0_needs_the_folder(tmp_path: Path) -> None:
     assert check_valid(tmp_path / "out.json").processes == ["worker 0", "worker 1"]
 
 
+def test_a_long_trace_keeps_its_first_spans_and_counts_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_trace.spans, "CAPACITY", 6)
+    with ab.Executor({"train": step_of()}, engine="tape") as executor:
+        executor.trace(tmp_path / "out.json", steps=50)
+        for _ in range(50):
+            executor.run("train", BATCH)
+    trace = check_valid(tmp_path / "out.json")
+    kept = ["train", "forward", "backward", "optimizer", "forward", "backward"]
+    assert [event["name"] for event in trace.spans()] == kept
+    assert trace.other["dropped_spans"] == {trace.processes[0]: 50 * 4 - 6}
+
+
 def test_operators_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_trace.spans, "CAPACITY", 5)
     with ab.Executor({"train": step_of()}, engine="tape") as executor:

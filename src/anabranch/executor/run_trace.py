@@ -75,7 +75,8 @@ class RunTrace:
         self._agree("", steps)
         self._read_clock()
         self._marks = [] if self._profile is None else [_mark() for _ in range(_ROUNDS)]
-        self._recorder = spans.Recorder()
+        self._recorder = spans.Recorder(spans.CAPACITY)
+        self._spans: list[spans.Span] = []
         spans.start(self._recorder)
 
     def _agree(self, refused: str, steps: object) -> None:
@@ -105,7 +106,8 @@ class RunTrace:
             self._clock.append((before, time.monotonic_ns()))
 
     def over(self, step: int) -> bool:
-        """Return True once the steps are taken."""
+        """Return True once the steps are taken; asked after each."""
+        self._spans += self._recorder.take()
         return step - self._first >= self._steps
 
     def finish(self, step: int) -> None:
@@ -123,12 +125,13 @@ class RunTrace:
 
     def _part(self, *, alone: bool = False) -> bytes:
         spans.stop(self._recorder)
+        self._spans += self._recorder.take()
         operators = self._operators()
         if not alone:
             self._read_clock()
         name = spans.process_name() if self._everyone is None else f"worker {self._everyone.rank}"
         footer = {**spans.footer(self._recorder), "clock": self._clock}
-        return spans.as_lines([spans.header(self._recorder, name), *self._recorder.take(), *operators, footer])
+        return spans.as_lines([spans.header(self._recorder, name), *self._spans, *operators, footer])
 
     def _write(self, texts: list[bytes], step: int, *, complete: bool) -> None:
         parts = [part for part in map(read_part, texts) if part is not None]
