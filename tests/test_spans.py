@@ -113,8 +113,8 @@ child = os.fork()
 if child == 0:
     with spans.span("of the child", "compute"):
         pass
-    sys.exit(0)
-os.waitpid(child, 0)
+    sys.exit(int(spans.recording()))
+assert os.waitpid(child, 0)[1] == 0, "the child records"
 with spans.span("after", "compute"):
     pass
 """
