@@ -89,12 +89,14 @@ def test_two_recorders_get_the_same_spans() -> None:
     assert [one[0] for one in part.take()] == ["second"]
 
 
-def test_what_was_recorded_is_read_again_up_to_a_line_cut_short() -> None:
+@pytest.mark.parametrize("last", ["span", "footer"])
+def test_what_was_recorded_is_read_again_up_to_a_line_cut_short(last: str) -> None:
     with spans.recorded(spans.Recorder()) as recorder:
         began = spans.begin()
         spans.complete(began, "pull", "crossing", track="requests", flow=("ask", "7"), facts={"where": Path("x")})
     (one,) = recorder.take()
-    lines = spans.as_lines([spans.header(recorder, "worker 3"), one, spans.footer(recorder), one])
+    end = one if last == "span" else {"threads": {"1": (2, "late")}}
+    lines = spans.as_lines([spans.header(recorder, "worker 3"), one, spans.footer(recorder), end])
     part = read_part(lines[:-5])
     assert part is not None
     assert (part.process, part.pid, part.host, part.began) == ("worker 3", os.getpid(), spans.host(), recorder.began)

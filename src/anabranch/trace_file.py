@@ -111,10 +111,11 @@ def read_part(lines: bytes) -> Part | None:
     for line in lines.split(b"\n"):
         with suppress(msgspec.DecodeError):
             if line.startswith(b"["):
-                assert part is not None
-                part.spans.append(span.decode(line))
+                one = span.decode(line)
+                if part is not None:
+                    part.spans.append(one)
             elif line:
-                facts = json.loads(line)
+                facts = msgspec.json.decode(line)
                 if part is None:
                     part = Part(facts["process"], facts["pid"], facts["host"], facts["began"])
                 part.threads |= {int(key): (number, name) for key, (number, name) in facts.get("threads", {}).items()}
