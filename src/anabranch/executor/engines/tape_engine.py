@@ -65,7 +65,8 @@ class TapeEngine:
             begin(loss)
             began = spans.begin()
             self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
-            spans.complete(began, "backward", "compute")
+            if began:
+                spans.complete(began, "backward", "compute")
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
@@ -98,7 +99,8 @@ class TapeEngine:
             loss, returned = self._forward(batch, fetch)
             began = spans.begin()
             self._alone.backward(loss)
-            spans.complete(began, "backward", "compute")
+            if began:
+                spans.complete(began, "backward", "compute")
         between(loss.detach(), returned)
         if self._step.skip_nonfinite is not None and (names := self._nonfinite()):
             return StepOutput(loss.detach(), returned, names)
@@ -116,13 +118,15 @@ class TapeEngine:
         began = spans.begin()
         for optimizer in self._step.optimizers:
             optimizer.step()
-        spans.complete(began, "optimizer", "compute")
+        if began:
+            spans.complete(began, "optimizer", "compute")
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
         began = spans.begin()
         with fetch.recording():
             answer = self._step.loss(self._step.model, batch)
-        spans.complete(began, "forward", "compute")
+        if began:
+            spans.complete(began, "forward", "compute")
         loss, returned = loss_and_returned(answer)
         fetch.check(returned)
         return loss, returned
