@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from anabranch._lazy import lazy_names
 from anabranch.held_error import hold_back_errors
 from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the function has its module's name
+from anabranch.spans import record_process
 
 __version__ = "0.1.0.dev0"
 
@@ -165,6 +166,7 @@ def _job_functions() -> tuple[Serve, MakeGrid]:
 provide(_job_functions)
 
 hold_back_errors()
+record_process()
 
 # A library says nothing by itself: whoever wants its words gives the logger a handler.
 logging.getLogger("anabranch").addHandler(logging.NullHandler())

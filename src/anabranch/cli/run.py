@@ -17,6 +17,7 @@ from anabranch.launch.status import status_of
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
 from anabranch.status_file import PROGRESS_VARIABLE
+from anabranch.trace_file import check_trace_path
 
 __all__ = ["run"]
 
@@ -77,6 +78,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record what every process does and waits for, and write it here at the end, for ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Draw no picture of the job below rank 0's output on a terminal.")
     ] = False,
@@ -98,6 +107,10 @@ def run(
         budget = RestartBudget.parse(service_restarts)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
+    try:
+        trace = None if trace is None else check_trace_path(trace)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--trace") from error
     directory = _log_directory(log_dir)
     with hold_signals():
         outcome: Outcome | None = None
@@ -119,6 +132,7 @@ def run(
                 max_restarts=max_restarts,
                 service_restarts=budget,
                 checkpoint_seconds=checkpoint_seconds,
+                trace=trace,
                 tell=_tell,
             )
             _show_end(outcome, directory, verbose=verbose)

@@ -13,7 +13,7 @@ import atexit
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from anabranch import spans
 from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
 from anabranch.transport.beats import Beats, Identity
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
+from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, rank_names
 
 __all__ = ["Pending", "Workers", "meet_peers"]
 
@@ -42,9 +43,14 @@ _LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 class Pending:
     """A collective under way; ``finish`` returns when its tensors hold the result."""
 
-    __slots__ = ("_deadline", "_operation", "_step", "_work", "_workers")
+    __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_operation", "_step", "_work", "_workers")
 
-    def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None) -> None:
+    def __init__(
+        self, began: int, work: dist.Work, workers: Workers, operation: str, step: int | None, nbytes: int
+    ) -> None:
+        self._began = began
+        self._nbytes = nbytes
+        self._number = workers.count()
         self._work = work
         self._workers = workers
         self._operation = operation
@@ -59,6 +65,8 @@ class Pending:
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
         self._workers.wait_for(self._work, self._deadline, self._operation, self._step)
+        if self._began:
+            self._workers.crossed(self._began, self._operation, self._step, self._nbytes, self._number)
 
 
 class Workers:
@@ -100,6 +108,8 @@ class Workers:
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
+        self._started = 0
+        self._name = _name_of(self._global_ranks)
         self._others = [rank for rank in self._global_ranks if rank != self._global_ranks[self.rank]]
         self._beats: Beats | None = None
         self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
@@ -121,22 +131,25 @@ class Workers:
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
         """Start summing ``tensor``, in place, over the workers."""
         self.bytes_sent += tensor.nbytes
+        began = spans.begin()
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return Pending(cast(dist.Work, work), self, operation, step)
+        return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
 
     def start_all_gather(
         self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
     ) -> Pending:
         """Start gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
         self.bytes_sent += tensor.nbytes
+        began = spans.begin()
         work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group, async_op=True)
-        return Pending(cast(dist.Work, work), self, operation, step)
+        return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
 
     def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
         """Start copying rank 0's ``tensor`` over everyone's."""
         self.bytes_sent += tensor.nbytes
+        began = spans.begin()
         work = dist.broadcast(tensor, src=self._global_ranks[0], group=self._group, async_op=True)
-        return Pending(cast(dist.Work, work), self, operation, step)
+        return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
 
     def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
         """``tensor``, summed in place over the workers."""
@@ -165,8 +178,9 @@ class Workers:
         mine = mine.to(self.device)
         self.bytes_sent += mine.nbytes
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
+        began = spans.begin()
         work = dist.gather(mine, into, dst=self._global_ranks[0], group=self._group, async_op=True)
-        Pending(cast(dist.Work, work), self, operation, None).finish()
+        Pending(began, cast(dist.Work, work), self, operation, None, mine.nbytes).finish()
         return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
@@ -177,6 +191,21 @@ class Workers:
     def barrier(self, *, operation: str = "barrier") -> None:
         """Return when every worker has called it."""
         self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
+
+    # For a trace.
+
+    def count(self) -> int:
+        """Return the number of the collective that was just started; the same on every rank."""
+        self._started += 1
+        return self._started
+
+    def crossed(self, began: int, operation: str, step: int | None, nbytes: int, number: int) -> None:
+        """Record a collective that is over."""
+        facts: dict[str, object] = {"peer": rank_names(self._others), "bytes": nbytes} | (
+            {} if step is None else {"step": step}
+        )
+        flow: spans.Flow = "meet", f"{self._name}/{number}"
+        spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
     # Waits, and what they end with.
 
@@ -249,6 +278,15 @@ class Workers:
     ) -> None:
         self.close()
 
+
+def _name_of(ranks: Sequence[int]) -> str:
+    """Return a name for a group of these ranks that it has on each of them, and no other group has."""
+    texts = ",".join(map(str, ranks))
+    return f"workers {texts}/{next(_groups.setdefault(texts, itertools.count()))}"
+
+
+# How many groups of the same ranks this process was a member of; the same on all of them.
+_groups: dict[str, Iterator[int]] = {}
 
 # How often this process has met the others; the same on all of them, as they run the same program.
 _meetings = itertools.count()

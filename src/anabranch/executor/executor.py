@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anabranch import spans
 from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
 from anabranch.collectives import Workers
@@ -38,6 +39,7 @@ from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.run_facts import RunFacts
+from anabranch.executor.run_trace import RunTrace
 from anabranch.executor.saving import HasState, Saver
 from anabranch.executor.sinks import Sink, check_sinks
 from anabranch.executor.statistics import Statistics, TableLoads
@@ -119,6 +121,8 @@ class Executor:
             workers, or what servers cannot do: an optimizer, a dtype, ``max_norm``; names it and what would do.
         PeerLost, DeadlineExceeded: the other workers did not come.
     """
+
+    _trace: RunTrace | None = None
 
     def __init__(
         self,
@@ -347,7 +351,7 @@ class Executor:
         wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
         if self._remote is not None:
             self._remote.check_fetch(wanted.names or (), step.model)
-        began, differentiates = time.monotonic(), torch.is_grad_enabled()
+        span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
             took: _Taken | None = None
             if isinstance(step, TrainStep):
@@ -361,10 +365,14 @@ class Executor:
             raise
         finally:
             self._run_seconds += time.monotonic() - began
+            if span:
+                spans.complete(span, name, "step", facts={"step": self.step})
         self._runs[name] += 1
         if took is not None:
             record = StepRecord(self.step, name, took.rows, time.monotonic() - began, took.rates, values)
             self._watching.stepped(record, took.numbers)
+        if self._trace is not None and self._trace.over(self.step):
+            self._end_trace(clean=True)
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
 
     def _train(
@@ -653,6 +661,45 @@ class Executor:
         self._check_open()
         return self._watching.callbacks.on(event, fn)
 
+    def trace(self, path: str | os.PathLike[str], steps: int = 20, *, operators: bool = False) -> None:
+        """Record the next optimizer steps of all workers, and write them to ``path`` on rank 0; every worker calls it.
+
+        ::
+
+            executor.trace("out.json", steps=20)  # open it at https://ui.perfetto.dev
+            for _ in range(20):
+                executor.run("train")
+
+        The file has, of each worker, the steps with their forward, backward and optimizers, what crossed each boundary
+        with its peer and bytes, and the waits. It is written after the last of the steps, when the workers wait for
+        each other, or with fewer when the executor is closed. Servers in other processes are not in it: see ``anabranch
+        run --trace``.
+
+        Args:
+            path: where, on the machine of rank 0; a file that is there is replaced.
+            steps: how many optimizer steps.
+            operators: record PyTorch's operators on this thread, too, by ``torch.profiler``; they slow the steps down.
+
+        Raises:
+            ValueError: fewer than 1 step, numbers that differ between the workers, or a path that cannot be written;
+                on every worker.
+            RuntimeError: a trace is being recorded already; or with ``operators``, another profiler is.
+        """
+        self._check_open()
+        if self._trace is not None:
+            raise RuntimeError("this executor records a trace already; give it the next one after its last step")
+        everyone = self._grid or self._workers
+        with self._failures_told():
+            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)
+
+    def _end_trace(self, *, clean: bool) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None and clean:
+            with self._failures_told():
+                trace.finish(self.step)
+        elif trace is not None:
+            trace.give_up(self.step)
+
     @contextmanager
     def _failures_told(self) -> Iterator[None]:
         try:
@@ -687,6 +734,7 @@ class Executor:
                 stack.callback(self._remote.close, clean=clean)
             stack.callback(self._batches.close)
             stack.callback(self._watching.close)
+            stack.callback(self._end_trace, clean=clean)
 
     def __enter__(self) -> Self:
         return self

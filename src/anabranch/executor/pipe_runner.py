@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anabranch import spans
 from anabranch.collectives import Workers
 from anabranch.executor.clipping import clip_scale
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
@@ -161,8 +162,9 @@ class _ScheduleEngine:
 
     def update(self) -> None:
         """Step the optimizers of this process's stages."""
-        for optimizer in self._step.optimizers:
-            optimizer.step()
+        with spans.span("optimizer", "compute"):
+            for optimizer in self._step.optimizers:
+                optimizer.step()
 
     def _run(self, batch: Structure) -> Shared:
         args, inputs, target = _apart(batch)

@@ -67,6 +67,10 @@ class JobFile:
             entry["pid"] = None
         self._write(None)
 
+    def services(self) -> dict[str, str]:
+        """Return the role and rank of each service whose endpoint is known, by that."""
+        return {str(at): f"{role} {rank}" for (role, rank), entry in self._roles.items() if (at := entry["endpoint"])}
+
     def ended(self) -> None:
         """Record the end of the job, if any of it had begun."""
         if self._roles:

@@ -32,6 +32,7 @@ from anabranch.launch.environment import expert_environment, service_environment
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_trace import JobTrace
 from anabranch.launch.meeting.addresses import private_place, tcp_place
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.long_waits import LongWaits
@@ -45,6 +46,7 @@ from anabranch.launch.supervision.outcome import Outcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Looker, Patience, Supervisor
 from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
@@ -77,6 +79,7 @@ def launch(
     max_restarts: int = 0,
     service_restarts: RestartBudget | None = None,
     checkpoint_seconds: float = 300.0,
+    trace: Path | None = None,
 ) -> Outcome:
     """Run ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and wait for all of them.
 
@@ -111,9 +114,11 @@ def launch(
         max_restarts: how often a job that fails is started again; its workers find ``TORCHELASTIC_RESTART_COUNT``.
         service_restarts: how often a service that dies is; three times in any ten minutes by default.
         checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
+        trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
 
     Raises:
-        ValueError: an invalid number of processes, a missing script, or a host that is not an address of this machine.
+        ValueError: an invalid number of processes, a missing script, a host that is not an address of this machine, or
+            a trace that cannot be written.
     """
     if workers < 1:
         raise ValueError(f"a job has at least 1 worker, got workers={workers}")
@@ -123,13 +128,23 @@ def launch(
         raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
     if not script.exists():
         raise ValueError(f"there is no script {str(script)!r} here; it is looked up from {os.getcwd()!r}")
+    # A job inside a process that is recorded is none of that process's job.
+    base = {
+        name: value
+        for name, value in (os.environ if environment is None else environment).items()
+        if name != FOLDER_VARIABLE
+    }
     with ExitStack() as stack:
-        if spawn or why_no_fork_server(os.environ if environment is None else environment):
+        job_file = JobFile(log_dir, tell)
+        if trace is not None:
+            recorded = stack.enter_context(JobTrace(trace, log_dir, job_file.services, tell))
+        if spawn or why_no_fork_server(base):
             server = None
         elif server is None:  # imports while the rest is made ready
-            server = stack.enter_context(ForkServer(os.environ if environment is None else environment))
+            server = stack.enter_context(ForkServer(base))
+        if trace is not None:
+            base |= recorded
         started = time.monotonic()
-        job_file = JobFile(log_dir, tell)
         stack.callback(job_file.ended)
 
         def attempt(number: int) -> Outcome:
@@ -148,7 +163,7 @@ def launch(
                 live=live,
                 picture=picture and live and os.isatty(1) and os.isatty(2),
                 verbose=verbose,
-                base=os.environ if environment is None else environment,
+                base=base,
                 patience=patience,
                 seconds=None if seconds is None else max(seconds - (time.monotonic() - started), 0.0),
                 tell=tell,

@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.events import fault_point, report
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Link, Message
@@ -71,16 +72,34 @@ class Runner:
     def _carry_out(self, action: Action) -> None:
         match action.kind:
             case Kind.RECV_F | Kind.RECV_B:
-                waiting = self._in.setdefault(_computing(action), {})
-                waiting[_peer(action)] = self._link.receive(action)
+                began = spans.begin()
+                message = self._link.receive(action)
+                self._in.setdefault(_computing(action), {})[_peer(action)] = message
+                self._record(began, action, message)
             case Kind.SEND_F | Kind.SEND_B:
-                self._link.send(action, self._out[_computing(action)].pop(_peer(action)))
+                began = spans.begin()
+                message = self._out[_computing(action)].pop(_peer(action))
+                self._link.send(action, message)
+                self._record(began, action, message)
             case _:
                 started = perf_counter()
                 with _watched(action):
                     self._compute(action)
                 place = action.stage, phase_of(action)
                 self.observed.seconds[place] = self.observed.seconds.get(place, 0.0) + perf_counter() - started
+
+    def _record(self, began: int, action: Action, message: Message) -> None:
+        """Tell of a transfer for a trace."""
+        if not began:
+            return
+        sends = action.kind in (Kind.SEND_F, Kind.SEND_B)
+        stages = (action.stage, action.peer) if sends else (action.peer, action.stage)
+        way = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
+        name = f"{self._link.name}/{way} {stages[0]}>{stages[1]}.{action.microbatch}"
+        facts: dict[str, object] = {"stage": action.stage, "microbatch": action.microbatch}
+        facts |= {"peer": f"stage {action.peer}", "bytes": _bytes(message)}
+        flow: spans.Flow = ("send", name) if sends else ("receive", name)
+        spans.complete(began, f"{flow[0]} {way}", "crossing", flow=flow, facts=facts)
 
     def _note_sizes(self, stage: int, outputs: Mapping[int, Message]) -> None:
         sizes = self.observed.sent_bytes
@@ -138,7 +157,8 @@ def _watched(action: Action) -> Iterator[None]:
     report("pipeline.start", **facts)
     try:
         fault_point(f"pipeline.{phase_of(action)}.{action.stage}.{action.microbatch}")
-        yield
+        with spans.span(phase_of(action), "compute", stage=action.stage, microbatch=action.microbatch):
+            yield
     except BaseException as error:
         raise Failure(action, error) from error
     report("pipeline.end", **facts)

@@ -135,6 +135,7 @@ class RankEngine:
         self._watch = PeerWatch(lost, heartbeat)
         unguard = guard(self.links, partial(_by_group, lost, self._names), heartbeat / 2) if ends else None
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
+        self.name = f"pipe {','.join(map(str, self._names))}/{tag}"
         on_one_host = len({identity.host for identity in identities.values()}) == 1
         sockets = (
             meet(self.rank, self._gather, _CONNECT_SECONDS) if self._everyone(shared_memory and on_one_host) else None
@@ -358,6 +359,7 @@ class RankTurn:
 
     def __init__(self, engine: RankEngine, number: int, operation: str, step: int, deadline: Deadline) -> None:
         self._engine = engine
+        self.name = f"{engine.name}/{number}"
         self._number = number
         self._operation = operation
         self._step = step

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, Unauthorized
 from anabranch.events import fault_point
@@ -87,6 +88,7 @@ class Call:
         "_lock",
         "_nbytes",
         "_server",
+        "_span",
         "deadline",
         "identity",
         "once",
@@ -103,6 +105,7 @@ class Call:
     def __init__(
         self, server: CallServer, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
     ) -> None:
+        self._span = spans.begin()
         self.verb = header.verb
         self.target = header.target
         self.payload = header.payload
@@ -188,6 +191,15 @@ class Call:
                 answered += len(buffer)
             answered -= len(frame[0])
         self._server.finished(self._nbytes, answered)
+        if self._span:
+            self._record(answered)
+
+    def _record(self, answered: int) -> None:
+        """Tell of its time for a trace."""
+        facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
+        flow: spans.Flow = "serve", str(self.identity[1])
+        name = f"{self.verb} {self.target}".rstrip()
+        spans.complete(self._span, name, "serve", track="served", flow=flow, facts=facts)
 
     def leave(self, connection: Recipient) -> None:
         """Note that the client behind ``connection`` has gone."""

@@ -35,6 +35,7 @@ from types import TracebackType
 import msgspec
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, ForkedClient, PeerLost, ProtocolError, Unauthorized
 from anabranch.events import report
@@ -306,6 +307,7 @@ class Client:
                 waits.update(exchange)
         finished = 0
         last_call: Deadline | None = None
+        span = spans.begin() if waits.waiting else 0
         try:
             while waits.waiting:
                 if deadline.expired():
@@ -323,6 +325,8 @@ class Client:
                 waits.wait((last_call or deadline).remaining())
         finally:
             end(waits.number)
+            if span:
+                _record_wait(span, [exchange.request.endpoint for exchange in exchanges], exchanges[0]._operation())
 
     def _after_fork(self) -> None:
         """Start anew in a forked child: its requests on the connections of its parent would be taken for the
@@ -571,6 +575,8 @@ class _Exchange(msgspec.Struct, eq=False):
     answered: bool = False
     polled: int = -1
     last_error: Exception | None = None
+    span: int = 0
+    """When it began, if somebody records."""
     done: bool = False
     """True once there is an outcome, or there will never be one."""
 
@@ -637,14 +643,18 @@ class _Exchange(msgspec.Struct, eq=False):
     def run(self) -> None:
         """Goes on until there is an outcome; for a request that waits alone."""
         self.advance(readable=False)
-        if not self.done:
+        if self.done:
+            return
+        span, number = spans.begin(), None
+        try:
             self._run_until(time.monotonic() + LONG)
-        if not self.done:
-            number = begin([self.request.endpoint], self._operation(), time.monotonic() - LONG)
-            try:
+            if not self.done:
+                number = begin([self.request.endpoint], self._operation(), time.monotonic() - LONG)
                 self._run_until(float("inf"))
-            finally:
-                end(number)
+        finally:
+            end(number)
+            if span:
+                _record_wait(span, [self.request.endpoint], self._operation())
 
     def _run_until(self, pause: float) -> None:
         while not self.done:
@@ -684,6 +694,7 @@ class _Exchange(msgspec.Struct, eq=False):
     def _begin(self) -> None:
         if self.sequence < 0:
             self.sequence = self.client._number(once=self.request.once)
+            self.span = spans.begin()
         self.progress = time.monotonic()
         self.channel = self.client._channel(self.request.endpoint, fresh=self.fresh)
         self.channel.allocate = self.request.allocate
@@ -818,6 +829,21 @@ class _Exchange(msgspec.Struct, eq=False):
         self.phase, self.done = _Phase.DONE, True
         if self.request.once and self.sequence >= 0:
             self.client._settle(self.sequence)
+        if self.span:
+            self._record()
+
+    def _record(self) -> None:
+        """Tell of its time for a trace."""
+        request, outcome = self.request, self.outcome
+        facts: dict[str, object] = {"peer": request.endpoint, "sent_bytes": _nbytes(request.tensors, request.payload)}
+        if isinstance(outcome, Answer):
+            facts["received_bytes"] = _nbytes(outcome.tensors, outcome.payload)
+        else:
+            facts["error"] = "cancelled" if outcome is None else type(outcome).__name__
+        if request.step is not None:
+            facts["step"] = request.step
+        flow: spans.Flow = "ask", str(self.sequence)
+        spans.complete(self.span, self._operation(), "crossing", track="requests", flow=flow, facts=facts)
 
     def _let_go(self, *, reusable: bool) -> None:
         if self.channel is not None:
@@ -843,3 +869,12 @@ class _Exchange(msgspec.Struct, eq=False):
         error.step = error.step if error.step is not None else self.request.step
         error.elapsed = error.elapsed if error.elapsed is not None else self.deadline.elapsed()
         return error
+
+
+def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:
+    return sum(tensor.nbytes for tensor in tensors) + len(payload)
+
+
+def _record_wait(began: int, endpoints: Sequence[str], operation: str) -> None:
+    facts: dict[str, object] = {"peer": ", ".join(dict.fromkeys(endpoints)), "operation": operation}
+    spans.complete(began, "wait", "wait", facts=facts)

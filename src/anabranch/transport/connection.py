@@ -24,6 +24,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
 from anabranch.events import report
 from anabranch.transport.call import Call, CallServer, Verb
@@ -418,7 +419,8 @@ class Connection:
             serve = self._choose(call, verb, header.settled) if call.once else verb.handler
             if serve is not None:
                 call.deadline.check(peer="client", operation=header.verb)
-                serve(call)
+                with spans.span(header.verb, "compute"):
+                    serve(call)
         except BaseException as error:
             call.fail(error)
             if ends_the_program(error):

@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from anabranch import waits
+from anabranch import spans, waits
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 
-__all__ = ["PeerWatch", "end_without_waiting"]
+__all__ = ["PeerWatch", "end_without_waiting", "rank_names"]
 
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
@@ -73,6 +73,7 @@ class PeerWatch:
             PeerLost: one of ``ranks`` died or froze; names it.
             DeadlineExceeded: names all of them.
         """
+        span = spans.begin()
         began, number = time.monotonic(), None
         patience = self._patience(deadline, at_once=at_once)
         if not at_once:
@@ -87,6 +88,11 @@ class PeerWatch:
                 patience = self._patience(deadline, at_once=at_once)
         finally:
             waits.end(number)
+            if span:
+                facts: dict[str, object] = {"peer": rank_names(ranks), "operation": operation}
+                if step is not None:
+                    facts["step"] = step
+                spans.complete(span, "wait", "wait", facts=facts)
 
     def check(self, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None) -> None:
         """Look once.
@@ -115,7 +121,7 @@ class PeerWatch:
         if deadline.expired():
             return _too_late(ranks, operation, deadline, step)
         kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
-        return kind(message, peer=_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed())
+        return kind(message, peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed())
 
     def _patience(self, deadline: Deadline, *, at_once: bool) -> float:
         return deadline.remaining() if at_once else min(self._heartbeat / 2, deadline.remaining())
@@ -128,7 +134,7 @@ class PeerWatch:
         what = "; ".join(f"rank {rank} is lost: {named[rank]}" for rank in sorted(named))
         return PeerLost(
             "; ".join(filter(None, [what, message])),
-            peer=_names(sorted(named)),
+            peer=rank_names(sorted(named)),
             operation=operation,
             step=step,
             elapsed=deadline.elapsed(),
@@ -138,6 +144,7 @@ class PeerWatch:
 def end_without_waiting() -> None:
     """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
     logging.shutdown()
+    spans.flush()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
@@ -145,9 +152,14 @@ def end_without_waiting() -> None:
 
 def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:
     return DeadlineExceeded(
-        "not everyone came", peer=_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
+        "not everyone came", peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
     )
 
 
-def _names(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return the ranks as a text.
+
+    >>> rank_names([1]), rank_names([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

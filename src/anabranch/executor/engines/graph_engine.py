@@ -19,6 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.tape_engine import TapeEngine
@@ -116,7 +117,8 @@ class GraphEngine:
         assert self._ready is not None
         arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
         try:
-            found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
+            with spans.span("forward and backward", "compute"):
+                found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
         except GraphRaised:
             if self._errors_to is None:
                 raise
@@ -142,7 +144,8 @@ class GraphEngine:
         if not self._in_parts and not self._clips_others:
             try:
                 asked = [*fetch.modules, *fetch.gradients]
-                found = self._program.run(batch, fetch=asked, begin=_check(fetch), may_trace=self.may_trace)
+                with spans.span("graph", "compute"):
+                    found = self._program.run(batch, fetch=asked, begin=_check(fetch), may_trace=self.may_trace)
                 return self._sort(found, fetch)
             except SparseGradients:  # before anything has run
                 self._in_parts = True
@@ -150,7 +153,8 @@ class GraphEngine:
 
     def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
         assert self._step.clip_grad_norm is not None
-        found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
+        with spans.span("forward and backward", "compute"):
+            found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
         ran, held = self._sort(found.outputs, fetch), self._program.names
         for name, gradient in found.dense.items():
             leave_gradient(self._parameters[name], gradient, held)
@@ -186,7 +190,8 @@ class GraphEngine:
 
     def update(self) -> None:
         """Step the optimizers on what ``.grad`` holds."""
-        self._program.update(*self._gradients())
+        with spans.span("optimizer", "compute"):
+            self._program.update(*self._gradients())
 
     def captures_update(self) -> bool:
         """Return True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""

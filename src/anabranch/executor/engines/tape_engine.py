@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
@@ -62,7 +63,10 @@ class TapeEngine:
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
+            began = spans.begin()
             self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
+            if began:
+                spans.complete(began, "backward", "compute")
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
@@ -93,7 +97,10 @@ class TapeEngine:
         self._alone.release()  # if an interrupt kept the run before from doing so
         with self._alone:
             loss, returned = self._forward(batch, fetch)
+            began = spans.begin()
             self._alone.backward(loss)
+            if began:
+                spans.complete(began, "backward", "compute")
         between(loss.detach(), returned)
         if self._step.skip_nonfinite is not None and (names := self._nonfinite()):
             return StepOutput(loss.detach(), returned, names)
@@ -108,12 +115,18 @@ class TapeEngine:
 
     def update(self) -> None:
         """Step the optimizers."""
+        began = spans.begin()
         for optimizer in self._step.optimizers:
             optimizer.step()
+        if began:
+            spans.complete(began, "optimizer", "compute")
 
     def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        began = spans.begin()
         with fetch.recording():
             answer = self._step.loss(self._step.model, batch)
+        if began:
+            spans.complete(began, "forward", "compute")
         loss, returned = loss_and_returned(answer)
         fetch.check(returned)
         return loss, returned

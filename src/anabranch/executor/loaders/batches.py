@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.collectives import Workers
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.tensors import Structure, map_structure
@@ -111,7 +112,8 @@ class Batches:
 
     def _take(self, loader: BoundLoader) -> Structure:
         began = time.monotonic()
-        batch = loader.next_batch()
+        with spans.span("load", "load"):
+            batch = loader.next_batch()
         self.load_seconds += time.monotonic() - began
         return batch
 

@@ -26,6 +26,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, Overloaded, PeerLost
 from anabranch.events import report
@@ -368,7 +369,8 @@ class TaskPool:
             self._batches += 1
             self._rows_run += rows
             self.tasks_in_batch = len(batch)
-            outputs = self._process_tasks(batch) if self.copies is None else self._process_there(batch, self.copies)
+            with spans.span(self.name, "compute", tasks=len(batch), rows=rows):
+                outputs = self._process_tasks(batch) if self.copies is None else self._process_there(batch, self.copies)
         except BaseException as error:
             if ends_the_program(error):
                 for task in batch:

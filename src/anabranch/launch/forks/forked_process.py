@@ -21,6 +21,7 @@ from anabranch.launch.forks.thread_limits import limit_threads
 from anabranch.launch.forks.title import set_title
 from anabranch.launch.program import Program
 from anabranch.launch.supervision.leash import prctl
+from anabranch.spans import record_process
 
 __all__ = ["ForkedProcess", "ignored_signals", "umask"]
 
@@ -145,6 +146,7 @@ class ForkedProcess:
         limit_threads(self.environment)
         if self.environment.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
+        record_process()
 
 
 def ignored_signals() -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from anabranch.launch.forks.messages import receive, send
 from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.program import Program
 from anabranch.launch.supervision.signals import inherited_mask
+from anabranch.spans import FOLDER_VARIABLE
 
 __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
 
@@ -53,7 +54,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
-        settled = {name: value for name, value in environment.items() if name not in _LEFT_OPEN}
+        settled = {name: value for name, value in environment.items() if name not in (*_LEFT_OPEN, FOLDER_VARIABLE)}
         settled |= {"OPENBLAS_NUM_THREADS": "1", "ANABRANCH_ROOM": "x" * ENVIRONMENT_ROOM}
         self._channel, theirs = socket.socketpair()
         with theirs:

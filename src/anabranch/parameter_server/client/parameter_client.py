@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch import checkpoint
+from anabranch import checkpoint, spans
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import (
     BoundaryError,
@@ -981,10 +981,11 @@ class ParameterClient:
             DeadlineExceeded: the call has overrun its own deadline.
         """
         deadline = Deadline.after(self._timeout + 2 * self._look_every)  # the call's own error comes first
-        while not wait([future], timeout=min(self._look_every, deadline.remaining())).done:
-            deadline.check(peer="the servers", operation=operation, step=step)
-            if self._watch is not None:
-                self._watch()
+        with spans.span("wait", "wait", peer="the servers", operation=operation):
+            while not wait([future], timeout=min(self._look_every, deadline.remaining())).done:
+                deadline.check(peer="the servers", operation=operation, step=step)
+                if self._watch is not None:
+                    self._watch()
         return future.result(timeout=0)
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch import spans
 from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
@@ -594,13 +595,15 @@ class Shard:
 
     def _wait_for_change(self, patience: Deadline, ranks: Sequence[int], operation: str) -> bool:
         """Wait until anything has changed, on behalf of a worker that needs ``ranks``; False at the deadline."""
-        if patience.elapsed() < LONG and self._state.wait(timeout=min(LONG, patience.remaining())):
-            return True
-        number = begin([f"rank {rank}" for rank in ranks], operation, time.monotonic() - patience.elapsed())
-        try:
-            return self._state.wait(timeout=patience.remaining())
-        finally:
-            end(number)
+        names = [f"rank {rank}" for rank in ranks]
+        with spans.span("wait", "wait", peer=", ".join(names), operation=operation):
+            if patience.elapsed() < LONG and self._state.wait(timeout=min(LONG, patience.remaining())):
+                return True
+            number = begin(names, operation, time.monotonic() - patience.elapsed())
+            try:
+                return self._state.wait(timeout=patience.remaining())
+            finally:
+                end(number)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -753,19 +756,20 @@ class Shard:
                 for _, grad, _ in given[1:]:
                     dense[name] = dense[name] + grad
         bounds = _bounds_after(holders, peak)
-        if bounds is not None:
-            for name, bound in bounds.items():
-                holders[name].bounds = bound
-            for name, grad in dense.items():
-                self._dense[name].push(grad)
-            self._push_rows(ids, grads, squares)
-        else:
-            try:
-                self._push_guarded(ids, grads, squares, dense)
-            except NonFinite:
-                for name, rule in before.items():
-                    holders[name].rule = rule
-                raise
+        with spans.span("optimizer", "compute", pushes=len(pushes)):
+            if bounds is not None:
+                for name, bound in bounds.items():
+                    holders[name].bounds = bound
+                for name, grad in dense.items():
+                    self._dense[name].push(grad)
+                self._push_rows(ids, grads, squares)
+            else:
+                try:
+                    self._push_guarded(ids, grads, squares, dense)
+                except NonFinite:
+                    for name, rule in before.items():
+                        holders[name].rule = rule
+                    raise
         for name, given in shares.items():
             counts = self._counts[name]
             counts.pushes += len(given)

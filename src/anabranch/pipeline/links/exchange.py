@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from typing import Protocol
 
+from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
@@ -20,7 +23,14 @@ class Aborted(Exception):
 
 
 class Link(Protocol):
-    """Carries out a rank's sends and receives."""
+    """Carries out a rank's sends and receives.
+
+    Attributes:
+        name: of the call, the same on all ranks, and no other's.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def send(self, action: Action, message: Message) -> None:
         """Hands over the message of a sending action; does not wait for its arrival."""
@@ -31,6 +41,8 @@ class Link(Protocol):
     def check(self) -> None:
         """Raise ``Aborted`` if the step has failed elsewhere."""
 
+
+_calls = itertools.count()
 
 _Key = tuple[Kind, int, int, int]
 
@@ -45,6 +57,7 @@ class Exchange:
     """
 
     def __init__(self, rank_of: tuple[int, ...], deadline: Deadline, step: int) -> None:
+        self.name = f"stages {os.getpid()}/{next(_calls)}"
         self._rank_of = rank_of
         self._deadline = deadline
         self._step = step
@@ -68,7 +81,8 @@ class Exchange:
         rank = self._rank_of[action.stage]
         shelf = self._shelves[rank]
         with self._arrived[rank]:
-            here = self._arrived[rank].wait_for(lambda: key in shelf or self._aborted, self._deadline.remaining())
+            with spans.span("wait", "wait", peer=f"stage {action.peer}", operation=str(action)):
+                here = self._arrived[rank].wait_for(lambda: key in shelf or self._aborted, self._deadline.remaining())
             self.check()
             if not here:
                 raise self._deadline.error(peer=f"stage {action.peer}", operation=f"pipeline {action}", step=self._step)

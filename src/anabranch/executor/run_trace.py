@@ -1,0 +1,207 @@
+"""``RunTrace``: what the workers do during some optimizer steps, as one file for Perfetto.
+
+Each worker keeps its own spans in memory; after the last step rank 0 gathers them. Where workers are on several
+machines their clocks are compared over the same connections, before and after.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from anabranch import spans
+from anabranch.trace_file import check_trace_path, read_part, write_trace
+
+__all__ = ["Everyone", "RunTrace"]
+
+_ROUNDS = 8
+_MARK = "anabranch clock"
+
+
+class Everyone(Protocol):
+    """The workers of a job."""
+
+    rank: int
+
+    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        """Return every rank's ``data``."""
+        ...
+
+    def gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        """Return the same on rank 0, nothing on the others."""
+        ...
+
+
+class RunTrace:
+    """Records from construction to ``finish`` or ``give_up``; every worker makes one.
+
+    Args:
+        path: where rank 0 writes.
+        steps: how many optimizer steps to record.
+        operators: record PyTorch's operators of this thread, too.
+        first: steps taken before.
+        everyone: the workers; ``None`` alone.
+
+    Raises:
+        ValueError, TypeError: a number of steps below 1, a path that cannot be written, workers that ask for different
+            numbers; raised on all workers.
+        RuntimeError: a profiler of PyTorch's runs already.
+    """
+
+    def __init__(
+        self, path: object, steps: object, *, operators: object, first: int, everyone: Everyone | None
+    ) -> None:
+        self._everyone = everyone
+        self._first = first
+        self._profile: profile | None = None
+        self._clock: list[tuple[int, int]] = []
+        try:
+            self._steps = _check_steps(steps)
+            if not isinstance(operators, bool):
+                raise TypeError(f"operators is True or False, got {operators!r}")
+            self._path = check_trace_path(path) if everyone is None or everyone.rank == 0 else Path()  # type: ignore[arg-type]
+            if operators:
+                self._profile = _begin_profile()
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._agree(str(error), steps)
+            raise
+        self._agree("", steps)
+        self._read_clock()
+        self._marks = [] if self._profile is None else [_mark() for _ in range(_ROUNDS)]
+        self._recorder = spans.Recorder(spans.CAPACITY)
+        self._spans: list[spans.Span] = []
+        spans.start(self._recorder)
+
+    def _agree(self, refused: str, steps: object) -> None:
+        if self._everyone is None:
+            return
+        texts = [text.decode() for text in self._gather(f"{steps!r}\n{refused}".encode())]
+        found = [text.partition("\n") for text in texts]
+        others = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
+        error = None
+        if not refused and others:
+            error = f"trace was refused on rank {others[0][0]}: {others[0][1]}"
+        elif not others and len({asked for asked, _, _ in found}) > 1:
+            error = f"every worker traces as many steps as the others; they ask for {[asked for asked, _, _ in found]}"
+        if error is not None:
+            self._end_profile()
+            raise ValueError(error)
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        assert self._everyone is not None
+        return self._everyone.all_gather_bytes(data, operation="trace")
+
+    def _read_clock(self) -> None:
+        """Bound this clock's distance from the others', see ``offset_between``."""
+        for _ in range(_ROUNDS if self._everyone is not None else 0):
+            before = time.monotonic_ns()
+            self._gather(b"")
+            self._clock.append((before, time.monotonic_ns()))
+
+    def over(self, step: int) -> bool:
+        """Return True once the steps are taken; asked after each."""
+        self._spans += self._recorder.take()
+        return step - self._first >= self._steps
+
+    def finish(self, step: int) -> None:
+        """Gather what all workers recorded and write it; every worker calls it, after the same step or at its end."""
+        part = self._part()
+        everyone = self._everyone
+        parts = [part] if everyone is None else everyone.gather_bytes(part, operation="trace")
+        self._write(parts, step, complete=self.over(step))
+
+    def give_up(self, step: int) -> None:
+        """Write what this worker recorded, if it is rank 0: the others may be gone."""
+        part = self._part(alone=True)
+        if self._everyone is None or self._everyone.rank == 0:
+            self._write([part], step, complete=False)
+
+    def _part(self, *, alone: bool = False) -> bytes:
+        spans.stop(self._recorder)
+        self._spans += self._recorder.take()
+        operators = self._operators()
+        if not alone:
+            self._read_clock()
+        name = spans.process_name() if self._everyone is None else f"worker {self._everyone.rank}"
+        footer = {**spans.footer(self._recorder), "clock": self._clock}
+        return spans.as_lines([spans.header(self._recorder, name), *self._spans, *operators, footer])
+
+    def _write(self, texts: list[bytes], step: int, *, complete: bool) -> None:
+        parts = [part for part in map(read_part, texts) if part is not None]
+        if not parts:
+            return
+        try:
+            write_trace(self._path, parts, notes={"first_step": self._first, "last_step": step, "complete": complete})
+        except OSError as error:
+            warnings.warn(f"no trace was written to {self._path}: {error.strerror}", RuntimeWarning, stacklevel=4)
+
+    # PyTorch's operators.
+
+    def _end_profile(self) -> list[FunctionEvent]:
+        found, self._profile = self._profile, None
+        if found is None:
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what else it could have recorded
+            found.stop()
+            return list(found.events() or ())  # type: ignore[no-untyped-call]
+
+    def _operators(self) -> list[spans.Span]:
+        found = _as_spans(self._end_profile(), self._marks)
+        own = [one for one in found if one[3] >= self._recorder.began]
+        self._recorder.dropped += max(0, len(own) - spans.CAPACITY)
+        return own[: spans.CAPACITY]
+
+
+def _check_steps(steps: object) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps is a number of optimizer steps, got {steps!r}")
+    if steps < 1:
+        raise ValueError(f"steps is a number of optimizer steps, at least 1, got {steps}")
+    return steps
+
+
+def _begin_profile() -> profile:
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    found = profile(activities=activities)
+    found.start()
+    return found
+
+
+def _mark() -> tuple[int, int]:
+    """Leave a mark in the profile; return the clock before and after it."""
+    before = time.monotonic_ns()
+    with record_function(_MARK):
+        pass
+    return before, time.monotonic_ns()
+
+
+def _as_spans(events: list[FunctionEvent], marks: list[tuple[int, int]]) -> Iterator[spans.Span]:
+    """Yield a profile's events on our clock: each mark lies between the two readings that were taken around it."""
+    times = {id(event): (int(event.time_range.start * 1e3), int(event.time_range.end * 1e3)) for event in events}
+    found = sorted(times[id(event)] for event in events if event.name == _MARK)
+    if not found or len(found) != len(marks):
+        return
+    low = max(before - start for (before, _), (start, _) in zip(marks, found, strict=True))
+    high = min(after - end for (_, after), (_, end) in zip(marks, found, strict=True))
+    offset = (low + high) // 2
+    for event in events:
+        if event.name == _MARK:
+            continue
+        start, end = times[id(event)]
+        on_thread = event.device_type.name == "CPU" and not event.is_async
+        track = "" if on_thread else _track(event)
+        yield event.name, "operator", track, start + offset, end + offset, event.device_resource_id, None, None
+
+
+def _track(event: FunctionEvent) -> str:
+    if event.device_type.name == "CPU":
+        return "operators in the background"
+    return f"{event.device_type.name.lower()}:{event.device_index} stream {event.device_resource_id}"

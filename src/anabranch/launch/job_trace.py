@@ -1,0 +1,71 @@
+"""``JobTrace``: the trace of a whole job, made at its end, however it ends, of what its processes recorded."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from anabranch.spans import FOLDER_VARIABLE
+from anabranch.trace_file import Part, check_trace_path, read_part, write_trace
+
+__all__ = ["JobTrace"]
+
+
+class JobTrace:
+    """Has the processes of a job record what they do, until the block ends; then writes the trace.
+
+    Args:
+        path: where the trace goes.
+        log_dir: where processes leave what they record, in a folder that is removed at the end.
+        names: returns what to call the job's services, by their endpoints.
+        tell: called with a line about the file, or why there is none.
+
+    Raises:
+        ValueError: no file can be written there.
+    """
+
+    def __init__(
+        self, path: Path, log_dir: Path, names: Callable[[], Mapping[str, str]], tell: Callable[[str], None]
+    ) -> None:
+        self._path = check_trace_path(path)
+        self._log_dir = log_dir
+        self._names = names
+        self._tell = tell
+
+    def __enter__(self) -> Mapping[str, str]:
+        """Return what the environment of each process of the job needs."""
+        self._folder = Path(tempfile.mkdtemp(prefix=".spans-", dir=self._log_dir)).absolute()
+        return {FOLDER_VARIABLE: str(self._folder)}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._write()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self) -> None:
+        parts = list(self._parts())
+        if not parts:
+            self._tell(f"no trace was written to {self._path}: no process came to record anything")
+            return
+        try:
+            wrote = write_trace(self._path, parts, names=self._names())
+        except OSError as error:
+            self._tell(f"no trace was written to {self._path}: {error.strerror}")
+            return
+        missing = f" ({wrote.dropped} more were too many)" if wrote.dropped else ""
+        self._tell(
+            f"the trace: {self._path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
+            "https://ui.perfetto.dev"
+        )
+
+    def _parts(self) -> Iterator[Part]:
+        for path in sorted(self._folder.glob("*.spans")):
+            part = read_part(path.read_bytes())
+            if part is not None:
+                yield part

@@ -1,0 +1,138 @@
+"""Spans: kept only while somebody records, bounded, and of one process each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from anabranch import spans
+from anabranch.status_file import STATUS_VARIABLE
+from anabranch.trace_file import read_part
+from programs import start
+from waiting import join
+
+
+def test_nothing_is_kept_and_no_clock_is_read_while_nobody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> int:
+        raise AssertionError("the clock was read")
+
+    recorder = spans.Recorder()
+    monkeypatch.setattr(spans, "monotonic_ns", read)
+    assert not spans.recording()
+    with spans.span("forward", "compute", step=1) as nothing:
+        assert nothing is None
+    assert spans.begin() == 0
+    spans.complete(spans.begin(), "pull", "crossing")
+    assert spans.span("a", "compute") is spans.span("b", "compute", step=2)
+    assert recorder.take() == []
+
+
+def test_a_span_that_began_before_the_recording_is_left_out() -> None:
+    began = spans.begin()
+    with spans.recorded(spans.Recorder()) as recorder:
+        spans.complete(began, "pull", "crossing")
+    assert recorder.take() == []
+
+
+def test_a_span_lasts_from_entry_to_exit_also_of_a_block_that_raises() -> None:
+    with spans.recorded(spans.Recorder()) as recorder:
+        before = time.monotonic_ns()
+        with pytest.raises(KeyError), spans.span("outer", "compute"), spans.span("inner", "compute", step=3):
+            raise KeyError
+        after = time.monotonic_ns()
+    inner, outer = recorder.take()
+    assert (inner[0], inner[6]) == ("inner", {"step": 3})
+    assert (outer[0], outer[6]) == ("outer", None)
+    assert before <= outer[3] <= inner[3] <= inner[4] <= outer[4] <= after
+
+
+def test_what_exceeds_the_limit_is_counted_and_not_kept() -> None:
+    recorder = spans.Recorder(limit=3)
+    with spans.recorded(recorder):
+        for index in range(10):
+            with spans.span(f"s{index}", "compute"):
+                pass
+            if index == 1:
+                assert len(recorder.take()) == 2
+    assert [one[0] for one in recorder.take()] == ["s2"]
+    assert recorder.dropped == 7
+
+
+def test_threads_are_known_by_number_and_name() -> None:
+    def work() -> None:
+        with spans.span("work", "compute"):
+            pass
+
+    with spans.recorded(spans.Recorder()) as recorder:
+        thread = threading.Thread(target=work, name="second")
+        thread.start()
+        join(thread)
+        work()
+    second, first = recorder.take()
+    assert second[5] != first[5]
+    assert recorder.threads[first[5]] == (threading.get_native_id(), threading.current_thread().name)
+
+
+def test_two_recorders_get_the_same_spans() -> None:
+    with spans.recorded(spans.Recorder()) as whole:
+        with spans.span("first", "compute"):
+            pass
+        with spans.recorded(spans.Recorder()) as part, spans.span("second", "compute"):
+            pass
+        with spans.span("third", "compute"):
+            pass
+    assert [one[0] for one in whole.take()] == ["first", "second", "third"]
+    assert [one[0] for one in part.take()] == ["second"]
+
+
+@pytest.mark.parametrize("last", ["span", "footer"])
+def test_what_was_recorded_is_read_again_up_to_a_line_cut_short(last: str) -> None:
+    with spans.recorded(spans.Recorder()) as recorder:
+        began = spans.begin()
+        spans.complete(began, "pull", "crossing", track="requests", flow=("ask", "7"), facts={"where": Path("x")})
+    (one,) = recorder.take()
+    end = one if last == "span" else {"threads": {"1": (2, "late")}}
+    lines = spans.as_lines([spans.header(recorder, "worker 3"), one, spans.footer(recorder), end])
+    part = read_part(lines[:-5])
+    assert part is not None
+    assert (part.process, part.pid, part.host, part.began) == ("worker 3", os.getpid(), spans.host(), recorder.began)
+    assert part.spans == [(*one[:6], {"where": "x"}, ("ask", "7"))]
+    assert part.threads == recorder.threads
+    assert read_part(b"") is None
+
+
+_PROCESS = """
+import os, sys
+from anabranch import spans
+
+with spans.span("before", "compute"):
+    pass
+child = os.fork()
+if child == 0:
+    with spans.span("of the child", "compute"):
+        pass
+    sys.exit(int(spans.recording()))
+assert os.waitpid(child, 0)[1] == 0, "the child records"
+with spans.span("after", "compute"):
+    pass
+"""
+
+
+def test_a_process_that_a_launcher_has_named_a_folder_writes_at_its_end_and_its_forks_write_nothing(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_PROCESS)
+    named = {spans.FOLDER_VARIABLE: str(tmp_path), STATUS_VARIABLE: str(tmp_path / "logs" / "parameters-1")}
+    with start(script, environment=named) as process:
+        assert process.wait() == 0
+    (path,) = tmp_path.glob("*.spans")
+    assert path.name.startswith("parameters-1.")
+    part = read_part(path.read_bytes())
+    assert part is not None
+    assert part.process == "parameters 1"
+    assert [one[0] for one in part.spans] == ["before", "after"]
