@@ -22,6 +22,9 @@ ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "all-of-anabranch.md",
+    "coming_from.md",
+    "howto.md",
+    "quickstart.md",
     "guides/training.md",
     "guides/checkpoints.md",
     "guides/experts.md",

@@ -67,6 +67,43 @@ def test_nothing_is_recorded_without_being_asked_for(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_with_records_what_runs_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with ab.Executor({"train": step_of()}, engine="tape") as executor:
+        executor.run("train", BATCH)
+        with executor.trace(path):
+            executor.run("train", BATCH)
+            executor.run("train", BATCH)
+            assert not path.exists()
+        trace = check_valid(path)
+        assert not spans.recording()
+        executor.run("train", BATCH)
+        with executor.trace(tmp_path / "second.json"):  # the first has ended
+            pass
+    assert [event["args"]["step"] for event in trace.spans(category="step")] == [2, 3]
+    assert (trace.other["first_step"], trace.other["last_step"], trace.other["complete"]) == (1, 3, True)
+
+
+def test_a_with_ends_before_its_block_where_its_steps_do(tmp_path: Path) -> None:
+    with ab.Executor({"train": step_of()}, engine="tape") as executor:
+        with executor.trace(tmp_path / "out.json", steps=1):
+            executor.run("train", BATCH)
+            executor.trace(tmp_path / "next.json")  # goes on behind the block, to the end
+        executor.run("train", BATCH)
+    assert len(check_valid(tmp_path / "out.json").spans(category="step")) == 1
+    assert len(check_valid(tmp_path / "next.json").spans(category="step")) == 1
+
+
+def test_a_with_that_raises_writes_what_there_is(tmp_path: Path) -> None:
+    with ab.Executor({"train": step_of()}, engine="tape") as executor:
+        with pytest.raises(KeyError), executor.trace(tmp_path / "out.json"):  # noqa: PT012
+            executor.run("train", BATCH)
+            raise KeyError
+        assert not spans.recording()
+    trace = check_valid(tmp_path / "out.json")
+    assert (len(trace.spans(category="step")), trace.other["complete"]) == (1, False)
+
+
 def test_an_executor_that_is_closed_before_writes_what_there_is(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.trace(tmp_path / "out.json", steps=30)

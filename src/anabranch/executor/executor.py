@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -661,24 +661,32 @@ class Executor:
         self._check_open()
         return self._watching.callbacks.on(event, fn)
 
-    def trace(self, path: str | os.PathLike[str], steps: int = 20, *, operators: bool = False) -> None:
+    def trace(
+        self, path: str | os.PathLike[str], steps: int | None = None, *, operators: bool = False
+    ) -> AbstractContextManager[None]:
         """Record the next optimizer steps of all workers, and write them to ``path`` on rank 0; every worker calls it.
 
         ::
 
-            executor.trace("out.json", steps=20)  # open it at https://ui.perfetto.dev
-            for _ in range(20):
-                executor.run("train")
+            with executor.trace("out.json"):  # open it at https://ui.perfetto.dev
+                for _ in range(20):
+                    executor.run("train")
+
+            executor.trace("out.json", steps=20)  # the next 20 steps of a loop that stands elsewhere
 
         The file has, of each worker, the steps with their forward, backward and optimizers, what crossed each boundary
-        with its peer and bytes, and the waits. It is written after the last of the steps, when the workers wait for
-        each other, or with fewer when the executor is closed. Servers in other processes are not in it: see ``anabranch
-        run --trace``.
+        with its peer and bytes, and the waits. It is written when the workers wait for each other: after the last of
+        ``steps``, or where the ``with`` ends, or the executor is closed before. Servers in other processes are not in
+        it: see ``anabranch run --trace``.
 
         Args:
             path: where, on the machine of rank 0; a file that is there is replaced.
-            steps: how many optimizer steps.
+            steps: how many optimizer steps; ``None``: all to the end of the ``with``, or to ``close``. The first
+                250,000 spans of a worker are kept.
             operators: record PyTorch's operators on this thread, too, by ``torch.profiler``; they slow the steps down.
+
+        Returns:
+            A context manager that ends the recording, if ``steps`` have not; recording has begun before it is entered.
 
         Raises:
             ValueError: fewer than 1 step, numbers that differ between the workers, or a path that cannot be written;
@@ -691,6 +699,17 @@ class Executor:
         everyone = self._grid or self._workers
         with self._failures_told():
             self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)
+        return self._recording(self._trace)
+
+    @contextmanager
+    def _recording(self, trace: RunTrace) -> Iterator[None]:
+        clean = False
+        try:
+            yield
+            clean = True
+        finally:
+            if self._trace is trace:
+                self._end_trace(clean=clean)
 
     def _end_trace(self, *, clean: bool) -> None:
         trace, self._trace = self._trace, None

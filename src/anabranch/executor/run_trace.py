@@ -44,7 +44,7 @@ class RunTrace:
 
     Args:
         path: where rank 0 writes.
-        steps: how many optimizer steps to record.
+        steps: how many optimizer steps to record; ``None``: all until ``finish``.
         operators: record PyTorch's operators of this thread, too.
         first: steps taken before.
         everyone: the workers; ``None`` alone.
@@ -106,16 +106,16 @@ class RunTrace:
             self._clock.append((before, time.monotonic_ns()))
 
     def over(self, step: int) -> bool:
-        """Return True once the steps are taken; asked after each."""
+        """Return True once so many steps are taken; asked after each."""
         self._spans += self._recorder.take()
-        return step - self._first >= self._steps
+        return self._steps is not None and step - self._first >= self._steps
 
     def finish(self, step: int) -> None:
         """Gather what all workers recorded and write it; every worker calls it, after the same step or at its end."""
         part = self._part()
         everyone = self._everyone
         parts = [part] if everyone is None else everyone.gather_bytes(part, operation="trace")
-        self._write(parts, step, complete=self.over(step))
+        self._write(parts, step, complete=self._steps is None or self.over(step))
 
     def give_up(self, step: int) -> None:
         """Write what this worker recorded, if it is rank 0: the others may be gone."""
@@ -160,9 +160,11 @@ class RunTrace:
         return own[: spans.CAPACITY]
 
 
-def _check_steps(steps: object) -> int:
+def _check_steps(steps: object) -> int | None:
+    if steps is None:
+        return None
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps is a number of optimizer steps, got {steps!r}")
+        raise TypeError(f"steps is a number of optimizer steps, or None, got {steps!r}")
     if steps < 1:
         raise ValueError(f"steps is a number of optimizer steps, at least 1, got {steps}")
     return steps
