@@ -9,7 +9,11 @@ from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["Deadline", "check_seconds", "minutes_and_seconds"]
+__all__ = ["LONGEST_SLEEP", "Deadline", "check_seconds", "minutes_and_seconds"]
+
+LONGEST_SLEEP = 1.0
+"""Seconds that a thread which may be the main one sleeps at a time: a signal that comes in the moment before it falls
+asleep wakes nobody, so Ctrl-C would take effect only at the end of the sleep."""
 
 _FOREVER = float("inf")
 _LONGEST = 1e9  # seconds; threads can wait longer, peers are not asked to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import gc
 import threading
@@ -94,6 +95,22 @@ def test_a_future_that_never_comes_is_a_deadline_exceeded_and_the_manager_works_
     with manager:
         manager.backward(x.sum())
     assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_an_interrupt_in_the_moment_before_the_wait_for_a_future_is_not_lost() -> None:
+    x = torch.ones(2, requires_grad=True)
+    future: concurrent.futures.Future[torch.Tensor] = concurrent.futures.Future()
+    too_late = threading.Timer(30.0, future.set_result, [torch.ones(2)])
+    signal = threading.Timer(0.1, _thread.interrupt_main)  # wakes nobody, as a signal does that came just before
+    manager = ab.GradManager(timeout=300.0).attach(x, lambda tensor, grad: future)
+    too_late.start()
+    with pytest.raises(KeyboardInterrupt), manager:  # noqa: PT012
+        signal.start()
+        manager.backward(x.sum())
+    assert future.cancelled()  # and was not given its value 30 seconds later
+    too_late.cancel()
+    for timer in (signal, too_late):
+        timer.join(30.0)
 
 
 def test_an_unreached_parameter_gets_no_callback_and_no_grad() -> None:

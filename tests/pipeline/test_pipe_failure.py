@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
+import time
 from itertools import product
 
 import pytest
@@ -163,6 +165,26 @@ def test_an_interrupt_of_the_caller_ends_the_call_and_the_pipe_works_afterwards(
         release.set()
         model[1].interrupts = False
         assert pipe(torch.ones(4, 2)).shape == (4, 2)
+
+
+def test_an_interrupt_in_the_moment_before_the_caller_falls_asleep_is_not_lost():
+    release = threading.Event()
+    gone_on = threading.Event()
+
+    class Interrupt(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.1)
+            _thread.interrupt_main()  # wakes nobody, as a signal does that came just before
+            if release.wait(30.0):
+                return x
+            gone_on.set()
+            return x
+
+    with Pipe(nn.Sequential(nn.Identity(), Interrupt()), [1, 1], timeout=300.0) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            pipe(torch.randn(4, 2))
+        assert not gone_on.is_set()
+        release.set()
 
 
 def test_a_call_past_its_deadline_ends_with_an_error_that_says_so():

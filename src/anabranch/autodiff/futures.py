@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from anabranch.deadline import Deadline
+from anabranch.deadline import LONGEST_SLEEP, Deadline
 
 __all__ = ["GradientFuture", "abandon", "is_future", "result_of"]
 
@@ -26,12 +26,14 @@ def is_future(value: object) -> TypeGuard[GradientFuture]:
 def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operation: str) -> Tensor:
     """Return the future's result, or ``DeadlineExceeded`` naming ``peer`` when the deadline comes first."""
     if isinstance(future, concurrent.futures.Future):
-        try:
-            return future.result(timeout=deadline.remaining())
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise  # the work's own TimeoutError, not ours
-            raise deadline.error(peer=peer, operation=operation) from None
+        while True:
+            try:
+                return future.result(timeout=min(LONGEST_SLEEP, deadline.remaining()))
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise  # the work's own TimeoutError, not ours
+                if deadline.expired():
+                    raise deadline.error(peer=peer, operation=operation) from None
     # torch's futures know no timeout: look until the deadline, then ask for what is there already.
     pause = 1e-5
     while not future.done():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import Tensor
 
 from anabranch.autodiff.boundary import current_tracer
-from anabranch.deadline import Deadline, check_seconds
+from anabranch.deadline import LONGEST_SLEEP, Deadline, check_seconds
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError, SessionGone
 from anabranch.events import report
 from anabranch.experts import wire
@@ -122,8 +122,9 @@ class InferenceSession:
         if current_tracer() is not None:
             raise CaptureError(f"a step of a session of {self._expert.uid} cannot be a part of a graph; engine='tape'")
         deadline = Deadline.after(self._expert.forward_timeout)
-        if not self._lock.acquire(timeout=deadline.remaining()):
-            raise deadline.error(peer=self._expert.uid, operation="wait for another thread's step of the session")
+        while not self._lock.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
+            if deadline.expired():
+                raise deadline.error(peer=self._expert.uid, operation="wait for another thread's step of the session")
         try:
             return self._take(args, kwargs, deadline)
         finally:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from anabranch.deadline import Deadline
+from anabranch.deadline import LONGEST_SLEEP, Deadline
 
 __all__ = ["StageThreads"]
 
@@ -114,17 +114,22 @@ class _Round:
 
     def wait(self, timeout: float) -> bool:
         """Wait for all tasks to end; false if ``timeout`` seconds pass first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._left, timeout)
+        return self._wait_for(lambda: not self._left, timeout)
 
     def wait_unless_hurried(self, timeout: float) -> bool:
         """Like ``wait``, but returns true early after ``hurry``."""
+        self._wait_for(lambda: not self._left or self._hurried is not None, timeout)
+        if self._hurried is None:
+            return not self._left
+        self.wait(self._hurried.remaining())
+        return True
+
+    def _wait_for(self, predicate: Callable[[], bool], timeout: float) -> bool:
         deadline = Deadline.after(max(timeout, 1e-3))
         with self._changed:
-            self._changed.wait_for(lambda: not self._left or self._hurried is not None, deadline.remaining())
-            if self._hurried is None:
-                return not self._left
-            self._changed.wait_for(lambda: not self._left, self._hurried.remaining())
+            while not self._changed.wait_for(predicate, min(LONGEST_SLEEP, deadline.remaining())):
+                if deadline.expired():
+                    return False
             return True
 
 
