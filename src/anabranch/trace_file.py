@@ -260,9 +260,8 @@ class _Writer:
 
     def _called(self, facts: dict[str, object]) -> dict[str, object]:
         peer = facts.get("peer")
-        if isinstance(peer, str) and peer in self._names:
-            return {**facts, "peer": self._names[peer], "endpoint": peer}
-        return facts
+        called = ", ".join(self._names.get(one, one) for one in peer.split(", ")) if isinstance(peer, str) else peer
+        return facts if called == peer else {**facts, "peer": called, "endpoint": peer}
 
     def _microseconds(self, clock: int) -> float:
         return (clock - self._base) / 1e3

@@ -12,6 +12,7 @@ from anabranch.cli.run import run
 from anabranch.cli.serve import serve
 from anabranch.cli.standard_streams import open_standard_streams
 from anabranch.cli.status import status
+from anabranch.cli.view import view
 
 __all__ = ["main"]
 
@@ -26,6 +27,8 @@ _app = typer.Typer(
 
 `anabranch status --watch`
 
+`anabranch view out.json`
+
 `anabranch serve experts --help`""",
     invoke_without_command=True,
     rich_markup_mode="markdown",
@@ -37,6 +40,7 @@ _app = typer.Typer(
 _app.command(context_settings={"allow_interspersed_args": False})(run)
 _app.command()(keys)
 _app.command()(status)
+_app.command()(view)
 _app.add_typer(serve, name="serve")
 
 

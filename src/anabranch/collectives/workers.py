@@ -200,7 +200,9 @@ class Workers:
         return self._started
 
     def crossed(self, began: int, operation: str, step: int | None, nbytes: int, number: int) -> None:
-        """Record a collective that is over."""
+        """Record a collective that is over; one of a single worker crosses nothing."""
+        if not self._others:
+            return
         facts: dict[str, object] = {"peer": rank_names(self._others), "bytes": nbytes} | (
             {} if step is None else {"step": step}
         )

@@ -78,7 +78,7 @@ class RunFacts:
         self._next = clock() + _EVERY
         self._last: tuple[float, int, dict[str, int]] | None = None
         self._steps = _steps_file()
-        self._curve = Curve()
+        self._curve, self._pace = Curve(), Curve()
         self._loss: float | None = None
         self._saved: str | None = None
         self._run: dict[str, object] = {}
@@ -102,11 +102,18 @@ class RunFacts:
             before, steps, bytes_before = self._last
             seconds = now - before
             self._run["steps_per_second"] = (step - steps) / seconds
+            self._run["pace"] = self._add_pace((step - steps) / seconds, seconds)
             self._run["bytes_per_second"] = {
                 name: (value - bytes_before.get(name, 0)) / seconds for name, value in totals.items()
             }
         self._last = now, step, totals
         self._file.changed()
+
+    def _add_pace(self, steps_per_second: float, seconds: float) -> list[float]:
+        """Return the curve of steps a second with these; a look that came late counts for all the time it is about."""
+        for _ in range(min(_POINTS, max(1, round(seconds / _EVERY)))):
+            self._pace.add(steps_per_second)
+        return self._pace.points()
 
     def _facts(self) -> dict[str, object]:
         return {**self._run, "loss": self._loss, "saved": self._saved, "curve": self._curve.points()}

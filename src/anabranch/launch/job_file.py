@@ -27,19 +27,26 @@ class JobFile:
     ::
 
         {"roles": [{"role": "worker", "rank": 0, "pid": 4711, "endpoint": null}, ...],
-         "started": 1764000000.0, "ended": null}
+         "started": 1764000000.0, "ended": null, "trace": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
-    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again.
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again. ``trace`` is where the
+    job writes its trace at its end, if it does.
 
     Args:
         folder: the job's log folder.
         tell: called with a line if the file cannot be written; the job goes on.
         clock: seconds since the epoch.
+        trace: where the job writes a trace.
     """
 
     def __init__(
-        self, folder: Path, tell: Callable[[str], None] = lambda line: None, clock: Callable[[], float] | None = None
+        self,
+        folder: Path,
+        tell: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] | None = None,
+        *,
+        trace: Path | None = None,
     ) -> None:
         self._path = folder / JOB_FILE
         self._tell = tell
@@ -47,6 +54,7 @@ class JobFile:
         self._started = self._clock()
         self._roles: dict[tuple[str, int], dict[str, object]] = {}
         self._failed = False
+        self._trace = None if trace is None else str(trace.absolute())
         with suppress(OSError):
             self._path.unlink(missing_ok=True)  # of another job in the same folder
 
@@ -78,7 +86,8 @@ class JobFile:
 
     def _write(self, ended: float | None) -> None:
         places = sorted(self._roles, key=lambda place: (_ORDER.index(place[0]), place[1]))
-        record = {"roles": [self._roles[place] for place in places], "started": self._started, "ended": ended}
+        roles = [self._roles[place] for place in places]
+        record = {"roles": roles, "started": self._started, "ended": ended, "trace": self._trace}
         try:
             replace_text(self._path, json.dumps(record) + "\n")
         except OSError as error:  # a full disk, a folder that was removed

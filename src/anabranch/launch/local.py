@@ -135,7 +135,7 @@ def launch(
         if name != FOLDER_VARIABLE
     }
     with ExitStack() as stack:
-        job_file = JobFile(log_dir, tell)
+        job_file = JobFile(log_dir, tell, trace=trace)
         if trace is not None:
             recorded = stack.enter_context(JobTrace(trace, log_dir, job_file.services, tell))
         if spawn or why_no_fork_server(base):

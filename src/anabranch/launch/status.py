@@ -111,6 +111,7 @@ class JobStatus:
         progress: the loops of rank 0, each inside the one before it.
         loss: the newest of rank 0 that was read.
         curve: its losses from the first step on, in at most 65 means.
+        pace: optimizer steps a second of rank 0 over the run, in at most 65 means of equally long times.
         saved: where the newest checkpoint lies that rank 0 wrote.
         steps_per_second: of rank 0, while it runs and does not wait.
     """
@@ -124,6 +125,7 @@ class JobStatus:
     curve: tuple[float, ...] = ()
     saved: str | None = None
     steps_per_second: float | None = None
+    pace: tuple[float, ...] = ()
 
 
 def status_of(folder: Path) -> JobStatus:
@@ -163,6 +165,7 @@ def job_of(
         tuple(run.get("curve", ())),
         run.get("saved"),
         run.get("steps_per_second") if first and first.state == "running" and first.name not in waits else None,
+        tuple(run.get("pace", ())),
     )
 
 

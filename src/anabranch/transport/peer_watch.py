@@ -88,7 +88,7 @@ class PeerWatch:
                 patience = self._patience(deadline, at_once=at_once)
         finally:
             waits.end(number)
-            if span:
+            if span and ranks:
                 facts: dict[str, object] = {"peer": rank_names(ranks), "operation": operation}
                 if step is not None:
                     facts["step"] = step

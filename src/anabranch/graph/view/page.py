@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
-import json
-from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,26 +13,38 @@ from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.trace.make_fx import bytes_of
 from anabranch.tensors.dtypes import dtype_name
+from anabranch.view.page import page_of
 
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
+    from anabranch.graph.run.lifetimes import MemoryPlan
 
-__all__ = ["boundary_of", "to_html"]
+__all__ = ["boundary_of", "graph_data", "to_html"]
 
 
 def to_html(graph: Graph, path: str | Path, title: str = "graph") -> None:
     """See ``Graph.to_html``."""
+    Path(path).write_text(page_of("graph", title, graph_data(graph)), encoding="utf-8")
+
+
+def graph_data(graph: Graph) -> dict[str, object]:
+    """Return what ``graph.js`` draws: the operations, the facts above them, and the bytes alive after each."""
     records = _records(graph)
     plan = graph.memory_plan()
     operations = sum(record["phase"] not in ("input", "output") for record in records)
     facts = f"{operations} operations, peak {plan.peak_bytes:,} bytes"
     if graph.times:
         facts += f", {1e3 * sum(graph.times.values()):.3f} ms"
-    # A closing tag inside the data would end the script element that carries it.
-    data = json.dumps({"nodes": records, "facts": facts}, separators=(",", ":")).replace("</", "<\\/")
-    template = resources.files("anabranch.graph.view").joinpath("page.html").read_text(encoding="utf-8")
-    page = template.replace("__TITLE__", html.escape(title)).replace("__DATA__", data)
-    Path(path).write_text(page, encoding="utf-8")
+    return {"nodes": records, "facts": facts, "alive": _alive(plan), "peak": plan.peak}
+
+
+def _alive(plan: MemoryPlan) -> list[int]:
+    """Return the bytes that the run has allocated at each of its operations."""
+    change = [0] * (max((last for _, last in plan.intervals.values()), default=0) + 2)
+    for name, (first, last) in plan.intervals.items():
+        change[first] += plan.bytes[name]
+        change[last + 1] -= plan.bytes[name]
+    return list(accumulate(change[:-1]))
 
 
 def _records(graph: Graph) -> list[dict[str, object]]:

@@ -1,0 +1,70 @@
+"""What a page shows of a job: its processes, what has crossed between them, its loss and its pace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from anabranch.launch.job_file import JOB_FILE
+from anabranch.launch.status import JobStatus, RoleStatus, status_of
+
+__all__ = ["job_data", "trace_of"]
+
+
+def job_data(folder: Path) -> dict[str, Any]:
+    """Return what ``run.js`` draws of the job whose log folder this is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = status_of(folder)
+    return {
+        "folder": str(folder),
+        "ended": found.ended is not None,
+        "seconds": found.seconds,
+        "loss": list(found.curve),
+        "pace": list(found.pace),
+        "saved": found.saved,
+        "roles": [_role(role) for role in found.roles],
+        "crossings": _crossings(found),
+    }
+
+
+def trace_of(folder: Path) -> Path | None:
+    """Return the trace that the job was told to write, if it is there."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        path = Path(json.loads((folder / JOB_FILE).read_text())["trace"])
+        if path.is_file():
+            return path
+    return None
+
+
+def _role(role: RoleStatus) -> dict[str, Any]:
+    facts = {"steps": role.steps, "pid": role.pid, "endpoint": role.endpoint, **_numbers(role.service)}
+    return {
+        "name": role.name,
+        "state": role.state,
+        "waiting_for": role.waiting_for,
+        "waiting_seconds": role.waiting_seconds,
+        "operation": role.operation,
+        "facts": {name: value for name, value in facts.items() if value},
+    }
+
+
+def _numbers(service: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in service.items() if isinstance(value, int | float | str)}
+
+
+def _crossings(found: JobStatus) -> list[dict[str, Any]]:
+    """Return what has crossed each boundary, by worker; tables live on the servers, all of them together."""
+    crossings = []
+    for role in found.roles:
+        for boundary, size in role.crossed.items():
+            table = boundary.startswith("table ")
+            other = "parameters" if table else "workers" if boundary == "workers" else boundary
+            name = boundary if table else {"workers": "all_reduce", "pipeline": "stages"}.get(boundary, boundary)
+            crossings.append({"from": role.name, "to": other, "name": name, "bytes": size})
+    return crossings

@@ -1,0 +1,303 @@
+const {job, trace} = data;
+const KINDS = {step: "step", compute: "forward", crossing: "crossing", serve: "serve", wait: "wait", load: "load", operator: "operator"};
+const PHASES = {forward: "forward", backward: "backward", weight: "update", recompute: "operator"};
+const kindOf = (category, name) => category === "compute"
+  ? name.startsWith("backward") ? "backward" : /optimizer|push|weight/.test(name) ? "update" : "forward"
+  : KINDS[category] || "operator";
+const key = (name, text) => element("span", {class: "key"}, element("i", {style: `background:var(--${name})`}), text);
+const section = (title, ...parts) => {
+  const made = element("section", {}, element("div", {class: "title"}, element("h2", {}, title)), ...parts);
+  $("sections").append(made);
+  return made;
+};
+const SMALL = innerWidth < 600;
+
+// The map: processes in rows by role, a curve for each pair that exchanged bytes.
+const drawMap = () => {
+  const crossings = [...(trace ? trace.crossings : job ? job.crossings : [])];
+  const names = new Set(job ? job.roles.map(role => role.name) : []);
+  for (const lane of trace ? trace.lanes : []) names.add(lane.process);
+  const total = new Map();
+  for (const one of crossings) {
+    names.add(one.from); names.add(one.to);
+    const pair = [one.from, one.to].sort(), id = pair.join("\n");
+    const found = total.get(id) || {pair, bytes: 0, parts: new Map()};
+    found.bytes += one.bytes;
+    found.parts.set(one.name, (found.parts.get(one.name) || 0) + one.bytes);
+    total.set(id, found);
+  }
+  for (const name of [...names]) if (![...total.values()].some(one => one.pair.includes(name)) && !(job && job.roles.some(role => role.name === name))) names.delete(name);
+  if (names.size < 2) return;
+  const rows = new Map();
+  for (const name of names) {
+    const role = name.replace(/ \d+$/, "");
+    rows.set(role, [...(rows.get(role) || []), name]);
+  }
+  const workers = rows.get("worker") || [], others = [...rows.keys()].sort().filter(role => role !== "worker").flatMap(role => rows.get(role).sort((a, b) => a.localeCompare(b, "en", {numeric: true})));
+  const most = SMALL ? 2 : 7, lines = [];
+  for (const line of [workers, others]) for (let i = 0; i < line.length; i += most) lines.push(line.slice(i, i + most));
+  const wide = Math.max(...lines.map(line => line.length), 2), width = wide * (SMALL ? 160 : Math.max(170, Math.min(260, 1100 / wide)));
+  const curved = lines.length - 1, height = 44 + 130 * (lines.length - 1) + ([...total.values()].some(one => lines[curved].includes(one.pair[0]) && lines[curved].includes(one.pair[1])) ? 64 : 22), at = new Map();
+  lines.forEach((line, y) => line.forEach((name, x) => at.set(name, [width * (x + .5) / line.length, 30 + 130 * y])));
+  const svg = drawn(element("div"), "svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": "who exchanged bytes with whom"});
+  const heaviest = Math.max(...[...total.values()].map(one => one.bytes), 1);
+  const labels = [];
+  for (const {pair: [a, b], bytes: size, parts} of total.values()) {
+    const [x1, y1] = at.get(a), [x2, y2] = at.get(b);
+    const bend = y1 === y2 ? 46 : 0, mx = (x1 + x2) / 2, my = (y1 + y2) / 2 + bend * .75;
+    const path = a === b ? `M${x1 - 20} ${y1 - 16} C${x1 - 30} ${y1 - 50} ${x1 + 30} ${y1 - 50} ${x1 + 20} ${y1 - 16}`
+      : `M${x1} ${y1} C${x1} ${y1 + bend} ${x2} ${y2 + bend} ${x2} ${y2}`;
+    const line = drawn(svg, "path", {d: path, fill: "none", stroke: "var(--crossing)", "stroke-opacity": .55,
+      "stroke-width": 1 + 6 * Math.sqrt(size / heaviest)});
+    drawn(line, "title", {}, `${a} and ${b}: ${bytes(size)}\n` + [...parts].map(([name, n]) => `${name}: ${bytes(n)}`).join("\n"));
+    // Not in the middle, so that labels of lines that cross do not meet.
+    const share = labels.length % 2 ? .36 : .62;
+    labels.push(a === b ? [x1, y1 - 46, size] : bend ? [mx, my, size] : [x1 + (x2 - x1) * share, y1 + (y2 - y1) * share, size]);
+  }
+  if (labels.length <= 40) for (const [x, y, size] of labels) {
+    drawn(svg, "text", {x, y: y + 4, "text-anchor": "middle", stroke: "var(--paper)", "stroke-width": 4, "paint-order": "stroke"}, bytes(size));
+  }
+  for (const [name, [x, y]] of at) {
+    const box = drawn(svg, "g", {});
+    drawn(box, "rect", {x: x - 62, y: y - 17, width: 124, height: 34, rx: 7, fill: "var(--paper)", stroke: name.startsWith("worker") ? "var(--forward)" : "var(--serve)", "stroke-width": 1.5});
+    drawn(box, "text", {x, y: y + 4, "text-anchor": "middle"}, shortened(name, 18));
+    drawn(box, "title", {}, name);
+  }
+  section("Who exchanged what with whom", element("div", {class: "scroll"}, svg.parentNode));
+};
+
+const chart = (title, values, unit, from, to) => {
+  const width = 460, height = 150, left = 50, bottom = 22;
+  const low = Math.min(...values), high = Math.max(...values), range = high - low || Math.abs(high) || 1;
+  const x = i => left + (width - left - 8) * (values.length > 1 ? i / (values.length - 1) : .5);
+  const y = v => 8 + (height - bottom - 16) * (1 - (v - low) / range);
+  const svg = drawn(element("div"), "svg", {viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img",
+    "aria-label": `${title}, from ${number(values[0])} to ${number(values[values.length - 1])}`});
+  for (const value of [low, low + range / 2, low + range]) {
+    drawn(svg, "path", {class: "axis", d: `M${left} ${y(value)}H${width - 8}`});
+    drawn(svg, "text", {class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end"}, number(value));
+  }
+  drawn(svg, "path", {d: "M" + values.map((v, i) => `${x(i).toFixed(1)} ${y(v).toFixed(1)}`).join("L"), fill: "none", stroke: "var(--forward)", "stroke-width": 2, "stroke-linejoin": "round"});
+  drawn(svg, "text", {class: "soft", x: left, y: height - 5}, from);
+  drawn(svg, "text", {class: "soft", x: width - 8, y: height - 5, "text-anchor": "end"}, to);
+  return element("div", {}, element("div", {class: "soft"}, `${title} ${number(values[values.length - 1])}${unit}`), svg.parentNode);
+};
+
+const drawJob = () => {
+  if (!job) return;
+  const charts = element("div", {class: "pair"});
+  const steps = job.roles.map(role => role.facts.steps).find(count => count !== undefined);
+  if (job.loss.length > 1) charts.append(chart("loss", job.loss, "", "first step", steps ? `step ${steps}` : "now"));
+  if (job.pace.length > 1) charts.append(chart("pace", job.pace, " steps/s", "start", duration(job.seconds * 1e6)));
+  if (charts.children.length) section("Loss and pace", charts);
+  const table = element("table", {}, element("tr", {}, ...["process", "state", "waits for", "facts"].map(text => element("th", {}, text))));
+  for (const role of job.roles) {
+    const waits = role.waiting_for ? `${role.waiting_for} in ${role.operation}, ${duration(role.waiting_seconds * 1e6)}` : "";
+    const said = (name, value) => typeof value !== "number" ? value : name.includes("bytes") ? bytes(value) : Number.isInteger(value) ? value.toLocaleString("en") : number(value);
+    const facts = Object.entries(role.facts).filter(([name]) => !["pid", "endpoint"].includes(name)).map(([name, value]) => `${name.replaceAll("_", " ")} ${said(name, value)}`).join(", ");
+    const state = element("span", {class: "state " + role.state}, job.ended ? "ended" : role.state);
+    table.append(element("tr", {}, ...[role.name, state, waits, element("span", {class: "soft"}, facts)].map((cell, i) => element("td", i < 2 ? {class: "whole"} : {}, cell))));
+  }
+  section("Processes", element("div", {class: "scroll"}, table));
+};
+
+// The pipeline: rows of stages, boxes of microbatches, as planned above and as it ran below.
+const drawSchedules = () => {
+  if (!trace || !trace.schedules.length) return;
+  const choice = element("select", {"aria-label": "step"}, ...trace.schedules.map((one, i) => element("option", {value: i}, "step " + one.step)));
+  choice.value = Math.floor(trace.schedules.length / 2);
+  const space = element("div", {class: "scroll"});
+  const made = section("The pipeline", space);
+  made.firstChild.append(choice, ...["forward", "backward", "weight", "recompute"].map(phase => key(PHASES[phase], phase)));
+  const draw = () => {
+    const {stages, planned, ran} = trace.schedules[choice.value];
+    const width = SMALL ? 640 : 1180, left = 62, row = 26;
+    const block = (title, rows, unit) => {
+      const end = Math.max(...rows.flat().map(one => one[2] + one[3]), 1e-9);
+      const busy = rows.flat().reduce((sum, one) => sum + one[3], 0) / (end * stages.length);
+      const svg = drawn(element("div"), "svg", {viewBox: `0 0 ${width} ${rows.length * row}`, width, height: rows.length * row, role: "img", "aria-label": title});
+      rows.forEach((actions, r) => {
+        drawn(svg, "text", {class: "soft", x: 0, y: r * row + 17}, "stage " + stages[r]);
+        for (const [microbatch, phase, start, length] of actions) {
+          const x = left + (width - left) * start / end, w = Math.max(1, (width - left) * length / end - 1);
+          const box = drawn(svg, "g", {});
+          drawn(box, "rect", {x, y: r * row + 2, width: w, height: row - 4, rx: 2, fill: `var(--${PHASES[phase] || "operator"})`});
+          if (w > 16) drawn(box, "text", {x: x + w / 2, y: r * row + 17, "text-anchor": "middle", style: "fill:#fff"}, microbatch);
+          drawn(box, "title", {}, `${phase} of microbatch ${microbatch} on stage ${stages[r]}: ${unit(length)} from ${unit(start)}`);
+        }
+      });
+      return element("div", {}, element("div", {class: "soft"}, `${title}: ${unit(end)}, stages busy ${(100 * busy).toFixed(0)} %`), svg.parentNode);
+    };
+    space.replaceChildren(
+      block("as planned, if a forward takes 1, a backward 2 and messages nothing", planned, x => number(x)),
+      element("div", {style: "height:8px"}), block("as it ran", ran, duration));
+  };
+  choice.addEventListener("change", draw);
+  draw();
+};
+
+// The timeline: one canvas; the view is [from, to] in microseconds.
+let reveal = () => {};
+const drawTimeline = () => {
+  if (!trace || !trace.lanes.length) return;
+  const ROW = 15, NAME = SMALL ? 84 : 170, HEAD = 20;
+  const rows = [];
+  let process = null, first = Infinity, last = 0, top = HEAD;
+  trace.lanes.forEach((lane, index) => {
+    const spans = [], open = [];
+    let depth = 0;
+    for (let i = 0; i < lane.spans.length; i += 5) {
+      const [name, category, start, length, facts] = lane.spans.slice(i, i + 5);
+      while (open.length && open[open.length - 1] <= start + 1e-9) open.pop();
+      spans.push({name: trace.texts[name], kind: kindOf(trace.texts[category], trace.texts[name]), category: trace.texts[category], start, end: start + length, facts: trace.facts[facts], depth: open.length, longest: 0});
+      open.push(start + length);
+      depth = Math.max(depth, open.length);
+      first = Math.min(first, start); last = Math.max(last, start + length);
+    }
+    // The latest end so far, by which a search from the left knows where to begin.
+    let longest = -Infinity;
+    for (const span of spans) { longest = Math.max(longest, span.end); span.longest = longest; }
+    if (lane.process !== process) { top += 4; rows.push({title: lane.process, y: top, h: 18}); top += 18; process = lane.process; }
+    rows.push({lane, index, spans, y: top, h: depth * ROW + 2});
+    top += depth * ROW + 3;
+  });
+  const laneRows = new Map(rows.filter(row => row.lane).map(row => [row.index, row]));
+  const height = Math.min(top + 6, Math.round(innerHeight * .75));
+  const canvas = element("canvas", {class: "drawing", tabindex: 0, role: "img", style: `height:${height}px`,
+    "aria-label": "timeline of all processes; arrow keys move, plus and minus zoom, 0 shows all"});
+  const view = {from: first, to: last, y: 0}, all = {from: first, to: last};
+  const steps = trace.lanes.length && rows.flatMap(row => row.spans || []).filter(span => span.category === "step").sort((a, b) => a.start - b.start);
+  if (steps.length > 12) { // the whole of a long run is a grey bar
+    const middle = steps[Math.floor(steps.length / 2)], some = (middle.end - middle.start) * 4;
+    view.from = middle.start - some / 2; view.to = middle.end + some / 2;
+  }
+  let picked = null, boxes = [];
+  const redraw = canvasOf(canvas, (context, width, tall) => {
+    const ink = colour("ink"), soft = colour("soft"), line = colour("line"), paper = colour("paper"), ground = colour("ground");
+    const scale = (width - NAME) / (view.to - view.from), x = time => NAME + (time - view.from) * scale;
+    context.fillStyle = ground; context.fillRect(0, 0, width, tall);
+    context.font = "11px system-ui, sans-serif"; context.textBaseline = "middle";
+    boxes = [];
+    const filled = new Map();
+    for (const row of rows) {
+      const y = row.y - view.y;
+      if (y + row.h < HEAD || y > tall) continue;
+      if (row.title) { context.fillStyle = ink; context.font = "bold 12px system-ui, sans-serif"; context.fillText(shortened(row.title, 40), 6, y + 9); context.font = "11px system-ui, sans-serif"; continue; }
+      context.fillStyle = soft; context.fillText(shortened(row.lane.name, SMALL ? 12 : 26), 10, y + ROW / 2 + 1);
+      let low = 0, high = row.spans.length;
+      while (low < high) { const middle = (low + high) >> 1; if (row.spans[middle].longest < view.from) low = middle + 1; else high = middle; }
+      let edge = [];
+      for (let i = low; i < row.spans.length; i++) {
+        const span = row.spans[i];
+        if (span.start > view.to) break;
+        if (span.end < view.from) continue;
+        const left = Math.max(NAME, x(span.start)), right = Math.min(width, x(span.end)), w = Math.max(right - left, .8);
+        if (w < 1 && left < (edge[span.depth] || 0)) continue; // several of them in one pixel
+        edge[span.depth] = left + 1;
+        const fill = filled.get(span.kind) || filled.set(span.kind, colour(span.kind)).get(span.kind);
+        context.fillStyle = fill; context.fillRect(left, y + span.depth * ROW, w > 3 ? w - .6 : w, ROW - 1.5);
+        if (span === picked) { context.strokeStyle = colour("mark"); context.lineWidth = 2; context.strokeRect(left, y + span.depth * ROW, w, ROW - 1.5); }
+        if (w > 30) {
+          context.fillStyle = span.kind === "step" || span.kind === "operator" ? ink : "#fff";
+          context.save(); context.beginPath(); context.rect(left, y + span.depth * ROW, w - 2, ROW); context.clip();
+          context.fillText(span.name, left + 4, y + span.depth * ROW + ROW / 2); context.restore();
+        }
+        boxes.push([left, y + span.depth * ROW, w, span, row]);
+      }
+    }
+    context.lineWidth = 1; context.strokeStyle = colour("mark"); context.globalAlpha = .5;
+    let count = 0;
+    const visible = trace.arrows.filter(([, a, , b]) => Math.max(a, b) >= view.from && Math.min(a, b) <= view.to);
+    if (visible.length <= 400) for (const [la, a, lb, b] of visible) {
+      const ya = laneRows.get(la).y - view.y + ROW / 2, yb = laneRows.get(lb).y - view.y + ROW / 2, xa = x(a), xb = x(b);
+      if (Math.max(xa, xb) < NAME || Math.min(ya, yb) > tall) continue;
+      context.beginPath(); context.moveTo(xa, ya); context.bezierCurveTo(xa + 24, ya, xb - 24, yb, xb, yb); context.stroke();
+      context.beginPath(); context.arc(xb, yb, 2, 0, 7); context.fillStyle = colour("mark"); context.fill();
+      count += 1;
+    }
+    context.globalAlpha = 1;
+    context.fillStyle = paper; context.fillRect(0, 0, width, HEAD - 1); context.fillStyle = line; context.fillRect(0, HEAD - 1, width, 1);
+    const room = (view.to - view.from) / Math.max(2, (width - NAME) / 110), power = 10 ** Math.floor(Math.log10(room));
+    const tick = [1, 2, 5, 10].map(m => m * power).find(step => step >= room);
+    context.fillStyle = soft;
+    for (let time = Math.ceil((view.from - all.from) / tick) * tick; time + all.from <= view.to; time += tick) {
+      context.fillText(duration(time), x(time + all.from) + 3, HEAD / 2); context.fillRect(x(time + all.from), 4, 1, HEAD - 8);
+    }
+    canvas.dataset.drawn = boxes.length; canvas.dataset.arrows = count;
+  });
+  const clamp = () => {
+    const least = Math.min(1, (all.to - all.from) / 2), most = (all.to - all.from) * 1.1;
+    const size = Math.min(Math.max(view.to - view.from, least), most), middle = (view.from + view.to) / 2;
+    view.from = middle - size / 2; view.to = middle + size / 2;
+    const edge = size * .9;
+    if (view.to < all.from + size - edge) { view.to = all.from + size - edge; view.from = view.to - size; }
+    if (view.from > all.to - size + edge) { view.from = all.to - size + edge; view.to = view.from + size; }
+    view.y = Math.max(0, Math.min(view.y, top + 6 - canvas.clientHeight));
+    redraw();
+  };
+  const zoom = (factor, at = NAME + (canvas.clientWidth - NAME) / 2) => {
+    const share = Math.max(0, at - NAME) / (canvas.clientWidth - NAME), time = view.from + share * (view.to - view.from), size = (view.to - view.from) / factor;
+    view.from = time - share * size; view.to = view.from + size; clamp();
+  };
+  const move = (dx, dy) => {
+    const time = dx / (canvas.clientWidth - NAME) * (view.to - view.from);
+    view.from -= time; view.to -= time; view.y -= dy; clamp();
+  };
+  const at = (x, y) => boxes.findLast(([left, upper, w, span]) => x >= left - 1 && x <= left + Math.max(w, 2) && y >= upper && y < upper + ROW);
+  const facts = span => Object.entries(span.facts || {}).map(([name, value]) => name.includes("bytes") ? `${name.replace("_", " ")}: ${bytes(value)}` : `${name}: ${value}`);
+  gestures(canvas, {
+    move, zoom,
+    wheel: event => {
+      if (event.ctrlKey || event.metaKey || !event.shiftKey && document.activeElement === canvas) return true;
+      return false; // the page scrolls until the timeline is clicked
+    },
+    click: (x, y, event) => { canvas.focus({preventScroll: true}); const box = at(x, y); picked = box ? box[3] : null; if (box) showTip(event, box[3].name, [duration(box[3].end - box[3].start), ...facts(box[3])]); redraw(); },
+    hover: (x, y, event) => { const box = at(x, y); if (box) showTip(event, box[3].name, [`${duration(box[3].end - box[3].start)} from ${duration(box[3].start - all.from)}, ${box[4].lane.process}`, ...facts(box[3])]); else hideTip(); },
+  });
+  const whole = () => { Object.assign(view, all); clamp(); };
+  const keys = {ArrowLeft: () => move(60, 0), ArrowRight: () => move(-60, 0), ArrowUp: () => move(0, 40), ArrowDown: () => move(0, -40),
+    "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), "0": whole};
+  canvas.addEventListener("keydown", event => { if (keys[event.key]) { event.preventDefault(); keys[event.key](); } });
+  const button = (text, label, act) => { const made = element("button", {"aria-label": label, title: label}, text); made.addEventListener("click", act); return made; };
+  const made = section("Timeline", canvas);
+  made.firstChild.append(button("+", "zoom in", () => zoom(1.6)), button("−", "zoom out", () => zoom(1 / 1.6)), button("all", "show all", whole),
+    ...[["step", "step"], ["forward", "forward"], ["backward", "backward"], ["update", "update"], ["crossing", "crossing"], ["serve", "serve"], ["wait", "wait"]].map(([name, text]) => key(name, text)));
+  made.append(element("div", {class: "soft", style: "margin-top:6px"}, "Drag to move, click and use the wheel to zoom, pinch on a touch screen; arrow keys, + and − by keyboard. Lines lead from a sender to its receiver."));
+  reveal = (name, start, length) => {
+    const row = rows.find(one => one.spans && one.lane.process === name && one.spans.some(span => span.start === start));
+    if (!row) return;
+    picked = row.spans.find(span => span.start === start && Math.abs(span.end - start - length) < .2) || null;
+    view.from = start - length * 1.5; view.to = start + length * 2.5; view.y = row.y - 60; clamp();
+    canvas.scrollIntoView({block: "center"}); canvas.focus({preventScroll: true});
+  };
+};
+
+const drawWaits = () => {
+  if (!trace || !trace.waits.length) return;
+  const table = element("table", {}, element("tr", {}, ...["who waited", "for whom", "in", "step"].map(text => element("th", {}, text)), element("th", {class: "number"}, "how long")));
+  const shown = count => {
+    for (const wait of trace.waits.slice(table.rows.length - 1, count)) {
+      const row = element("tr", {tabindex: 0, title: "show it in the timeline"}, ...[wait.process, wait.peer, wait.operation, wait.step ?? ""].map(cell => element("td", {}, cell)), element("td", {class: "number"}, duration(wait.us)));
+      const go = () => reveal(wait.process, wait.ts, wait.us);
+      row.addEventListener("click", go);
+      row.addEventListener("keydown", event => { if (event.key === "Enter") go(); });
+      table.append(row);
+    }
+  };
+  shown(10);
+  const made = section("The longest waits", element("div", {class: "scroll"}, table));
+  if (trace.waits.length > 10) {
+    const more = element("button", {}, `all ${trace.waits.length}`);
+    more.addEventListener("click", () => { shown(Infinity); more.remove(); });
+    made.append(more);
+  }
+};
+
+$("title").textContent = document.title;
+const told = [];
+if (job) told.push(`${job.roles.length} processes`, `${job.ended ? "ended after" : "running for"} ${duration(job.seconds * 1e6)}`);
+if (job && job.saved) told.push(`checkpoint in ${job.saved}`);
+if (trace) told.push(`${trace.lanes.reduce((sum, lane) => sum + lane.spans.length / 5, 0).toLocaleString("en")} spans`, ...trace.notes);
+$("facts").textContent = told.join(" · ");
+drawMap(); drawJob(); drawSchedules(); drawTimeline(); drawWaits();
+document.body.dataset.drawn = String(document.querySelectorAll("section").length);

@@ -1,0 +1,266 @@
+"""What a page shows of a trace: spans by thread, who exchanged how much with whom, schedules, the longest waits."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from anabranch.view.schedules import schedules_of
+
+__all__ = ["TraceData", "read_trace"]
+
+TraceData: TypeAlias = dict[str, Any]
+
+_MOST_SPANS = 200_000
+_MOST_WAITS = 200
+_BYTES = ("bytes", "sent_bytes", "received_bytes")
+_STAGE = "anabranch-stage-"  # begins the name of a stage's thread
+_RECEIVING = re.compile(r"R([FB])\d+\.(\d+)<\d+$")
+
+
+def read_trace(path: Path) -> TraceData:
+    """Return what ``run.js`` draws of a trace file.
+
+    Raises:
+        ValueError: it is no trace; says what is wrong.
+        OSError: it cannot be read.
+    """
+    try:
+        read = json.loads(path.read_bytes())
+        events, other = (read, {}) if isinstance(read, list) else (read["traceEvents"], read.get("otherData", {}))
+        return _data_of(events, other if isinstance(other, dict) else {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no trace in Chrome's format: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Spans of one thread, or of one row of overlapping spans."""
+
+    process: str
+    name: str
+    order: tuple[float, int, int]
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def _data_of(events: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> TraceData:
+    lanes, dropped = _lanes(events)
+    steps = _Steps(lanes)
+    texts = _Texts()
+    drawn = []
+    for lane in lanes:
+        spans: list[float] = []
+        for event in lane.events:
+            numbers = (texts.of(str(event["name"])), texts.of(str(event.get("cat", ""))))
+            spans += [*numbers, round(event["ts"], 3), round(event.get("dur", 0), 3), texts.of_facts(event.get("args"))]
+        drawn.append({"process": lane.process, "name": lane.name, "spans": spans})
+    numbers_of = {lane.order[1:]: number for number, lane in enumerate(lanes)}
+    return {
+        "lanes": drawn,
+        "texts": texts.texts,
+        "facts": texts.facts,
+        "arrows": _arrows(events, numbers_of),
+        "crossings": _crossings(lanes),
+        "waits": _waits(lanes, steps),
+        "schedules": schedules_of(_actions(lanes, steps)),
+        "notes": _notes(other, dropped),
+    }
+
+
+class _Texts:
+    """Texts and facts by number, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._facts: dict[str, int] = {}
+        self.texts: list[str] = []
+        self.facts: list[Any] = [None]
+
+    def of(self, text: str) -> int:
+        number = self._numbers.setdefault(text, len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        return number
+
+    def of_facts(self, facts: object) -> int:
+        if not facts:
+            return 0
+        number = self._facts.setdefault(json.dumps(facts, allow_nan=False), len(self.facts))
+        if number == len(self.facts):
+            self.facts.append(facts)
+        return number
+
+
+def _lanes(events: Iterable[Mapping[str, Any]]) -> tuple[list[_Lane], int]:
+    """Return the lanes in the order in which viewers show them, and how many spans were too many."""
+    named: dict[tuple[str, int, int], Any] = {}
+    spans: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    count = 0
+    for event in events:
+        if event["ph"] == "M":
+            named[event["name"], event["pid"], event.get("tid", 0)] = event["args"]
+        elif event["ph"] == "X":
+            count += 1
+            if count <= _MOST_SPANS:
+                spans.setdefault((event["pid"], event["tid"]), []).append(event)
+    lanes = []
+    for (pid, tid), found in spans.items():
+        process = named.get(("process_name", pid, 0), {}).get("name", f"process {pid}")
+        name = named.get(("thread_name", pid, tid), {}).get("name", f"thread {tid}")
+        place = named.get(("process_sort_index", pid, 0), {}).get("sort_index", pid)
+        found.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+        lanes.append(_Lane(str(process), str(name), (place, pid, tid), found))
+    return sorted(lanes, key=lambda lane: lane.order), max(0, count - _MOST_SPANS)
+
+
+class _Steps:
+    """The optimizer step that a process was in at some time."""
+
+    def __init__(self, lanes: Iterable[_Lane]) -> None:
+        self._of: dict[str, list[tuple[float, float, int]]] = {}
+        for lane in lanes:
+            for event in lane.events:
+                if event.get("cat") == "step":
+                    step = event.get("args", {}).get("step")
+                    if isinstance(step, int):
+                        self._of.setdefault(lane.process, []).append((event["ts"], event["ts"] + event["dur"], step))
+        for found in self._of.values():
+            found.sort()
+
+    def at(self, process: str, time: float) -> int | None:
+        """Return the step of ``process``, of the only process that has steps, or ``None``."""
+        found = self._of.get(process) or (next(iter(self._of.values())) if len(self._of) == 1 else [])
+        place = bisect.bisect_right(found, (time, float("inf"), 0)) - 1
+        return found[place][2] if place >= 0 and found[place][1] >= time else None
+
+
+def _arrows(events: Iterable[Mapping[str, Any]], lanes: Mapping[tuple[int, int], int]) -> list[list[Any]]:
+    """Return for each flow the lane and the time of both its ends."""
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    arrows = []
+    for event in events:
+        start = starts.get(event.get("id")) if event["ph"] == "f" else None
+        if start is not None:
+            ends = [(lanes.get((end["pid"], end["tid"])), end["ts"]) for end in (start, event)]
+            if all(lane is not None for lane, _ in ends):
+                arrows.append([value for end in ends for value in end])
+    return arrows[:_MOST_SPANS]
+
+
+def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
+    """Return who has exchanged how much with whom, and in what."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    stages = _processes_of_stages(lanes)
+    for lane in lanes:
+        for event in lane.events:
+            facts = event.get("args") or {}
+            if event.get("cat") != "crossing" or "peer" not in facts or event["name"].startswith("receive "):
+                continue  # what is received, its sender has sent
+            here = f"stage {lane.name[len(_STAGE) :]}" if lane.name.startswith(_STAGE) else lane.process
+            peers = [_called(peer, stages) for peer in _peers(str(facts["peer"]))]
+            for peer in peers:
+                total = found.setdefault((here, peer, str(event["name"])), [0, 0.0])
+                total[0] += 1
+                total[1] += sum(float(facts.get(name, 0)) for name in _BYTES) / len(peers)
+    return [
+        {"from": one, "to": other, "name": name, "count": count, "bytes": round(size)}
+        for (one, other, name), (count, size) in found.items()
+    ]
+
+
+def _peers(text: str) -> list[str]:
+    """Return the names of those whom a span names, ranks as workers.
+
+    >>> _peers("ranks 0, 2"), _peers("unix:/tmp/x/directory"), _peers("expert 0, expert 1")
+    (['worker 0', 'worker 2'], ['directory'], ['expert 0', 'expert 1'])
+    """
+    if text.startswith(("rank ", "ranks ")):
+        return [f"worker {rank.strip()}" for rank in text.split(" ", 1)[1].split(",")]
+    return [one.rpartition("/")[2] if one.startswith("unix:") else one for one in text.split(", ")]
+
+
+def _processes_of_stages(lanes: Iterable[_Lane]) -> dict[str, str]:
+    """Return the process of each stage that has one of its own: not of those in one process, or in several rows."""
+    found: dict[str, set[str]] = {}
+    for lane in lanes:
+        for event in lane.events:
+            facts = event.get("args") or {}
+            if event.get("cat") == "compute" and "stage" in facts:
+                found.setdefault(f"stage {facts['stage']}", set()).add(lane.process)
+    single = {stage: next(iter(processes)) for stage, processes in found.items() if len(processes) == 1}
+    return single if len(set(single.values())) == len(found) else {}
+
+
+def _called(peer: str, stages: Mapping[str, str]) -> str:
+    return stages.get(peer, peer)
+
+
+def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:
+    """Return the longest waits."""
+    found = [(event, lane) for lane in lanes for event in lane.events if event.get("cat") == "wait"]
+    found.sort(key=lambda one: -one[0]["dur"])
+    waits = []
+    for event, lane in found[:_MOST_WAITS]:
+        facts = event.get("args") or {}
+        waits.append(
+            {
+                "process": lane.process,
+                "peer": ", ".join(_peers(str(facts.get("peer", "")))),
+                "operation": _in_words(str(facts.get("operation", event["name"]))),
+                "step": steps.at(lane.process, event["ts"]),
+                "us": round(event["dur"], 1),
+                "ts": event["ts"],
+            }
+        )
+    return waits
+
+
+def _in_words(operation: str) -> str:
+    """Return what a stage waits for as people say it.
+
+    >>> _in_words("pipeline step RB0.3<1"), _in_words("pull")
+    ('pipeline step: gradients of microbatch 3', 'pull')
+    """
+    what = _RECEIVING.search(operation)
+    if what is None:
+        return operation
+    words = f"{'gradients' if what[1] == 'B' else 'activations'} of microbatch {what[2]}"
+    before = operation[: what.start()].strip()
+    return f"{before}: {words}" if before else words
+
+
+def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, int, str, float, float]]:
+    """Yield step, stage, microbatch, phase, start and duration of what the stages of a pipeline computed."""
+    for lane in lanes:
+        for event in lane.events:
+            facts = event.get("args") or {}
+            if event.get("cat") == "compute" and "stage" in facts and "microbatch" in facts:
+                step = steps.at(lane.process, event["ts"])
+                if step is not None:
+                    place = int(facts["stage"]), int(facts["microbatch"])
+                    yield step, *place, str(event["name"]), float(event["ts"]), float(event["dur"])
+
+
+def _notes(other: Mapping[str, Any], dropped: int) -> list[str]:
+    notes = []
+    if dropped:
+        notes.append(f"the first {_MOST_SPANS:,} spans are shown; {dropped:,} later ones are in the file")
+    for name, count in dict(other.get("dropped_spans", {})).items():
+        notes.append(f"{name} had no room for {count:,} spans")
+    notes += [
+        f"the clock of {one['name']} is right to {one['offset_error_us']:.0f} microseconds"
+        for one in other.get("processes", ())
+        if one.get("offset_error_us")
+    ]
+    if other.get("complete") is False:
+        notes.append("the run ended before all of its steps were recorded")
+    return notes
