@@ -35,7 +35,11 @@ def graph_data(graph: Graph) -> dict[str, object]:
     facts = f"{operations} operations, peak {plan.peak_bytes:,} bytes"
     if graph.times:
         facts += f", {1e3 * sum(graph.times.values()):.3f} ms"
-    return {"nodes": records, "facts": facts, "alive": _alive(plan), "peak": plan.peak}
+    alive = _alive(plan)
+    makers = [""] * len(alive)
+    for name, (first, _) in plan.intervals.items():
+        makers[first] = name
+    return {"nodes": records, "facts": facts, "alive": alive, "makers": makers, "peak": plan.peak}
 
 
 def _alive(plan: MemoryPlan) -> list[int]:

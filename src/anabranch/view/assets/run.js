@@ -136,6 +136,12 @@ const drawSchedules = () => {
   draw();
 };
 
+// A time of the axis, with as many digits as tell it from the next tick.
+const tickText = (time, tick) => {
+  const [unit, name] = time >= 1e6 ? [1e6, " s"] : tick >= 1e3 ? [1e3, " ms"] : [1, " µs"];
+  return (time / unit).toFixed(Math.max(0, Math.ceil(Math.log10(unit / tick) - 1e-9))) + name;
+};
+
 // The timeline: one canvas; the view is [from, to] in microseconds.
 let reveal = () => {};
 const drawTimeline = () => {
@@ -221,7 +227,7 @@ const drawTimeline = () => {
     const tick = [1, 2, 5, 10].map(m => m * power).find(step => step >= room);
     context.fillStyle = soft;
     for (let time = Math.ceil((view.from - all.from) / tick) * tick; time + all.from <= view.to; time += tick) {
-      context.fillText(duration(time), x(time + all.from) + 3, HEAD / 2); context.fillRect(x(time + all.from), 4, 1, HEAD - 8);
+      context.fillText(tickText(time, tick), x(time + all.from) + 3, HEAD / 2); context.fillRect(x(time + all.from), 4, 1, HEAD - 8);
     }
     canvas.dataset.drawn = boxes.length; canvas.dataset.arrows = count;
   });
