@@ -67,6 +67,12 @@ def test_waits_have_a_colour_of_their_own_and_peers_their_names(tmp_path: Path) 
     assert trace.spans("wait")[0]["args"] == {"peer": "parameters 0", "endpoint": "unix:/s"}
 
 
+def test_each_of_several_peers_has_its_name(tmp_path: Path) -> None:
+    wait = one("wait", 0, 1_000, category="wait", peer="unix:/e, unix:/s, unix:/elsewhere")
+    trace = written(tmp_path, [part("worker 0", [wait])], names={"unix:/s": "parameters 0", "unix:/e": "expert 0"})
+    assert trace.spans("wait")[0]["args"]["peer"] == "expert 0, parameters 0, unix:/elsewhere"
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=30))
 def test_spans_of_a_track_that_overlap_lie_in_lanes_and_those_that_do_not_share_one(
     tmp_path_factory: pytest.TempPathFactory, times: list[tuple[int, int]]

@@ -31,6 +31,23 @@ def test_workers_may_meet_again_after_they_have_parted() -> None:
         assert found["bytes"] > 0
 
 
+ALONE = """
+import json, torch
+from anabranch import spans
+from anabranch.collectives import Workers
+
+torch.distributed.init_process_group("gloo")
+with spans.recorded(spans.Recorder()) as recorder, Workers() as workers:
+    workers.all_reduce(torch.ones(2))
+    workers.gather_bytes(b"x")
+print(json.dumps({"spans": [name for name, *_ in recorder.take()]}))
+"""
+
+
+def test_a_collective_of_a_single_worker_crosses_nothing_and_waits_for_nobody() -> None:
+    assert LocalJob(1).run_source(ALONE).check().results == ({"spans": []},)
+
+
 def test_without_a_job_there_is_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

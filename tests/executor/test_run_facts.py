@@ -53,11 +53,21 @@ def test_counts_and_rates_are_left_once_a_second(tmp_path: Path, monkeypatch: py
     assert int.from_bytes((tmp_path / "worker-0.steps").read_bytes(), "little") == 30
     run = told(path)["run"]
     assert run["steps_per_second"] == pytest.approx(10.0)
+    assert run["pace"] == pytest.approx([10.0])  # between the two looks
     assert run["bytes_per_second"] == pytest.approx({"workers": 500.0})
     assert run["tables"]["users"]["hits"] == 3  # type: ignore[index]
     facts.scalars(31, {"generator/loss": 0.5, "learning_rate": 0.1})
     facts.close()
     assert (told(path)["run"]["loss"], told(path)["run"]["curve"]) == (0.5, [0.5])
+
+
+def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:
+    clock = Seconds()
+    facts = RunFacts(StatusFile(tmp_path / "status"), lambda: ({}, {}), clock)
+    for now, step in ((1.0, 10), (2.0, 30), (5.0, 45)):
+        clock.now = now
+        facts.counted(step)
+    assert told(tmp_path / "status")["run"]["pace"] == [20.0, 5.0, 5.0, 5.0]
 
 
 def test_tracked_loops_are_left_for_those_who_look(tmp_path: Path) -> None:

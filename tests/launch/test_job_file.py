@@ -64,6 +64,12 @@ def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
     assert told == [f"{tmp_path / 'gone' / 'job.json'} is not up to date: No such file or directory"]
 
 
+def test_it_says_where_the_trace_will_be(tmp_path: Path) -> None:
+    record = JobFile(tmp_path, trace=tmp_path / "out.json")
+    record.began("worker", 0, 1, None)
+    assert read(tmp_path)["trace"] == str(tmp_path / "out.json")
+
+
 def test_a_job_finds_itself_in_it(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """

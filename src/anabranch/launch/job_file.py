@@ -27,11 +27,11 @@ class JobFile:
     ::
 
         {"roles": [{"role": "worker", "rank": 0, "pid": 4711, "endpoint": null}, ...],
-         "started": 1764000000.0, "ended": null, "trace": null}
+         "started": 1764000000.0, "ended": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
-    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again. ``trace`` is where the
-    job writes its trace at its end, if it does.
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again. Of a job that
+    writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.
@@ -87,7 +87,9 @@ class JobFile:
     def _write(self, ended: float | None) -> None:
         places = sorted(self._roles, key=lambda place: (_ORDER.index(place[0]), place[1]))
         roles = [self._roles[place] for place in places]
-        record = {"roles": roles, "started": self._started, "ended": ended, "trace": self._trace}
+        record: dict[str, object] = {"roles": roles, "started": self._started, "ended": ended}
+        if self._trace is not None:
+            record["trace"] = self._trace
         try:
             replace_text(self._path, json.dumps(record) + "\n")
         except OSError as error:  # a full disk, a folder that was removed

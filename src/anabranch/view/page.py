@@ -34,10 +34,8 @@ def page_of(kind: Literal["run", "graph"], title: str, data: object) -> str:
         "data": text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "script": _asset("common.js") + _asset(f"{kind}.js"),
     }
-    page = []
-    for piece in _asset("page.html").split("@@"):  # what is put in is not looked at again
-        page.append(parts.get(piece, piece))
-    return "".join(page)
+    # What is put in is not looked at again.
+    return "".join(parts.get(piece, piece) for piece in _asset("page.html").split("@@"))
 
 
 def _asset(name: str) -> str:

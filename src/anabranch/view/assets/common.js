@@ -49,6 +49,7 @@ const canvasOf = (canvas, draw) => {
     draw(context, box.width, box.height);
   };
   const redraw = () => { if (!asked) { asked = true; requestAnimationFrame(now); } };
+  redraw.now = now;
   new ResizeObserver(redraw).observe(canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   return redraw;

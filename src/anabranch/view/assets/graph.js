@@ -109,7 +109,8 @@ const ends = ({a, b}) => {
   const right = b.x > a.x, xa = right ? a.x + a.w : a.x, xb = right ? b.x : b.x + b.w, reach = Math.max(40, Math.abs(xb - xa) * .45) * (right ? 1 : -1);
   return [xa, ya, xa + reach, ya, xb - reach, yb, xb, yb];
 };
-const formOf = item => item.children ? `${item.count} op${item.count === 1 ? "" : "s"}` : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
+const countOf = item => `${item.count} ${item.phase === "input" || item.phase === "output" ? "tensor" : "op"}${item.count === 1 ? "" : "s"}`;
+const formOf = item => item.children ? countOf(item) : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
 const redraw = canvasOf(canvas, (context, width, tall) => {
   const paint = {}, of = name => paint[name] = paint[name] || colour(name);
   context.fillStyle = of("ground"); context.fillRect(0, 0, width, tall);
@@ -117,33 +118,16 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
   const [left, top, right, bottom] = [-dx / scale, -dy / scale, (width - dx) / scale, (tall - dy) / scale];
   const near = new Set(picked ? picked.edges.flatMap(edge => [edge.a, edge.b]) : []);
   if (picked) near.add(picked);
-  const dim = picked || hits.size, lit = item => !dim || near.has(item) || hits.has(item);
+  const dim = picked || hits.size, lit = item => !dim || near.has(item) || hits.has(item) || item.hit;
   const group = (item, test) => { for (let up = item.parent; up; up = up.parent) if (test(up)) return true; return false; };
-  for (const item of visible) {
-    if (item.x > right || item.x + item.w < left || item.y > bottom || item.y + item.h < top) continue;
-    const open = item.children && item.open, fill = item.boundary && !open ? "boundary" : item.phase === "output" ? "input" : item.phase === "between" ? "update" : item.phase;
-    context.globalAlpha = open || lit(item) || group(item, up => up === picked) ? 1 : .3;
-    context.beginPath(); context.roundRect(item.x, item.y, item.w, item.h, open ? 8 : 4);
-    context.fillStyle = of(open ? "paper" : fill); context.fill();
-    context.lineWidth = item === picked ? 3 / Math.min(1, scale) : open ? 1 : .5; context.strokeStyle = of(item === picked ? "mark" : open ? fill in KEYS ? fill : "line" : "line"); context.stroke();
-    if (item.time && !open) { context.fillStyle = of("wait"); context.fillRect(item.x, item.y + item.h - 3, item.w * item.time / longest, 3); }
-    if (scale * LEAF < 7) continue;
-    const line = item.y + (open ? HEAD / 2 + 1 : item.h / 2), side = open ? `${item.count} ops, click to fold` : (item.children ? "▸ " : "") + formOf(item);
-    context.textBaseline = "middle"; context.font = `${item.children ? "600 " : ""}12px system-ui, sans-serif`;
-    context.fillStyle = open ? of("ink") : "#fff";
-    const room = item.w - 20 - 6.3 * side.length;
-    context.fillText(shortened(item.title, Math.max(4, Math.floor(room / 6.6))), item.x + 8, line);
-    context.font = "11px system-ui, sans-serif"; context.textAlign = "right"; context.globalAlpha *= .85;
-    context.fillStyle = open ? of("soft") : "#fff"; context.fillText(side, item.x + item.w - 8, line);
-    context.textAlign = "left";
-  }
   let labels = 0;
   const mine = new Set(picked ? picked.edges : []);
-  for (const edge of edges) {
+  const quiet = edge => !mine.has(edge) && (edge.a.phase === "input" || edge.b.phase === "output"); // below the boxes
+  const drawEdges = wanted => edges.filter(wanted).forEach(edge => {
     const line = ends(edge);
-    if (Math.max(line[0], line[6]) < left || Math.min(line[2], line[4], line[0], line[6]) > right || Math.max(line[1], line[7]) < top || Math.min(line[1], line[7]) > bottom) continue;
-    const own = mine.has(edge), state = edge.a.phase === "input";
-    if (!own && edges.length > 4000 && scale < .5) continue;
+    if (Math.max(line[0], line[6]) < left || Math.min(line[2], line[4], line[0], line[6]) > right || Math.max(line[1], line[7]) < top || Math.min(line[1], line[7]) > bottom) return;
+    const own = mine.has(edge), state = quiet(edge);
+    if (!own && edges.length > 4000 && scale < .5) return;
     context.globalAlpha = own ? 1 : dim ? .08 : state ? .18 : .5;
     context.strokeStyle = of(own ? "mark" : state ? "input" : "soft"); context.lineWidth = own ? 2 / Math.min(1, scale) : Math.min(4, .8 + Math.log10(1 + edge.bytes / 4096));
     context.beginPath(); context.moveTo(line[0], line[1]); context.bezierCurveTo(...line.slice(2)); context.stroke();
@@ -155,7 +139,27 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
       context.lineWidth = 3; context.strokeStyle = of("ground"); context.strokeText(text, x, y); context.fillStyle = of("soft"); context.fillText(text, x, y);
       context.textAlign = "left"; labels += 1;
     }
+  });
+  drawEdges(quiet);
+  for (const item of visible) {
+    if (item.x > right || item.x + item.w < left || item.y > bottom || item.y + item.h < top) continue;
+    const open = item.children && item.open, fill = item.boundary && !open ? "boundary" : item.phase === "output" ? "input" : item.phase === "between" ? "update" : item.phase;
+    context.globalAlpha = open || lit(item) || group(item, up => up === picked) ? 1 : .3;
+    context.beginPath(); context.roundRect(item.x, item.y, item.w, item.h, open ? 8 : 4);
+    context.fillStyle = of(open ? "paper" : fill); context.fill();
+    context.lineWidth = item === picked ? 3 / Math.min(1, scale) : open ? 1 : .5; context.strokeStyle = of(item === picked ? "mark" : open ? fill in KEYS ? fill : "line" : "line"); context.stroke();
+    if (item.time && !open) { context.fillStyle = of("wait"); context.fillRect(item.x, item.y + item.h - 3, item.w * item.time / longest, 3); }
+    if (scale * LEAF < 7) continue;
+    const line = item.y + (open ? HEAD / 2 + 1 : item.h / 2), side = open ? `${countOf(item)}, click to fold` : (item.children ? "▸ " : "") + formOf(item);
+    context.textBaseline = "middle"; context.font = `${item.children ? "600 " : ""}12px system-ui, sans-serif`;
+    context.fillStyle = open ? of("ink") : "#fff";
+    const room = item.w - 20 - 6.3 * side.length;
+    context.fillText(shortened(item.title, Math.max(4, Math.floor(room / 6.6))), item.x + 8, line);
+    context.font = "11px system-ui, sans-serif"; context.textAlign = "right"; context.globalAlpha *= .85;
+    context.fillStyle = open ? of("soft") : "#fff"; context.fillText(side, item.x + item.w - 8, line);
+    context.textAlign = "left";
   }
+  drawEdges(edge => !quiet(edge));
 });
 const longest = Math.max(...columns.flat().map(item => item.time), 1e-12);
 const zoom = (factor, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2) => {
@@ -165,11 +169,17 @@ const zoom = (factor, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2) =
 const move = (x, y) => { dx += x; dy += y; redraw(); };
 const fit = () => {
   const [x, y, right, bottom] = extent, width = canvas.clientWidth, tall = canvas.clientHeight;
-  const whole = Math.min((width - 32) / (right - x), (tall - 32) / (bottom - y), 1.4);
-  // A picture that is much higher than wide is read from its top, at a size that can be read.
-  scale = Math.max(whole, Math.min(.75, (width - 32) / (right - x)), .02);
-  dx = (width - scale * (right + x)) / 2; dy = whole < scale ? 16 : (tall - scale * (bottom + y)) / 2;
-  if (scale * (right - x) > width - 32) dx = 16 - scale * x;
+  scale = Math.max(.01, Math.min((width - 32) / (right - x), (tall - 32) / (bottom - y), 1.4));
+  dx = (width - scale * (right + x)) / 2; dy = (tall - scale * (bottom + y)) / 2;
+  redraw();
+};
+// Where the whole would be too small to read, its upper part, from the forward on.
+const fitReadable = () => {
+  fit();
+  const wide = (canvas.clientWidth - 32) / (extent[2] - extent[0]), first = (columns[1][0] || columns.flat()[0] || {x: 0}).x;
+  if (scale >= .6) return;
+  scale = Math.max(.6, Math.min(wide, 1)); dy = 16;
+  dx = wide >= scale ? (canvas.clientWidth - scale * (extent[2] + extent[0])) / 2 : 24 - scale * first;
   redraw();
 };
 const centre = item => { scale = Math.max(scale, .7); dx = canvas.clientWidth / 2 - (item.x + item.w / 2) * scale; dy = canvas.clientHeight / 2 - (item.y + Math.min(item.h, 60) / 2) * scale; redraw(); };
@@ -246,13 +256,18 @@ gestures(canvas, {
 });
 const search = $("search");
 let found = [], turn = 0;
-const openAll = open => { eachGroup(columns.flat(), item => { item.open = open; }); if (!open) openFirst(56); select(null); layout(); fit(); };
-const goHit = () => { if (found.length) { const item = placed.get(found[turn % found.length]); openTo(item); hits = new Set(found.map(index => placed.get(index))); centre(item); } };
+const openAll = open => { eachGroup(columns.flat(), item => { item.open = open; }); if (!open) openFirst(56); select(null); layout(); fitReadable(); };
+const markHits = () => {
+  eachGroup(columns.flat(), item => { item.hit = false; });
+  for (const item of hits) for (let up = item.parent; up; up = up.parent) up.hit = true;
+};
+const goHit = () => { if (found.length) { const item = placed.get(found[turn % found.length]); openTo(item); centre(item); } };
 const seek = () => {
   const text = search.value.trim().toLowerCase();
   turn = 0; select(null);
   found = text ? nodes.map((_, i) => i).filter(i => (nodes[i].label + " " + nodes[i].scope + " " + nodes[i].name).toLowerCase().includes(text)) : [];
   hits = new Set(found.map(index => placed.get(index)));
+  markHits();
   $("found").textContent = text ? `${found.length} found` : "";
   goHit(); redraw();
 };
@@ -286,10 +301,11 @@ memory.addEventListener("click", event => {
     if (index >= 0) { go(placed.get(index)); return; }
   }
 });
-layout(); fit();
+layout(); fitReadable();
 if (location.hash.length > 1) {
   const asked = decodeURIComponent(location.hash.slice(1));
   if (asked === "*") openAll(true); else { search.value = asked; seek(); }
 }
+redraw.now();
 document.body.dataset.nodes = nodes.length;
 document.body.dataset.edges = edges.length;

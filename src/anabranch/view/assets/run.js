@@ -266,6 +266,7 @@ const drawTimeline = () => {
   canvas.addEventListener("keydown", event => { if (keys[event.key]) { event.preventDefault(); keys[event.key](); } });
   const button = (text, label, act) => { const made = element("button", {"aria-label": label, title: label}, text); made.addEventListener("click", act); return made; };
   const made = section("Timeline", canvas);
+  redraw.now();
   made.firstChild.append(button("+", "zoom in", () => zoom(1.6)), button("−", "zoom out", () => zoom(1 / 1.6)), button("all", "show all", whole),
     ...[["step", "step"], ["forward", "forward"], ["backward", "backward"], ["update", "update"], ["crossing", "crossing"], ["serve", "serve"], ["wait", "wait"]].map(([name, text]) => key(name, text)));
   made.append(element("div", {class: "soft", style: "margin-top:6px"}, "Drag to move, click and use the wheel to zoom, pinch on a touch screen; arrow keys, + and − by keyboard. Lines lead from a sender to its receiver."));
