@@ -9,7 +9,7 @@ from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["LONGEST_SLEEP", "Deadline", "check_seconds", "minutes_and_seconds"]
+__all__ = ["Deadline", "LONGEST_SLEEP", "check_seconds", "minutes_and_seconds"]
 
 LONGEST_SLEEP = 1.0
 """Seconds that a thread which may be the main one sleeps at a time: a signal that comes in the moment before it falls

@@ -1,4 +1,4 @@
-"""What a page shows of a job: its processes, what has crossed between them, its loss and its pace."""
+"""The data of a page about a job: its processes, the bytes between them, its loss and its pace."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class PageServer:
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The page's address."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/"
 
     def serve(self) -> None:

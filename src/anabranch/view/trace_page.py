@@ -1,4 +1,4 @@
-"""What a page shows of a trace: spans by thread, who exchanged how much with whom, schedules, the longest waits."""
+"""The data of a page about a trace: spans by thread, bytes between processes, schedules, the longest waits."""
 
 from __future__ import annotations
 
