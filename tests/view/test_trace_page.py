@@ -123,10 +123,12 @@ def test_more_spans_than_a_page_holds_are_counted(tmp_path: Path, monkeypatch: p
 
 
 def test_a_trace_of_another_tool_is_shown_too(tmp_path: Path) -> None:
-    event = {"ph": "X", "name": "aten::mm", "ts": 5, "dur": 2, "pid": 1, "tid": 2}
+    event = {"ph": "X", "name": "aten::mm", "ts": 5, "dur": 2, "pid": 1, "tid": 2, "args": {"value": float("nan")}}
     for content in ([event], {"traceEvents": [event]}):
         (tmp_path / "other.json").write_text(json.dumps(content))
-        (lane,) = read_trace(tmp_path / "other.json")["lanes"]
+        found = read_trace(tmp_path / "other.json")
+        (lane,) = found["lanes"]
+        assert found["facts"] == [None, {"value": "NaN"}]
         assert (lane["process"], lane["name"]) == ("process 1", "thread 2")
 
 

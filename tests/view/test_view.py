@@ -94,6 +94,15 @@ def test_a_job_shows_its_pace_its_bytes_and_the_trace_it_wrote(tmp_path: Path) -
     assert len(data["trace"]["lanes"]) == 1  # type: ignore[index]
 
 
+def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
+    folder = job(tmp_path / "logs")
+    status = json.loads((folder / "worker-0.status").read_text())
+    status["run"]["curve"] = [1.0, float("nan"), float("inf"), 0.5]
+    (folder / "worker-0.status").write_text(json.dumps(status))
+    data = data_of(made(folder, "--out", tmp_path / "page.html"))
+    assert data["job"]["loss"] == [1.0, None, None, 0.5]  # type: ignore[index]
+
+
 def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
     page = page_of("run", EVIL, {"name": EVIL, "line": "\u2028"})
     assert page.count("</script>") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ def job_data(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "ended": found.ended is not None,
         "seconds": found.seconds,
-        "loss": list(found.curve),
+        "loss": [value if math.isfinite(value) else None for value in found.curve],
         "pace": list(found.pace),
         "saved": found.saved,
         "roles": [_role(role) for role in found.roles],

@@ -94,9 +94,10 @@ class _Texts:
     def of_facts(self, facts: object) -> int:
         if not facts:
             return 0
-        number = self._facts.setdefault(json.dumps(facts, allow_nan=False), len(self.facts))
+        text = json.dumps(facts)
+        number = self._facts.setdefault(text, len(self.facts))
         if number == len(self.facts):
-            self.facts.append(facts)
+            self.facts.append(json.loads(text, parse_constant=str))  # NaN as a text, which JSON has
         return number
 
 

@@ -66,28 +66,30 @@ const drawMap = () => {
   section("Who exchanged what with whom", element("div", {class: "scroll"}, svg.parentNode));
 };
 
+// Values that are not finite are null, and gaps in the line.
 const chart = (title, values, unit, from, to) => {
-  const width = 460, height = 150, left = 50, bottom = 22;
-  const low = Math.min(...values), high = Math.max(...values), range = high - low || Math.abs(high) || 1;
+  const width = 460, height = 150, left = 50, bottom = 22, known = values.filter(v => v !== null);
+  const low = Math.min(...known), high = Math.max(...known), range = high - low || Math.abs(high) || 1;
   const x = i => left + (width - left - 8) * (values.length > 1 ? i / (values.length - 1) : .5);
   const y = v => 8 + (height - bottom - 16) * (1 - (v - low) / range);
   const svg = drawn(element("div"), "svg", {viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img",
-    "aria-label": `${title}, from ${number(values[0])} to ${number(values[values.length - 1])}`});
+    "aria-label": `${title}, from ${number(known[0])} to ${number(known[known.length - 1])}`});
   for (const value of [low, low + range / 2, low + range]) {
     drawn(svg, "path", {class: "axis", d: `M${left} ${y(value)}H${width - 8}`});
     drawn(svg, "text", {class: "soft", x: left - 6, y: y(value) + 4, "text-anchor": "end"}, number(value));
   }
-  drawn(svg, "path", {d: "M" + values.map((v, i) => `${x(i).toFixed(1)} ${y(v).toFixed(1)}`).join("L"), fill: "none", stroke: "var(--forward)", "stroke-width": 2, "stroke-linejoin": "round"});
+  const points = values.map((v, i) => v === null ? "" : `${i && values[i - 1] !== null ? "L" : "M"}${x(i).toFixed(1)} ${y(v).toFixed(1)}`);
+  drawn(svg, "path", {d: points.join(""), fill: "none", stroke: "var(--forward)", "stroke-width": 2, "stroke-linejoin": "round"});
   drawn(svg, "text", {class: "soft", x: left, y: height - 5}, from);
   drawn(svg, "text", {class: "soft", x: width - 8, y: height - 5, "text-anchor": "end"}, to);
-  return element("div", {}, element("div", {class: "soft"}, `${title} ${number(values[values.length - 1])}${unit}`), svg.parentNode);
+  return element("div", {}, element("div", {class: "soft"}, `${title} ${values[values.length - 1] === null ? "not finite" : number(values[values.length - 1]) + unit}`), svg.parentNode);
 };
 
 const drawJob = () => {
   if (!job) return;
   const charts = element("div", {class: "pair"});
   const steps = job.roles.map(role => role.facts.steps).find(count => count !== undefined);
-  if (job.loss.length > 1) charts.append(chart("loss", job.loss, "", "first step", steps ? `step ${steps}` : "now"));
+  if (job.loss.filter(v => v !== null).length > 1) charts.append(chart("loss", job.loss, "", "first step", steps ? `step ${steps}` : "now"));
   if (job.pace.length > 1) charts.append(chart("pace", job.pace, " steps/s", "start", duration(job.seconds * 1e6)));
   if (charts.children.length) section("Loss and pace", charts);
   const table = element("table", {}, element("tr", {}, ...["process", "state", "waits for", "facts"].map(text => element("th", {}, text))));
