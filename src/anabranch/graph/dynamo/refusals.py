@@ -126,7 +126,7 @@ def _python_name(source: str) -> str:
 
 _INSIDE = re.compile(
     r"VariableTracker|\bHOP\b|AOT|\bFX\b|prox(y|ies)\b|python_type|SymInt|SymNode|fake tensor|FakeTensor|higher.order|"
-    r"bytecode|graph.?break|\bunbacked\b|__\w+__",
+    r"bytecode|graph.?break|\bunbacked\b|__\w+__|_dynamo|RecursionError",
     re.IGNORECASE,
 )
 """Words of PyTorch's tracers, which say nothing to those who write models."""
@@ -141,6 +141,8 @@ def is_inside_talk(said: str) -> bool:
 
     >>> is_inside_talk("Mutating a variable from outside the scope of this HOP is not supported")
     True
+    >>> is_inside_talk("KeyError: _dynamo_marked_constant"), is_inside_talk("it calls open()")
+    (True, False)
     """
     return _INSIDE.search(said) is not None
 
