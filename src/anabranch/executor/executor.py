@@ -6,12 +6,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from numbers import Integral
 from types import TracebackType
-from typing import Literal, Self, TypeVar, cast, overload
+from typing import Literal, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -19,44 +17,42 @@ from torch import Tensor, nn
 
 from anabranch import spans
 from anabranch.checkpoint.generations import check_path
-from anabranch.choices import choice
 from anabranch.collectives import Workers
 from anabranch.deadline import check_seconds
+from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.device_placement import Placement
 from anabranch.executor.engines.auto_engine import AutoEngine
-from anabranch.executor.engines.checked_graph import CheckedGraph
-from anabranch.executor.engines.engine import Engine
+from anabranch.executor.engines.choice import EngineChoice
 from anabranch.executor.engines.graph_engine import GraphEngine
-from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.likeness import check_alike
+from anabranch.executor.likeness import check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.pipe_runner import PipelineGrid, PipeRunner, check_pipes, evaluated, runner_for, seed_pipes
+from anabranch.executor.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
-from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
+from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.run_facts import RunFacts
 from anabranch.executor.run_trace import RunTrace
 from anabranch.executor.saving import HasState, Saver
 from anabranch.executor.sinks import Sink, check_sinks
 from anabranch.executor.statistics import Statistics, TableLoads
+from anabranch.executor.step_runs import StepRuns, StepTaken
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
 from anabranch.executor.tracking import Progress
-from anabranch.executor.watching import Watching, rates_of
+from anabranch.executor.watching import Watching
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
 from anabranch.status_file import status_file
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
+from anabranch.tensors import Compression, Structure, as_tensors, check_compression, map_structure
 
 __all__ = ["CommMode", "Executor"]
 
-_ENGINES: tuple[Literal["auto", "graph", "tape"], ...] = ("auto", "graph", "tape")
 _T = TypeVar("_T")
 
 
@@ -153,25 +149,8 @@ class Executor:
         consistency = Consistency.parse(consistency).name
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
-        engine = choice("engine", engine, _ENGINES)
-        if not isinstance(compile, bool):
-            raise TypeError(f"compile is True or False, got {compile!r}")
-        if compile and engine == "tape":
-            raise ValueError("compile=True compiles the graph, and the engine is 'tape'; give engine='graph'")
-        if capture_after is not None and (isinstance(capture_after, bool) or not isinstance(capture_after, int)):
-            raise TypeError(f"capture_after is a number of runs, or None, got {capture_after!r}")
-        if capture_after is not None and capture_after < 0:
-            raise ValueError(f"capture_after is a number of runs, at least 0, got {capture_after}")
-        if not isinstance(seed, Integral | None):
-            raise TypeError(f"seed is a whole number, or None, got {seed!r}")
-        if not isinstance(cache, Cache | None):
-            rows = f"; for {cache} rows write ab.Cache(capacity={cache})" if isinstance(cache, int) else ""
-            raise TypeError(f"cache is an ab.Cache or None, got {cache!r}{rows}")
-        if not isinstance(dataloaders, Mapping | None):
-            raise TypeError(f"dataloaders is a dict of loaders by the step's name, got {dataloaders!r}")
-        for name in dataloaders or {}:
-            self._step(name)
-        _check_state(state)
+        engines = EngineChoice.parse(engine, compile, capture_after)
+        check_arguments(seed=seed, cache=cache, dataloaders=dataloaders, state=state, steps=self._steps)
         sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)
         self._routes = plan_routes(
@@ -182,9 +161,7 @@ class Executor:
             use_sparse_pull=use_sparse_pull,
             caches=cache is not None,
         )
-        self._log_path = None if log_path is None else check_path(log_path, "log_path")
-        if self._log_path is not None and not self._log_path.parent.is_dir():
-            raise ValueError(f"log_path={log_path!r} lies in no directory that is there; make {self._log_path.parent}")
+        self._log_path = check_log_path(log_path)
         self._closed = False
         self._started = time.monotonic()
         self._placement: Placement | None = None
@@ -213,19 +190,21 @@ class Executor:
                     name,
                     step,
                     self._workers if together else None,
-                    partial(_engine_for, name, step, engine, compile, capture_after),
-                    engine,
+                    partial(engines.engine_for, name, step),
+                    engines.engine,
                 )
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
             self._evaluators = {
-                name: Evaluator(step, engine, compile=compile, capture_after=capture_after, name=name)
+                name: engines.evaluator_for(name, step)
                 for name, step in self._steps.items()
                 if isinstance(step, EvalStep)
             }
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
-            self._share_parameters()
+            if self._workers is not None and self._workers.size > 1:
+                check_alike(self._workers, self._steps, self._routes)
+                share_parameters(self._workers, self._steps, self._routes)
             if self._serves_any():
                 self._remote = RemotePart(
                     self._routes,
@@ -262,7 +241,9 @@ class Executor:
             self._progress.leave_in(file, otherwise=self._batches.loops)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
-        self._rows = 0.0
+        self._running = StepRuns(
+            self._runners, self._evaluators, self._batches, self._devices, self._watching, self._remote
+        )
         self._run_seconds = 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
         self._saver.loaders = self._batches.loaders
@@ -277,20 +258,6 @@ class Executor:
             return None
         devices = {_device_of(step.model) for step in self._steps.values()}
         return Workers(group, device=next(iter(devices)), timeout=timeout, heartbeat=heartbeat)
-
-    def _share_parameters(self) -> None:
-        if self._workers is None or self._workers.size == 1:
-            return
-        check_alike(self._workers, self._steps, self._routes)
-        by_row = {route.tensor for route in self._routes.at(Place.ROWS)}
-        unique = dict.fromkeys(p for step in self._steps.values() for p in step.model.parameters() if p not in by_row)
-        with torch.no_grad():
-            # What is sent is memory, so a parameter with gaps, or in another order, is sent as a copy.
-            sent = [parameter.detach().contiguous() for parameter in unique]
-            self._workers.broadcast(sent, operation="broadcast of parameters")
-            for parameter, value in zip(unique, sent, strict=True):
-                if value.data_ptr() != parameter.data_ptr():
-                    parameter.copy_(value)
 
     def _serves_any(self) -> bool:
         """Return True if something of the model lives on the servers, be it on another stage's rank."""
@@ -353,11 +320,11 @@ class Executor:
             self._remote.check_fetch(wanted.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            took: _Taken | None = None
+            took: StepTaken | None = None
             if isinstance(step, TrainStep):
-                values, took = self._train(name, step, batch, wanted)
+                values, took = self._running.train(name, step, batch, wanted)
             else:
-                values = self._evaluate(name, step, batch, wanted)
+                values = self._running.evaluate(name, step, batch, wanted)
         except BaseException as error:
             # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
@@ -374,59 +341,6 @@ class Executor:
         if self._trace is not None and self._trace.over(self.step):
             self._end_trace(clean=True)
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
-
-    def _train(
-        self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch
-    ) -> tuple[dict[str, Tensor], _Taken | None]:
-        """Return the values of a run, and the optimizer step that it took if anybody looks at those."""
-        runner = self._runners[name]
-        watched, steps_before = self._watching.of_steps, runner.steps
-        rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
-        fetch.norm, rows = None, 0.0
-        if not step.model.training:
-            step.model.train()
-        ran = None
-        while ran is None:
-            bound = batch is None
-            found = self._batches.next(name, runner.end_epoch) if bound else batch
-            length = self._batches.length(name) if bound else None
-            if found is None:
-                with runner.in_epoch(length):
-                    ran = runner.run_idle()
-                if ran is None:
-                    runner.end_epoch()
-                    self._batches.start_epoch(name)
-                continue
-            found = as_tensors(found, self._devices[name])
-            rows = float(count_rows(found) if step.rows is None else step.rows(found))
-            if not 0 <= rows < float("inf"):
-                raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
-            with runner.in_epoch(length) if bound else nullcontext():
-                ran = runner.run(found, rows, fetch)
-            self._rows += rows
-        if fetch.names is not None:
-            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows))
-            fetch.rates = torch.tensor(rates, dtype=torch.float64)
-        values = {"loss": ran.loss}
-        values.update(fetch.collect(ran.returned))
-        values["loss"] = ran.loss
-        if runner.steps != steps_before:
-            self._watching.counted(self.step)
-        if not watched or runner.steps == steps_before:
-            return values, None
-        numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
-        return values, _Taken(rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
-
-    def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
-        found = self._batches.next_to_evaluate(name) if batch is None else batch
-        found = as_tensors(found, self._devices[name])
-        if self._remote is not None:
-            self._remote.begin(training=False)
-        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
-            returned = self._evaluators[name].run(found, fetch)
-        if fetch.names is not None and "rows" in fetch.names:
-            fetch.rows = torch.tensor(count_rows(found))
-        return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def batch_num(self, name: str = "default") -> int:
         """Batches in an epoch of the step's loader: the longest's over all workers.
@@ -482,7 +396,7 @@ class Executor:
     @property
     def step(self) -> int:
         """The number of optimizer steps taken, those of a loaded checkpoint included."""
-        return sum(runner.steps for runner in self._runners.values())
+        return self._running.step
 
     def routes(self) -> Routes:
         """Return the place of every parameter, and the reason; ``print`` shows a table."""
@@ -496,7 +410,7 @@ class Executor:
             steps=self.step,
             skipped_steps=sum(runner.skipped for runner in self._runners.values()),
             runs=dict(self._runs),
-            rows=self._rows,
+            rows=self._running.rows,
             bytes=(0 if workers is None else workers.bytes_sent) + sum(loads.bytes for loads in tables.values()),
             run_seconds=self._run_seconds,
             wait_seconds=0.0 if workers is None else workers.wait_seconds,
@@ -764,78 +678,15 @@ class Executor:
         self._end(clean=kind is None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """An optimizer step that a run took.
-
-    Attributes:
-        rows: of this worker's batch.
-        rates: learning rates that it was taken with.
-        numbers: tensors by name, of which sinks get those of one element.
-    """
-
-    rows: float
-    rates: tuple[float, ...]
-    numbers: Mapping[str, Tensor]
-
-
-def _check_state(state: object) -> None:
-    if not isinstance(state, Mapping | None):
-        raise TypeError(f"state is a dict of objects by name, got {type(state).__name__}")
-    for name, value in (state or {}).items():
-        if not isinstance(name, str):
-            raise TypeError(f"state names objects by texts, got {name!r}")
-        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise TypeError(f"state {name!r} is a {type(value).__name__} without state_dict and load_state_dict")
-
-
 def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> Placement:
     optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
     return Placement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
-
-
-def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_after: int | None) -> Engine:  # noqa: A002
-    if step.precision == "float16":
-        if engine == "graph":
-            raise ValueError(
-                f"step {name!r} has precision='float16', whose loss is scaled on the tape, and engine='graph' was "
-                "asked for; use precision='bfloat16', or engine='auto'"
-            )
-        return TapeEngine(step, why="float16 scales its loss, which the tape does")
-    if step.activation_budget is not None:
-        if engine == "tape":
-            raise ValueError(
-                f"step {name!r} has an activation_budget, which takes a graph, and engine='tape' was asked for; leave "
-                "one of them out, or checkpoint layers with torch.utils.checkpoint"
-            )
-        # Not compared with the tape, which would not fit.
-        return GraphEngine(step, compile=compile, leaves_gradients=not compile, name=name, tape=TapeEngine(step))
-    if engine == "tape":
-        return TapeEngine(step)
-    if engine == "graph":
-        # Inductor's kernels round differently: there is nothing to compare bit for bit.
-        if compile:
-            return GraphEngine(step, compile=True, name=name, tape=TapeEngine(step))
-        return CheckedGraph(step, name=name)
-    return AutoEngine(step, compile=compile, capture_after=capture_after, name=name)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the block; afterwards every submodule has the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _as_numpy(value: object) -> object:

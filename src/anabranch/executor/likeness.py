@@ -22,7 +22,7 @@ from anabranch.collectives import Workers
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.steps import Step, TrainStep
 
-__all__ = ["check_alike"]
+__all__ = ["check_alike", "share_parameters"]
 
 # The group's parameters, flags that change how an update is computed but not which one, and a worker's own place.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "device", "rank"}
@@ -49,6 +49,19 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
         "each worker applies the averaged gradients by itself, so make the same optimizers with the same groups and "
         "settings on all of them",
     )  # fmt: skip
+
+
+def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
+    """Copy rank 0's parameters over everyone's, but for tables, whose rows come from the servers."""
+    by_row = {route.tensor for route in routes.at(Place.ROWS)}
+    unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
+    with torch.no_grad():
+        # What is sent is memory, so a parameter with gaps, or in another order, is sent as a copy.
+        sent = [parameter.detach().contiguous() for parameter in unique]
+        workers.broadcast(sent, operation="broadcast of parameters")
+        for parameter, value in zip(unique, sent, strict=True):
+            if value.data_ptr() != parameter.data_ptr():
+                parameter.copy_(value)
 
 
 def _compare(what: str, everyone: list[str], cure: str) -> None:
