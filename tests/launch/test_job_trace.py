@@ -116,8 +116,8 @@ def test_a_job_that_is_interrupted_leaves_a_trace(script: Script, tmp_path: Path
         from anabranch import spans
         with spans.span("before", "compute"):
             pass
-        print("ready", flush=True)
         with spans.span("sleeping", "compute"):
+            print("ready", flush=True)
             time.sleep(600)
         """
     )

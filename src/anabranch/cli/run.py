@@ -13,6 +13,7 @@ import typer
 
 from anabranch.cli.standard_streams import say
 from anabranch.launch import Durability, Outcome, RestartBudget, launch
+from anabranch.launch.program import Program
 from anabranch.launch.status import status_of
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
@@ -24,15 +25,20 @@ __all__ = ["run"]
 
 def run(
     script: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="SCRIPT", help="The Python file that every worker and expert runs.", exists=True, show_default=False
+            metavar="SCRIPT",
+            help="The Python file, or with -m module, every worker and expert runs.",
+            show_default=False,
         ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
     ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is the name of a module, found as `python -m` finds it.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to start.")] = 1,
     servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers to start.")] = 0,
     experts: Annotated[
@@ -108,6 +114,10 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
     try:
+        Program(script, is_module=module, looks_here=module).check()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    try:
         trace = None if trace is None else check_trace_path(trace)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
@@ -118,6 +128,7 @@ def run(
             outcome = launch(
                 script,
                 arguments or [],
+                is_module=module,
                 workers=workers,
                 servers=servers,
                 experts=experts,

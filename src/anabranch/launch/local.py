@@ -58,9 +58,10 @@ _END_SECONDS = 5.0
 
 
 def launch(
-    script: Path,
+    script: Path | str,
     arguments: Sequence[str] = (),
     *,
+    is_module: bool = False,
     workers: int = 1,
     servers: int = 0,
     experts: int = 0,
@@ -93,6 +94,7 @@ def launch(
     Args:
         script: the Python file.
         arguments: what it finds in ``sys.argv[1:]``.
+        is_module: whether ``script`` is the name of a module, which is found as ``python -m`` finds it.
         workers: how many workers; at least 1.
         servers: how many parameter servers.
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
@@ -117,8 +119,8 @@ def launch(
         trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
 
     Raises:
-        ValueError: an invalid number of processes, a missing script, a host that is not an address of this machine, or
-            a trace that cannot be written.
+        ValueError: an invalid number of processes, a missing script or module, a host that is not an address of this
+            machine, or a trace that cannot be written.
     """
     if workers < 1:
         raise ValueError(f"a job has at least 1 worker, got workers={workers}")
@@ -126,8 +128,8 @@ def launch(
         raise ValueError(f"a job cannot have fewer than 0 servers or experts, got servers={servers}, experts={experts}")
     if host is not None and not servers and not experts:
         raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
-    if not script.exists():
-        raise ValueError(f"there is no script {str(script)!r} here; it is looked up from {os.getcwd()!r}")
+    program = Program(str(script), tuple(arguments), is_module, looks_here=is_module)
+    program.check()
     # A job inside a process that is recorded is none of that process's job.
     base = {
         name: value
@@ -151,7 +153,7 @@ def launch(
             if number:
                 job_file.all_return()
             return _attempt(
-                Program(str(script), tuple(arguments)),
+                program,
                 number,
                 workers=workers,
                 servers=servers,

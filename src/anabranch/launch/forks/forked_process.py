@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import current_process
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class ForkedProcess:
         facts = dict(message)
         program = dict(facts.pop("program"))  # type: ignore[call-overload]
         return cls(
-            program=Program(program["target"], tuple(program["arguments"]), program["is_module"]),
+            program=Program(**{**program, "arguments": tuple(program["arguments"])}),
             stdio=(stdin, stdout, stderr),
             directory=directory,
             report=report,
@@ -76,14 +76,9 @@ class ForkedProcess:
 
     def to_message(self) -> tuple[Message, list[int]]:
         """As it travels to the fork server."""
-        program = {
-            "target": self.program.target,
-            "arguments": self.program.arguments,
-            "is_module": self.program.is_module,
-        }
         message: Message = {
             "name": self.name,
-            "program": program,
+            "program": asdict(self.program),
             "environment": self.environment,
             "launcher": self.launcher,
             "ignored": self.ignored,

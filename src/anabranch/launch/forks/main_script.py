@@ -36,6 +36,8 @@ def run_as_main(program: Program) -> None:
     sys.orig_argv = program.command
     try:
         if program.is_module:
+            if program.looks_here and not sys.flags.safe_path:
+                sys.path.insert(0, os.getcwd())
             runpy.run_module(program.target, run_name="__main__", alter_sys=True)
         else:
             _run_file(program.target)
