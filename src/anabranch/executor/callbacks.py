@@ -49,7 +49,7 @@ class SaveRecord:
     Attributes:
         step: optimizer steps taken so far.
         path: the directory.
-        seconds: that saving took.
+        seconds: that saving took; in the background, until it was found to be written.
     """
 
     step: int

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from anabranch import spans
 from anabranch.checkpoint.generations import check_path
 from anabranch.collectives import Workers
-from anabranch.deadline import check_seconds
+from anabranch.deadline import Deadline, check_seconds
 from anabranch.executor.arguments import check_arguments, check_log_path
+from anabranch.executor.background_saves import MOST_IN_FLIGHT
 from anabranch.executor.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.device_placement import Placement
 from anabranch.executor.engines.auto_engine import AutoEngine
@@ -119,6 +120,7 @@ class Executor:
     """
 
     _trace: RunTrace | None = None
+    _end_saves: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class Executor:
             caches=cache is not None,
         )
         self._log_path = check_log_path(log_path)
-        self._closed = False
+        self._closed, self._timeout = False, timeout
         self._started = time.monotonic()
         self._placement: Placement | None = None
         self._remote: RemotePart | None = None
@@ -202,6 +204,7 @@ class Executor:
                 if isinstance(step, EvalStep)
             }
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
+            self._end_saves = self._saver.close
             if self._workers is not None and self._workers.size > 1:
                 check_alike(self._workers, self._steps, self._routes)
                 share_parameters(self._workers, self._steps, self._routes)
@@ -462,21 +465,46 @@ class Executor:
 
     # Checkpoints.
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], wait: bool = True) -> None:
         """Save everything that training goes on from, whole or not at all; every worker calls it.
 
         Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
         number generators, the positions of the bound loaders, batches fetched ahead not counted, and what was given as
         ``state``. The previous checkpoint in ``path`` is kept.
 
+        With ``wait=False`` a copy is taken in memory, and written while training goes on; of at most two at a time. A
+        failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, and ``"save"`` is
+        told of there.
+
         Raises:
-            CheckpointError: it could not be written; raised on every worker.
+            CheckpointError: it could not be written, or one before it; raised on every worker.
+            DeadlineExceeded: two are still being written after ``timeout`` seconds.
         """
         self._check_open()
         folder, began = check_path(path), time.monotonic()
+        if not isinstance(wait, bool):
+            raise TypeError(f"wait is True or False, got {wait!r}")
+        self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
         with self._failures_told():
-            self._saver.save(folder)
-        self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
+            self._saver.save(folder, wait=wait)
+        if wait:
+            self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
+
+    def finish_saves(self) -> None:
+        """Return once everything that ``save(wait=False)`` has begun is written; every worker calls it.
+
+        Raises:
+            CheckpointError: one could not be written; raised on every worker.
+            DeadlineExceeded: it takes longer than ``timeout`` seconds.
+        """
+        self._check_open()
+        self._settle_saves()
+
+    def _settle_saves(self, leave: int = 0) -> None:
+        with self._failures_told():
+            done = self._saver.settle(Deadline.after(self._timeout), leave=leave)
+        for one in done:
+            self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continues from the newest whole checkpoint in ``path``; any number of workers may. Every worker calls it.
@@ -489,6 +517,7 @@ class Executor:
         """
         self._check_open()
         folder = check_path(path)
+        self._settle_saves()
         with self._failures_told():
             self._saver.load(folder)
         self._watching.loaded(self.step, folder)
@@ -501,6 +530,7 @@ class Executor:
         """
         self._check_open()
         folder = check_path(path)
+        self._settle_saves()
         with self._failures_told():
             found = self._saver.resume(folder)
         if found:
@@ -668,6 +698,10 @@ class Executor:
             stack.callback(self._batches.close)
             stack.callback(self._watching.close)
             stack.callback(self._end_trace, clean=clean)
+            if self._end_saves is not None:
+                stack.callback(self._end_saves)
+                if clean:
+                    stack.callback(self._settle_saves)
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ live on servers are in "model" and "optimizer" like others, so that a checkpoint
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +32,9 @@ from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
-from anabranch.errors import AnabranchError, CheckpointError
+from anabranch.deadline import Deadline
+from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
+from anabranch.executor.background_saves import BackgroundSaves, Snapshot, Started
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.merging import Part, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
 from anabranch.executor.pipe_runner import PipelineGrid
@@ -79,6 +82,8 @@ class Saver:
         objects: Mapping[str, HasState] | None = None,
     ) -> None:
         self._objects = dict(objects or {})
+        self._background: BackgroundSaves | None = None
+        self._begun: list[Started] = []
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = runners
         self._workers = workers
@@ -105,8 +110,9 @@ class Saver:
 
     # Saving.
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; on every worker, or raised on every worker."""
+    def save(self, path: Path, *, wait: bool = True) -> None:
+        """Write a checkpoint; on every worker, or raised on every worker. Not to ``wait`` leaves that to a thread."""
+        began = time.monotonic()
         if self.remote is not None:
             self.remote.settle()
             if self._stages > 1:
@@ -119,7 +125,13 @@ class Saver:
         failure = ""
         if self._rank == 0:
             try:
-                self._write(path, ranks)
+                snapshot = self._collected(ranks)
+                if wait:
+                    snapshot.write(path)
+                else:
+                    snapshot = snapshot.copied()
+                    self._background = self._background or BackgroundSaves()
+                    self._background.begin(lambda: snapshot.write(path))
             except Exception as error:  # a server may be lost, an object of the user's may fail
                 if self._size == 1:
                     raise
@@ -127,6 +139,45 @@ class Saver:
         failure = self._gather(failure.encode())[0].decode()
         if failure:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
+        if not wait:
+            self._begun.append(Started(self._steps_taken(), path, began))
+
+    def settle(self, deadline: Deadline, *, leave: int = 0) -> list[Started]:
+        """Wait until at most ``leave`` of the saves begun before are not written; return those that are.
+
+        Raises:
+            CheckpointError: one has failed; on every worker.
+        """
+        if not self._begun:
+            return []
+        ended: list[str] = []
+        failed = ""
+        if self._background is not None:
+            try:
+                ended = self._background.wait(leave, deadline)
+            except DeadlineExceeded as error:
+                if self._size == 1:
+                    raise
+                failed = str(error)
+        answer = self._gather(msgspec.json.encode([failed, *ended]))[0]
+        failed, *ended = msgspec.json.decode(answer, type=list[str])
+        done, self._begun = self._begun[: len(ended)], self._begun[len(ended) :]
+        for started, failure in zip(done, ended, strict=True):
+            if failure:
+                raise CheckpointError(
+                    f"{started.path} of step {started.step} was not saved in the background: {failure}"
+                )
+        if failed:
+            raise CheckpointError(f"rank 0 still saves in the background: {failed}")
+        return done
+
+    def close(self) -> None:
+        """Return once nothing is written any more."""
+        if self._background is not None:
+            self._background.close()
+
+    def _steps_taken(self) -> int:
+        return sum(runner.steps for runner in self._runners.values())
 
     def _part(self) -> dict[str, object]:
         """Return this stage's part of the model, or why it cannot be had."""
@@ -139,7 +190,7 @@ class Saver:
         model = {name: tensor.clone() for name, tensor in tensors.items()}
         return {"part": {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states(kept)}}
 
-    def _write(self, path: Path, ranks: list[bytes]) -> None:
+    def _collected(self, ranks: list[bytes]) -> Snapshot:
         kept = {} if self.remote is None else self.remote.read()
         model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
         everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
@@ -184,7 +235,7 @@ class Saver:
             "objects": saved_objects,
         }
         groups = {name: tensors for name, tensors in groups.items() if tensors or name in ("model", "optimizer")}
-        checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._runners.values()))
+        return Snapshot(groups, state, self._steps_taken())
 
     def _model_tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}

@@ -1,0 +1,103 @@
+"""``BackgroundSaves``: checkpoints that are written while training goes on, one after the other."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from anabranch import checkpoint
+from anabranch.deadline import LONGEST_SLEEP, Deadline
+
+__all__ = ["MOST_IN_FLIGHT", "BackgroundSaves", "Snapshot", "Started"]
+
+MOST_IN_FLIGHT = 2
+"""Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The content of a checkpoint."""
+
+    groups: Mapping[str, checkpoint.Group]
+    state: object
+    step: int
+
+    def copied(self) -> Snapshot:
+        """Return a copy in the memory of the host, which training does not change."""
+        groups = {
+            name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in _tensors_of(group).items()}
+            for name, group in self.groups.items()
+        }
+        return Snapshot(groups, copy.deepcopy(self.state), self.step)
+
+    def write(self, path: Path) -> None:
+        """Write it as a checkpoint."""
+        checkpoint.write(path, self.groups, self.state, step=self.step)
+
+
+def _tensors_of(group: checkpoint.Group) -> Mapping[str, Tensor]:
+    return group() if callable(group) else group
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A save that was begun.
+
+    Attributes:
+        step: optimizer steps that it holds.
+        path: the directory.
+        began: ``time.monotonic()`` when it was asked for.
+    """
+
+    step: int
+    path: Path
+    began: float
+
+
+class BackgroundSaves:
+    """Writes on a thread of its own, in the order in which it was asked to.
+
+    >>> saves = BackgroundSaves()
+    >>> saves.begin(lambda: None)
+    >>> saves.wait(0, Deadline.after(5.0))
+    ['']
+    >>> saves.close()
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="anabranch-save")
+        self._writing: list[Future[None]] = []
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Have ``write`` called."""
+        self._writing.append(self._pool.submit(write))
+
+    def wait(self, most: int, deadline: Deadline) -> list[str]:
+        """Wait until at most so many are left, and return of each that has ended the reason of its failure, or ``""``.
+
+        Raises:
+            DeadlineExceeded: they take longer.
+        """
+        while sum(not future.done() for future in self._writing) > most:
+            if deadline.expired():
+                raise deadline.error(peer="the disk", operation="save in the background")
+            concurrent.futures.wait(
+                [future for future in self._writing if not future.done()],
+                min(LONGEST_SLEEP, deadline.remaining()),
+                concurrent.futures.FIRST_COMPLETED,
+            )
+        ended = []
+        while self._writing and self._writing[0].done():
+            error = self._writing.pop(0).exception()
+            ended.append("" if error is None else f"{type(error).__name__}: {error}")
+        return ended
+
+    def close(self) -> None:
+        """End the thread once all is written."""
+        self._pool.shutdown(wait=True)

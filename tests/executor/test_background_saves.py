@@ -1,0 +1,196 @@
+"""``save(wait=False)``: a copy of now is written while training goes on; the copies are few, and no failure is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch import checkpoint
+from anabranch.testing import LocalJob
+
+BATCH = (torch.arange(8.0).reshape(4, 2), torch.ones(4, 1))
+
+
+class Held:
+    """Writes of checkpoints that begin when they are let go, and may be made to fail."""
+
+    def __init__(self, write: object) -> None:
+        self.write = write
+        self.go = threading.Event()
+        self.failure: Exception | None = None
+        self.begun = 0
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        self.begun += 1
+        assert self.go.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        return self.write(*arguments, **options)  # type: ignore[operator]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    found = Held(checkpoint.write)
+    monkeypatch.setattr(checkpoint, "write", found)
+    yield found
+    found.go.set()
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def executor(**options: object) -> ab.Executor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    step = ab.TrainStep(model, loss, optimizer, scheduler=scheduler)
+    return ab.Executor({"train": step}, **options)  # type: ignore[arg-type]
+
+
+def run(target: ab.Executor, times: int = 1) -> list[float]:
+    return [target.run("train", BATCH)["loss"].item() for _ in range(times)]
+
+
+def test_what_is_saved_is_what_there_was_and_training_goes_on(held: Held, tmp_path: Path) -> None:
+    with executor() as first:
+        run(first, 3)
+        told = []
+        first.on("save", lambda record: told.append((record.step, record.path)))
+        first.save(tmp_path, wait=False)
+        after = run(first, 4)
+        assert not list(tmp_path.glob("manifest*"))
+        assert told == []
+        held.go.set()
+        first.finish_saves()
+        assert told == [(3, tmp_path)]
+    with executor() as second:
+        assert second.resume(tmp_path)
+        assert second.step == 3
+        assert run(second, 4) == after
+
+
+def test_at_most_two_are_written_at_a_time(held: Held, tmp_path: Path) -> None:
+    with executor(timeout=0.5) as target:
+        target.save(tmp_path, wait=False)
+        target.save(tmp_path, wait=False)
+        with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
+            target.save(tmp_path, wait=False)
+        assert held.begun == 1  # one after the other
+        held.go.set()
+    assert held.begun == 2
+    assert checkpoint.read(tmp_path).generation == 2
+
+
+@pytest.mark.parametrize("call", ["save", "save later", "finish_saves", "load", "resume", "close"])
+def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_path: Path) -> None:
+    held.failure = OSError("the disk is full")
+    held.go.set()
+    target = executor()
+    target.save(tmp_path / "first", wait=False)
+    while not held.begun:
+        pass
+    calls = {
+        "save": lambda: target.save(tmp_path / "second"),
+        "save later": lambda: (target.save(tmp_path / "second", wait=False), target.finish_saves()),
+        "finish_saves": target.finish_saves,
+        "load": lambda: target.load(tmp_path),
+        "resume": lambda: target.resume(tmp_path),
+        "close": target.close,
+    }
+    with pytest.raises(ab.CheckpointError, match=r"first of step 0 was not saved in the background: OSError: the disk"):
+        calls[call]()
+    held.failure = None
+    target.close()
+
+
+def test_closing_waits_and_a_failed_run_leaves_a_whole_checkpoint(held: Held, tmp_path: Path) -> None:
+    timer = threading.Timer(0.2, held.go.set)
+    with pytest.raises(KeyError), executor() as target:  # noqa: PT012
+        run(target)
+        target.save(tmp_path, wait=False)
+        timer.start()
+        raise KeyError
+    timer.join(60)
+    assert checkpoint.read(tmp_path).step == 1
+
+
+def test_a_save_that_waits_comes_after_those_that_did_not(held: Held, tmp_path: Path) -> None:
+    threading.Timer(0.2, held.go.set).start()
+    with executor() as target:
+        target.save(tmp_path, wait=False)
+        run(target)
+        target.save(tmp_path)
+        assert checkpoint.read(tmp_path).step == 1
+        assert held.begun == 2
+
+
+def test_wait_is_true_or_false(tmp_path: Path) -> None:
+    with executor() as target, pytest.raises(TypeError, match="wait is True or False, got 3"):
+        target.save(tmp_path, wait=3)  # type: ignore[arg-type]
+
+
+WORKERS = """
+import json, sys
+import torch
+import anabranch as ab
+from anabranch import checkpoint
+
+folder = sys.argv[1]
+model = torch.nn.Linear(2, 1)
+step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+found = []
+with ab.Executor({"train": step}, comm_mode="AllReduce") as executor:
+    executor.on("save", lambda record: found.append(record.step))
+    executor.run("train", torch.ones(2, 2))
+    executor.save(folder, wait=False)
+    executor.run("train", torch.ones(2, 2))
+    executor.finish_saves()
+    write = checkpoint.write
+    if ab.job().rank == 0:
+        def fail(*arguments, **options):
+            raise OSError("the disk is full")
+        checkpoint.write = fail
+    executor.save(folder, wait=False)
+    try:
+        executor.save(folder)
+    except ab.CheckpointError as error:
+        found.append(str(error))
+    checkpoint.write = write
+    executor.load(folder)
+    found.append(executor.step)
+print(json.dumps({"found": found}))
+"""
+
+
+def test_every_worker_hears_of_the_end_and_of_a_failure(tmp_path: Path) -> None:
+    for result in LocalJob(2).run_source(WORKERS, str(tmp_path)).check().results:
+        step, failure, loaded = result["found"]
+        assert (step, loaded) == (1, 1)
+        assert "was not saved in the background: OSError: the disk is full" in failure
+
+
+def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> None:
+    def build() -> ab.Executor:
+        torch.manual_seed(0)
+        model = nn.Sequential(ab.RemoteEmbedding("rows", 10, 3), nn.Linear(3, 1))
+        step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        return ab.Executor({"train": step}, comm_mode="Hybrid")
+
+    ids = torch.tensor([1, 2, 2, 7])
+    with build() as first:
+        first.run("train", ids)
+        first.save(tmp_path, wait=False)
+        after = [first.run("train", ids)["loss"].item() for _ in range(3)]
+        held.go.set()
+        first.finish_saves()
+    with build() as second:
+        second.load(tmp_path)
+        assert [second.run("train", ids)["loss"].item() for _ in range(3)] == after
