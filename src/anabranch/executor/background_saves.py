@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch import checkpoint
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 
-__all__ = ["MOST_IN_FLIGHT", "BackgroundSaves", "Snapshot", "Started"]
+__all__ = ["BackgroundSaves", "MOST_IN_FLIGHT", "Snapshot", "Started"]
 
 MOST_IN_FLIGHT = 2
 """Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""
