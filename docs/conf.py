@@ -19,7 +19,7 @@ version = release = installed_version("anabranch")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "reference/_*"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -40,6 +40,7 @@ def write_reference(app: Sphinx) -> None:
     REFERENCE.mkdir(exist_ok=True)
     names = [module.name for module in pkgutil.iter_modules(anabranch.__path__) if not module.name.startswith("_")]
     pages = {f"{name}.md": page(name) for name in names}
+    pages["_names.md"] = table_of_names()
     for stale in {path.name for path in REFERENCE.glob("*.md")} - set(pages):
         (REFERENCE / stale).unlink()
     for name, text in pages.items():
@@ -58,6 +59,18 @@ def page(name: str) -> str:
         lines += [f"   :members: {', '.join(own)}", "   :show-inheritance:"]
     lines += ["```", ""]
     lines += [f"- `{exported}`: see [{package}]({package}.md)" for exported, package in foreign.items()]
+    return "\n".join(lines) + "\n"
+
+
+def table_of_names() -> str:
+    """A line for each name of ``import anabranch as ab``, linked; ``api.md`` includes it."""
+    lines = ["| `ab.` | |", "|---|---|"]
+    for name in sorted(anabranch.__all__, key=str.lower):
+        found = getattr(anabranch, name)
+        home = f"{found.__module__.split('.')[1]}.{name}" if hasattr(found, "__module__") else name
+        role = "obj" if hasattr(found, "__module__") else "mod"
+        first = " ".join((found.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|").replace("``", "`")
+        lines.append(f"| {{py:{role}}}`{name} <anabranch.{home}>` | {first} |")
     return "\n".join(lines) + "\n"
 
 
