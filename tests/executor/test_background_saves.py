@@ -122,6 +122,25 @@ def test_closing_waits_and_a_failed_run_leaves_a_whole_checkpoint(held: Held, tm
     assert checkpoint.read(tmp_path).step == 1
 
 
+def test_a_failure_after_a_failed_run_goes_to_the_logger(
+    held: Held, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held.failure = OSError("the disk is full")
+    held.go.set()
+    with pytest.raises(KeyError), executor() as target:  # noqa: PT012
+        target.save(tmp_path, wait=False)
+        raise KeyError
+    assert "a checkpoint was not saved in the background: OSError: the disk is full" in caplog.text
+
+
+def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) -> None:
+    target = executor(timeout=0.2)
+    target.save(tmp_path, wait=False)
+    with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
+        target.close()
+    held.go.set()
+
+
 def test_a_save_that_waits_comes_after_those_that_did_not(held: Held, tmp_path: Path) -> None:
     threading.Timer(0.2, held.go.set).start()
     with executor() as target:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.deadline import LONGEST_SLEEP, Deadline
+from anabranch.errors import DeadlineExceeded
 
 __all__ = ["BackgroundSaves", "MOST_IN_FLIGHT", "Snapshot", "Started"]
 
@@ -67,7 +68,8 @@ class BackgroundSaves:
     >>> saves.begin(lambda: None)
     >>> saves.wait(0, Deadline.after(5.0))
     ['']
-    >>> saves.close()
+    >>> saves.close(Deadline.after(5.0))
+    []
     """
 
     def __init__(self) -> None:
@@ -98,6 +100,11 @@ class BackgroundSaves:
             ended.append("" if error is None else f"{type(error).__name__}: {error}")
         return ended
 
-    def close(self) -> None:
-        """End the thread once all is written."""
-        self._pool.shutdown(wait=True)
+    def close(self, deadline: Deadline) -> list[str]:
+        """End the thread once all is written, or the deadline has come; return the reasons of failures."""
+        try:
+            ended = self.wait(0, deadline)
+        except DeadlineExceeded as error:
+            ended = [str(error)]
+        self._pool.shutdown(wait=False)
+        return [failure for failure in ended if failure]

@@ -120,7 +120,7 @@ class Executor:
     """
 
     _trace: RunTrace | None = None
-    _end_saves: Callable[[], None] | None = None
+    _end_saves: Callable[[Deadline], None] | None = None
 
     def __init__(
         self,
@@ -699,7 +699,7 @@ class Executor:
             stack.callback(self._watching.close)
             stack.callback(self._end_trace, clean=clean)
             if self._end_saves is not None:
-                stack.callback(self._end_saves)
+                stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
                 if clean:
                     stack.callback(self._settle_saves)
 

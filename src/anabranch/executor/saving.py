@@ -171,10 +171,11 @@ class Saver:
             raise CheckpointError(f"rank 0 still saves in the background: {failed}")
         return done
 
-    def close(self) -> None:
-        """Return once nothing is written any more."""
+    def close(self, deadline: Deadline) -> None:
+        """Return once nothing is written any more; a failure that nobody was told of goes to the logger."""
         if self._background is not None:
-            self._background.close()
+            for failure in self._background.close(deadline):
+                _log.warning("a checkpoint was not saved in the background: %s", failure)
 
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
