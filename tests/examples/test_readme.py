@@ -38,6 +38,7 @@ def as_job(script: Path, workers: int = 1) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_it_prints_the_same_on_one_worker_and_on_four(script: Path) -> None:
     said = losses(TEXT)
     assert list(said) == [200, 400, 600, 800, 1000]

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,6 +78,7 @@ def test_the_dot_form_has_every_operation_and_a_cluster_a_module() -> None:
     assert text.count("{") == text.count("}")
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_a_browser_folds_a_thousand_operations_into_a_picture_and_opens_them(tmp_path: Path) -> None:
     graph = step_graph(60)

@@ -112,7 +112,7 @@ def test_rank_0_is_on_the_screen_and_the_rest_in_logs(script: Script, tmp_path: 
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [(), ("--spawn",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--spawn",), marks=pytest.mark.slow)])
 def test_a_module_is_found_and_run_as_python_m_does(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()

@@ -31,14 +31,8 @@ def test_ranks_are_the_unsplit_module(ranks: int):
     LocalJob(ranks, timeout=110).run(SCRIPT, "exact:all").check()
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        ("exact", "mistakes"),
-        *(pytest.param(what, marks=pytest.mark.slow) for what in (("exact:all",), ("failures:1F1B,ZBV",))),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [("exact:all", "mistakes"), ("failures:1F1B,ZBV",)], ids=str)
 def test_so_they_are_over_gloo_alone(what: tuple[str, ...]):
     """As between hosts."""
     LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, *what).check()

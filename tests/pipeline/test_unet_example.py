@@ -25,6 +25,7 @@ def alone(out: Path, steps: int) -> dict:
     return json.loads(text.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_one_process_and_two_workers_have_the_same_loss_curve(tmp_path: Path):
     found = alone(tmp_path / "one", steps=3)
     results = (

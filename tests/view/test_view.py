@@ -164,6 +164,7 @@ def test_a_page_is_served_on_loopback_under_this_machines_name_alone() -> None:
             join(thread)
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_a_browser_draws_all_of_a_run_and_takes_no_name_for_html(tmp_path: Path) -> None:
     path = trace(tmp_path / "out.json")
