@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pipeline_models import close, reference, skipping_model
-from pipeline_ranks_job import RANK, WORLD, GlooLine, balance_for, make, raised_by, step
+from pipeline_ranks_job import RANK, WORLD, GlooLine, GlooWork, balance_for, make, raised_by, step
 
 import anabranch as ab
 from anabranch.events import on_fault_point
 from anabranch.pipeline.links import direct
 from anabranch.pipeline.links.communicators import MAKERS
 from anabranch.pipeline.links.direct import DirectLinks
+from anabranch.pipeline.ranks import RankTurn
+from anabranch.pipeline.schedule.actions import Action
 
 LAST = WORLD - 1
 
@@ -97,6 +99,40 @@ def broken() -> dict:
     with on_fault_point(cut):
         caught = raised_by(lambda: step(pipe, *batch()))
     works_over_the_host(pipe)
+    return {"text": str(caught)}
+
+
+def broken_unseen() -> dict:
+    """A link breaks at the receiving end when all that the other end had to send has arrived: nothing fails there.
+
+    A stream that is told to wait for tensors says nothing of an abort, and the last header comes later.
+    """
+    receive = RankTurn.receive
+
+    def receive_ahead(self: RankTurn, action: Action) -> object:
+        def next_is_here() -> bool:
+            self._begin_to_receive()
+            return any(microbatch == 2 for *_, microbatch in self._receipts)
+
+        if RANK == LAST and action.microbatch == 1 and turns:
+            self._wait(next_is_here, "the next one", [0])
+        return receive(self, action)
+
+    turns: list[int] = []
+    RankTurn.receive = receive_ahead
+    pipe = make(skipping_model(), heartbeat=0.25, timeout=60.0)
+    step(pipe, *batch())
+    turns.append(1)
+    GlooWork.block_current_stream = lambda self: None
+
+    def cut(name: str) -> None:
+        if name == f"pipeline.forward.{LAST}.1":
+            links_of(pipe).close()
+        if name == "pipeline.forward.0.3":
+            time.sleep(1.0)  # the last one's header comes when the receiving end waits already
+
+    with on_fault_point(cut):
+        caught = raised_by(lambda: step(pipe, *batch()))
     return {"text": str(caught)}
 
 

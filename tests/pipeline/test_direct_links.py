@@ -87,6 +87,24 @@ def test_a_link_that_breaks_alone_ends_the_turn_and_no_other():
     assert any("sending tensors between it and this rank failed" in rank["text"] for rank in found)
 
 
+@pytest.mark.slow
+def test_a_link_that_breaks_unseen_ends_the_turn_long_before_its_deadline():
+    found = LocalJob(2, timeout=60).run(SCRIPT, "broken_unseen").check().results
+    assert all("the link between them is closed" in rank["text"] for rank in found)
+
+
+def test_a_link_that_closed_at_this_end_alone_is_the_reason_why_a_wait_ends():
+    """The other rank had sent all it had to, met no error, and both waited until the turn's time was over."""
+    links, inbox, *_ = linked(patience=-1.0)
+    inbox.deliver(1, announce(header()), [])
+    links.take_up(*links.receive())
+    links.note_cut_off()
+    assert links.lost() == {}
+    links.close()
+    links.note_cut_off()
+    assert links.lost() == {1: "sending tensors between it and this rank failed: the link between them is closed"}
+
+
 def test_a_rank_that_cannot_connect_takes_all_to_the_host():
     found = LocalJob(2, timeout=90).run(SCRIPT, "refused").check().results
     assert found[1]["said"] == ["rank 1 of a pipe sends tensors over the host, not over gloo: no network of that kind"]

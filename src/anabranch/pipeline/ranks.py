@@ -479,6 +479,7 @@ class RankTurn:
     def _check_links(self) -> None:
         """Raise the reason if tensors were given up on their way here, rather than what a stage made of them."""
         if self._engine.links.gave_up():
+            self._engine.links.note_cut_off()
             self._wait(lambda: False, "tensors on their way", self._engine.peers)
 
     def wait_for_arrivals(self) -> None:

@@ -56,6 +56,8 @@ __all__ = ["DirectLinks", "Receipt", "announce", "guard"]
 
 _log = logging.getLogger("anabranch.pipeline")
 
+_CLOSED = "the link between them is closed"
+
 _CARRIED = frozenset({Kind.SEND_F.value, Kind.SEND_B.value})
 
 
@@ -162,7 +164,7 @@ class DirectLinks:
     def _ends_of(self, peer: int) -> tuple[Backend, Backend]:
         ends = self._ends.get(peer)
         if ends is None:
-            raise RuntimeError(f"the link to rank {peer} of the pipe is closed")
+            raise RuntimeError(_CLOSED)
         return ends
 
     def take_up(self, receipt: Receipt) -> None:
@@ -186,7 +188,15 @@ class DirectLinks:
 
     def gave_up(self) -> bool:
         """Return True if the link closed by which something waited for was to come: what is there may be anything."""
-        return any(receipt.peer not in self._ends for receipt in list(self._awaited))
+        return bool(self._cut_off())
+
+    def _cut_off(self) -> set[int]:
+        return {receipt.peer for receipt in list(self._awaited) if receipt.peer not in self._ends}
+
+    def note_cut_off(self) -> None:
+        """Count closed links as failed: the other end, which may have sent all it had to, need not know of it."""
+        for peer in self._cut_off():
+            self._failed.setdefault(peer, (monotonic(), f"sending tensors between it and this rank failed: {_CLOSED}"))
 
     def all_arrived(self) -> bool:
         """Return True if all tensors are here that were waited for."""
