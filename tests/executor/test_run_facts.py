@@ -61,13 +61,16 @@ def test_counts_and_rates_are_left_once_a_second(tmp_path: Path, monkeypatch: py
     assert (told(path)["run"]["loss"], told(path)["run"]["curve"]) == (0.5, [0.5])
 
 
-def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:
+def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(STATUS_VARIABLE, raising=False)
     clock = Seconds()
     facts = RunFacts(StatusFile(tmp_path / "status"), lambda: ({}, {}), clock)
     for now, step in ((1.0, 10), (2.0, 30), (5.0, 45)):
         clock.now = now
         facts.counted(step)
     assert told(tmp_path / "status")["run"]["pace"] == [20.0, 5.0, 5.0, 5.0]
+    assert [file.name for file in tmp_path.iterdir()] == ["status"]  # nothing outside a job
 
 
 def test_tracked_loops_are_left_for_those_who_look(tmp_path: Path) -> None:

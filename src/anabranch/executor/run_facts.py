@@ -142,8 +142,10 @@ class RunFacts:
 
 
 def _steps_file() -> mmap.mmap | None:
-    """Return the mapped file that the job's launcher has named, at 0 steps."""
+    """Return the mapped file that the job's launcher has named, at 0 steps; None outside a job."""
     stem = os.environ.get(STATUS_VARIABLE)
+    if stem is None:
+        return None
     with suppress(OSError), open(f"{stem}.steps", "wb+") as file:  # the folder may be gone: nobody will look there
         file.write(bytes(_STEPS_BYTES))
         file.flush()
