@@ -33,8 +33,6 @@ class Kernels(Protocol):
     place: Callable[..., None]
     gather: Callable[..., None]
     first_behind: Callable[..., int]
-    bag: Callable[..., None]
-    bag_max: Callable[..., None]
     merge_sums: Callable[..., None]
     initialise: Callable[..., None]
     step_sgd: Callable[..., None]
