@@ -179,41 +179,6 @@ def test_the_first_row_behind_is_found(module: object) -> None:
     assert module.first_behind(stamps, np.empty(0, np.int64), 9) == -1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("module", [COMPILED, PLAIN], ids=["compiled", "plain"])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
-def test_bags_are_torch_s_embedding_bag(mode: str, module: object, dtype: torch.dtype) -> None:
-    storage = torch.randn(10, 6).to(dtype)
-    lengths = [3, 0, 1, 4]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    rows = torch.randint(0, 10, (8,))
-    weights = torch.randn(8).to(dtype)
-    wanted = torch.nn.functional.embedding_bag(
-        rows,
-        storage[:, :4].float(),
-        torch.from_numpy(starts[:-1]),
-        mode="sum" if mode == "weighted" else mode,
-        per_sample_weights=weights.float() if mode == "weighted" else None,
-    )
-    out = torch.empty(4, 4, dtype=dtype)
-    if mode == "max":
-        chosen = np.empty(16, np.int64)
-        module.bag_max(as_array(storage), 6, 4, rows.numpy(), starts, as_array(out), chosen, 0, 4)
-        picked = chosen.reshape(4, 4)
-        assert (picked[1] == -1).all()
-        for b in (0, 2, 3):
-            assert torch.equal(storage[rows[picked[b]], torch.arange(4)], out[b])
-    else:
-        kind = as_array(torch.empty(0, dtype=working_dtype(dtype))).dtype
-        scales = {
-            "sum": np.empty(0, kind),
-            "mean": np.repeat([1 / max(n, 1) for n in lengths], lengths).astype(kind),
-            "weighted": weights.to(working_dtype(dtype)).numpy(),
-        }[mode]
-        module.bag(as_array(storage), 6, 4, rows.numpy(), starts, scales, np.empty(4, kind), as_array(out), 0, 4)
-    torch.testing.assert_close(out, wanted.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_first_values_are_the_same_bits_from_both_kernels(kind: int, dtype: torch.dtype) -> None:

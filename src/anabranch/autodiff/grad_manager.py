@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Self, cast
 
 import torch
@@ -277,9 +276,7 @@ class GradManager:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
@@ -325,9 +322,7 @@ class GradManagerGroup:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _release(self._members)
 
 

@@ -30,7 +30,6 @@ class DynamicVocabulary:
 
     Attributes:
         evictions: ids that lost their row to another.
-        refusals: times that a training use found no row to take.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class DynamicVocabulary:
         capacity = None if spec.capacity is None else -(-spec.capacity // placement.shards)
         self._index = make_index(kind, capacity, by_frequency=spec.eviction == "frequency")
         self.evictions = 0
-        self.refusals = 0
 
     @property
     def rows(self) -> int:
@@ -54,7 +52,6 @@ class DynamicVocabulary:
             return self._index.find(ids), _NOTHING
         rows, reused = self._use(ids, step)
         self.evictions += reused.size
-        self.refusals += int((rows < 0).sum())
         return rows, reused
 
     def _use(self, ids: Ids, step: int) -> tuple[Ids, Ids]:

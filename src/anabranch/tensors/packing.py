@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.tensors import from_blocks, to_blocks
+from anabranch.tensors.blocks import from_blocks, to_blocks
 
 __all__ = [
     "Compression",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
@@ -86,9 +85,7 @@ class InferenceSession:
     def __enter__(self) -> InferenceSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def __repr__(self) -> str:

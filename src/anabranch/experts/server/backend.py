@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
+from anabranch.experts.server.batch_gradients import BatchGradients, Gradients
 from anabranch.experts.server.device_copies import DeviceCopies
-from anabranch.experts.server.gradients import BatchGradients, Gradients
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded

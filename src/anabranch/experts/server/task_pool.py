@@ -22,16 +22,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
 
-import msgspec
 import torch
 from torch import Tensor
 
 from anabranch import spans
-from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, Overloaded, PeerLost
 from anabranch.events import report
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.fair_order import FairOrder
+from anabranch.experts.server.task import Task
 from anabranch.experts.server.waiting_tasks import Choice, Urgency, WaitingTasks
 from anabranch.transport.failures import ends_the_program, note_failure
 
@@ -52,57 +51,6 @@ Process = Callable[..., Sequence[Tensor | None]]
 
 class Unrepeatable(RuntimeError):
     """A batch failed after it had changed some state, so its tasks must not be run again one by one."""
-
-
-def _ignore(outcome: object) -> None:
-    """Finish a task whose outcome its future has."""
-
-
-class Task(msgspec.Struct, eq=False):
-    """One request, or a part of one that was too large for a batch.
-
-    Attributes:
-        inputs: the tensors, agreeing in rows (dim 0).
-        rows: the number of rows.
-        deadline: after it the answer is useless.
-        finish: called once, with the outputs or the error, on the thread that has it; again with the error, if it
-            raised one.
-        unwanted: returns true if the caller has gone; called before compute, and may give the request up for good.
-        arrived: arrival time, in ``time.monotonic`` seconds.
-        nbytes: bytes of the inputs.
-        ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
-        copied: happens when the inputs are on the pool's device; ``None`` without a copy under way.
-        evaluating: run in eval mode; only tasks of one mode share a batch.
-        sizes: those dimensions of the inputs that tasks of one batch must have in common.
-        length: the size of the dimension that is padded to the longest of a batch; 0 for none.
-        caller: who asks; callers take turns. Empty: served in the order of arrival.
-        priority: tasks of a higher one run first.
-    """
-
-    inputs: Sequence[Tensor | None]
-    rows: int
-    deadline: Deadline
-    finish: Callable[[Sequence[Tensor | None] | BaseException], None] = _ignore
-    unwanted: Callable[[], bool] = lambda: False
-    arrived: float = msgspec.field(default_factory=time.monotonic)
-    ticket: bytes = b""
-    copied: torch.cuda.Event | None = None
-    nbytes: int = 0
-    evaluating: bool = False
-    sizes: tuple[int, ...] = ()
-    length: int = 0
-    caller: str = ""
-    priority: int = 0
-
-    @property
-    def group(self) -> tuple[bool, tuple[int, ...]]:
-        """The mode and sizes that the tasks of one batch have in common."""
-        return self.evaluating, self.sizes
-
-    def __post_init__(self) -> None:
-        for tensor in self.inputs:
-            if tensor is not None:
-                self.nbytes += tensor.nbytes
 
 
 ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
@@ -127,6 +75,7 @@ class PoolStatistics:
 class TaskPool:
     """The queue of one function of one expert.
 
+    >>> from anabranch.deadline import Deadline
     >>> pool = TaskPool(lambda x: [2 * x], name="ffn.0_forward")
     >>> few = pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(5.0)))
     >>> more = pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(5.0)))

@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
 
 from anabranch.experts.server.fair_order import FairOrder
-
-if TYPE_CHECKING:
-    from anabranch.experts.server.task_pool import Task
+from anabranch.experts.server.task import Task
 
 __all__ = ["Choice", "LEAST_URGENT", "Urgency", "WaitingTasks"]
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Literal, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -564,7 +563,7 @@ class ParameterClient:
         mean: bool = True,
         hold: bool = False,
         squares: Mapping[str, Tensor] | None = None,
-        beside: bool = False,
+        unordered: bool = False,
         awaited: bool = True,
     ) -> None:
         """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
@@ -577,7 +576,8 @@ class ParameterClient:
             mean: gradients are averaged by weight; else they are added up.
             hold: the merged pushes wait until ``release``; under ``bsp`` only.
             squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
-            beside: a worker's push, applied at once like a bare client's, but by the worker's share in the last step.
+            unordered: apply a worker's push at once, like a bare client's, but weighted by the worker's share in the
+                last step.
             awaited: whether to count the wait in the statistics.
         """
         if hold and (self._worker is None or self._worker.consistency != "bsp"):
@@ -612,7 +612,7 @@ class ParameterClient:
             parts = push.parts(shard, [rule_of[name] for name in layout.tables])
             parts += [Part(name, 0, rule_of[name]) for name in shares]
             if parts or step is not None:
-                turn = (self.rank, -1) if beside and self._worker is not None else self._turn(step)
+                turn = (self.rank, -1) if unordered and self._worker is not None else self._turn(step)
                 numbers = [rule.to_dict() for rule in kinds]
                 message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
                 tensors = push.tensors(shard, dense)
@@ -995,9 +995,7 @@ class ParameterClient:
     def __enter__(self) -> ParameterClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -518,7 +518,7 @@ class RemoteTables:
             self._leaves = _Push(
                 partial(
                     self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
-                    weight=self._weight, mean=self._mean, beside=True,
+                    weight=self._weight, mean=self._mean, unordered=True,
                 )
             )  # fmt: skip
             self._arrive()

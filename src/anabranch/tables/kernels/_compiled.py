@@ -267,65 +267,6 @@ def first_behind(stamps: Any, rows: Any, needed: int) -> int:
 
 
 @_kernel
-def bag(
-    storage: Any,
-    stride: int,
-    width: int,
-    rows: Any,
-    starts: Any,
-    scales: Any,
-    total: Any,
-    out: Any,
-    first: int,
-    last: int,
-) -> None:
-    """Sum each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros.
-
-    Bag ``b`` is ``rows[starts[b]:starts[b + 1]]``, summed in the order of the lookups. ``total`` is scratch, ``width``
-    numbers of the type that the storage computes in.
-    """
-    wide, step = U(width), U(stride)
-    for b in range(first, last):
-        for j in range(wide):
-            total[j] = 0
-        for i in range(starts[b], starts[b + 1]):
-            source = U(rows[i]) * step
-            if i + _PREFETCH < rows.size:
-                _prefetch(storage, U(rows[i + _PREFETCH]) * step)
-            if scales.size:
-                scale = scales[i]
-                for j in range(wide):
-                    total[j] += load(storage, source + j) * scale
-            else:
-                for j in range(wide):
-                    total[j] += load(storage, source + j)
-        target = U(b) * wide
-        for j in range(wide):
-            store(out, target + j, total[j])
-
-
-@_kernel
-def bag_max(
-    storage: Any, stride: int, width: int, rows: Any, starts: Any, out: Any, chosen: Any, first: int, last: int
-) -> None:
-    """Find the largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty
-    bag.
-    """
-    wide, step = U(width), U(stride)
-    for b in range(first, last):
-        target = U(b) * wide
-        begin, end = starts[b], starts[b + 1]
-        for j in range(wide):
-            best, where = number(storage, 0.0), -1
-            for i in range(begin, end):
-                value = load(storage, U(rows[i]) * step + j)
-                if where < 0 or value > best:
-                    best, where = value, i
-            store(out, target + j, best)
-            chosen[target + j] = where
-
-
-@_kernel
 def merge_sums(
     grads: Any, stride: int, width: int, source: Any, scales: Any, inverse: Any, merged: Any, first: int, last: int
 ) -> None:

@@ -370,7 +370,7 @@ def _excess(storage: Any, at: Any, gradient: Any, c: Any, squares: Any) -> Any:
 
 
 @_overload(correct_second_moments)
-def _foresee(
+def _correct_second_moments(
     kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
 ) -> Any:
     def nothing(

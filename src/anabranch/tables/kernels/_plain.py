@@ -109,54 +109,6 @@ def first_behind(stamps: Array, rows: Array, needed: int) -> int:
     return int(behind[0]) if behind.size else -1
 
 
-def bag(
-    storage: Array,
-    stride: int,
-    width: int,
-    rows: Array,
-    starts: Array,
-    scales: Array,
-    total: Array,
-    out: Array,
-    first: int,
-    last: int,
-) -> None:
-    """Sum each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros."""
-    table = _table(storage, stride)[:, :width].to(_working(storage))
-    sums = torch.zeros(width, dtype=table.dtype)
-    for b in range(first, last):
-        sums.zero_()
-        for i in range(starts[b], starts[b + 1]):
-            sums += table[rows[i]] * (float(scales[i]) if scales.size else 1.0)
-        _table(out, width)[b] = sums.to(_tensor(out).dtype)
-
-
-def bag_max(
-    storage: Array,
-    stride: int,
-    width: int,
-    rows: Array,
-    starts: Array,
-    out: Array,
-    chosen: Array,
-    first: int,
-    last: int,
-) -> None:
-    """Find the largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty
-    bag.
-    """
-    table = _table(storage, stride)[:, :width]
-    for b in range(first, last):
-        lookups = rows[starts[b] : starts[b + 1]]
-        if lookups.size:
-            best, where = table[torch.from_numpy(lookups)].max(0)
-            _table(out, width)[b] = best
-            chosen.reshape(-1, width)[b] = where.numpy() + starts[b]
-        else:
-            _table(out, width)[b] = 0
-            chosen.reshape(-1, width)[b] = -1
-
-
 def merge_sums(
     grads: Array,
     stride: int,

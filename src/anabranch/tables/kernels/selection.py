@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -34,8 +33,6 @@ class Kernels(Protocol):
     place: Callable[..., None]
     gather: Callable[..., None]
     first_behind: Callable[..., int]
-    bag: Callable[..., None]
-    bag_max: Callable[..., None]
     merge_sums: Callable[..., None]
     initialise: Callable[..., None]
     step_sgd: Callable[..., None]
@@ -163,7 +160,5 @@ class KernelThreads:
     def __enter__(self) -> KernelThreads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
