@@ -149,10 +149,10 @@ class _Attempt:
 
             has_services = bool(servers or experts)
             meeting = self._seats["rendezvous", 0]
-            directory = self._get(meeting.hold_endpoint.remote()) if has_services else None
+            directory = str(self._get(meeting.hold_endpoint.remote())) if has_services else None
             base = {**os.environ, "TORCHELASTIC_RUN_ID": self._run_id}
             endpoints: list[str] = []
-            if has_services:
+            if directory is not None:
                 endpoints = [
                     self._get(self._seats["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
                 ]
@@ -288,7 +288,7 @@ class _Attempt:
         if blind:
             say(
                 f"{', '.join(blind)} run on nodes that do not see {os.getcwd()}, in a copy of it that goes with the "
-                "job: what a script saves there by a relative path is lost; give it a path on storage that all nodes see"
+                "job: what a script saves there by a relative path is lost; give it a path that all nodes see"
             )
 
     def _begin(self, recipe: Recipe) -> int:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.launch.meeting.addresses import held_port
@@ -45,12 +44,6 @@ News = tuple[list[tuple[int, bytes]], int | None]
 """Pieces of output, each with its stream (1 or 2), and the exit code of a process that has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    process: subprocess.Popen[bytes]
-    readers: tuple[threading.Thread, ...]
-
-
 class Seat:
     """One role's place.
 
@@ -63,7 +56,7 @@ class Seat:
         if host is None:
             from ray.util import get_node_ip_address
 
-            host = str(get_node_ip_address())
+            host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
         self._host = host
         self._folder = self._stack.enter_context(PrivateFolder())
@@ -75,11 +68,14 @@ class Seat:
         self._output: list[tuple[int, bytes]] = []
         self._bytes = 0
         self._code: int | None = None
-        self._running: _Running | None = None
+        self._running: subprocess.Popen[bytes] | None = None
+        self._living: threading.Thread | None = None
         self._mark = ""
         self._rendezvous: Rendezvous | None = None
         self._followed = time.monotonic()
-        threading.Thread(target=self._watch_lease, name="anabranch-lease", daemon=True).start()
+        self._closing = threading.Event()
+        self._lease = threading.Thread(target=self._watch_lease, name="anabranch-lease", daemon=True)
+        self._lease.start()
 
     def hold_endpoint(self) -> str:
         """Return a TCP endpoint of this node that nobody else is given."""
@@ -134,17 +130,19 @@ class Seat:
     def signal(self, number: int) -> None:
         """Send ``number`` to the process; a frozen one is woken to see it."""
         running = self._running
-        if running is not None and running.process.poll() is None:
-            running.process.send_signal(number)
-            running.process.send_signal(signal.SIGCONT)
+        if running is not None and running.poll() is None:
+            running.send_signal(number)
+            running.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill what runs here, and give everything back."""
         self.signal(signal.SIGKILL)
-        if self._running is not None:
-            self._running.process.wait(timeout=LEASE_SECONDS)
+        if self._living is not None:
+            self._living.join(LEASE_SECONDS)
         if self._mark:
             kill_orphans(self._mark, ())
+        self._closing.set()
+        self._lease.join(LEASE_SECONDS)
         self._stack.close()
 
     def _begin(
@@ -190,7 +188,7 @@ class Seat:
             )
             for reader in readers:
                 reader.start()
-            self._running = _Running(process, readers)
+            self._running = process
             started.set()
             code = process.wait()
             kill_orphans(self._mark, {process.pid})
@@ -203,13 +201,14 @@ class Seat:
                 self._code = code
                 self._changed.notify_all()
 
-        threading.Thread(target=live, name="anabranch-role", daemon=True).start()
+        self._living = threading.Thread(target=live, name="anabranch-role", daemon=True)
+        self._living.start()
         started.wait(LEASE_SECONDS)
         if failed:
             raise ValueError(f"node {self._host} cannot start {program.target!r}: {failed[0]}")
         running = self._running
         assert running is not None, "started"
-        return running.process.pid
+        return running.pid
 
     def _read(self, stream: int, descriptor: int) -> None:
         while data := os.read(descriptor, _CHUNK):
@@ -225,7 +224,8 @@ class Seat:
             if left <= 0:
                 self.signal(signal.SIGKILL)
                 left = LEASE_SECONDS
-            time.sleep(left)
+            if self._closing.wait(left):
+                return
 
 
 def _interface_of(host: str) -> str | None:
