@@ -64,10 +64,15 @@ def run(
             resources=resources,
             log_dir=Path(folder),
             live=True,
-            tell=lambda line: print(f"anabranch: {line}", file=sys.stderr, flush=True),
+            tell=_tell,
             max_restarts=max_restarts,
         )
         first = outcome.first_failure
         if first is not None:
-            print(f"anabranch: {first.describe()}\n{first.last_words()}", file=sys.stderr, flush=True)
+            _tell(f"{first.describe()}\n{first.last_words()}")
     return outcome.exit_code
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"anabranch: {line}\n")
+    sys.stderr.flush()

@@ -73,10 +73,13 @@ def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
             f"no Ray cluster can be used at {address or 'this machine'}: {words[:300]}; look whether `ray status` "
             "answers, and give --address HOST:6379 of its head node"
         ) from None
+    # Ray prints what befalls its nodes on stdout, which is rank 0's; the pinned version has this switch.
+    shown, ray._private.worker._worker_logs_enabled = ray._private.worker._worker_logs_enabled, False
     try:
         yield
     finally:
         ray.shutdown()
+        ray._private.worker._worker_logs_enabled = shown
 
 
 def _check_answers(address: str | None) -> None:

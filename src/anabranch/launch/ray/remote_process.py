@@ -8,13 +8,24 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from anabranch.launch.ray.seat import LEASE_SECONDS, News
+from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import Recipe, Worker
 
 __all__ = ["RemoteProcess"]
+
+
+class _LostExit(Exit):
+    """The end of a process whose node was lost: nobody knows how it ended."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        """One line: who, and how it ended."""
+        return f"{self.who} was lost with its Ray node"
 
 
 class RemoteProcess(Worker):
@@ -63,6 +74,14 @@ class RemoteProcess(Worker):
             self.log.write_bytes(b"")
         self._follower = threading.Thread(target=self._follow, name=f"anabranch-{self.role}-{self.rank}", daemon=True)
         self._follower.start()
+
+    @property
+    def exit(self) -> Exit:
+        """Its exit."""
+        found = super().exit
+        if self.lost_at is None or self.stopped:
+            return found
+        return _LostExit(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; of a seat that is lost nobody hears it."""
