@@ -45,6 +45,7 @@ with ab.Executor(step, comm_mode=sys.argv[3]) as executor:
         half = slice(4 * job.rank, 4 * job.rank + 4)
         loss = executor.run(batch=(x[half], y[half]))["loss"].item()
         executor.save(out / "checkpoint")
+torch.distributed.destroy_process_group()
 print(json.dumps({"loss": loss, "attempt": attempt}), flush=True)
 """
 

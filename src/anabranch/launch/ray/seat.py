@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from anabranch.launch.meeting.addresses import held_port
@@ -190,7 +190,10 @@ class Seat:
                 reader.start()
             self._running = process
             started.set()
-            code = process.wait()
+            while process.poll() is None:  # as long as it is followed
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=LEASE_SECONDS)
+            code = process.returncode
             kill_orphans(self._mark, {process.pid})
             for reader in readers:
                 reader.join(LEASE_SECONDS)
