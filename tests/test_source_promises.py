@@ -76,6 +76,7 @@ DATES = {
     "transport/certificates.py",
     "checkpoint/writing.py",
     "launch/job_file.py",
+    "launch/ray/remote_process.py",
     "launch/status.py",
     "launch/supervision/worker.py",
 }

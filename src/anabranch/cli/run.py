@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -53,6 +53,27 @@ def run(
             metavar="ADDRESS",
             help="Let servers and experts listen on TCP at this address of the machine, under certificates; by default "
             "on Unix sockets.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Where the processes run: on this machine, or on the nodes of a Ray cluster."),
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The head node of the Ray cluster; by default RAY_ADDRESS, or a cluster of this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    resources: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='What each role asks of Ray, such as \'{"worker": {"CPU": 2, "GPU": 1}}\'; roles are worker, '
+            "server, expert.",
             show_default=False,
         ),
     ] = None,
@@ -121,10 +142,43 @@ def run(
         trace = None if trace is None else check_trace_path(trace)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
+    _check_engine(engine, address=address, resources=resources, host=host, spawn=spawn, trace=trace)
+    wanted = None
+    if resources is not None:
+        from anabranch.launch.ray.resources import parse_resources
+
+        try:
+            wanted = parse_resources(resources)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--resources") from error
     directory = _log_directory(log_dir)
     with hold_signals():
         outcome: Outcome | None = None
         try:
+            if engine == "ray":
+                from anabranch.launch.ray import RayError, launch_on_ray
+
+                try:
+                    outcome = launch_on_ray(
+                        Program(script, tuple(arguments or []), is_module=module, looks_here=module),
+                        workers=workers,
+                        servers=servers,
+                        experts=experts,
+                        address=address,
+                        resources=wanted,
+                        durability=durability,
+                        log_dir=directory,
+                        live=True,
+                        tell=_tell,
+                        max_restarts=max_restarts,
+                        service_restarts=budget,
+                        checkpoint_seconds=checkpoint_seconds,
+                    )
+                except (RayError, ModuleNotFoundError) as error:
+                    _tell(str(error))
+                    raise typer.Exit(1) from error
+                _show_end(outcome, directory, verbose=verbose)
+                raise typer.Exit(outcome.exit_code)
             outcome = launch(
                 script,
                 arguments or [],
@@ -157,6 +211,15 @@ def run(
             if log_dir is None and not failed:
                 shutil.rmtree(directory, ignore_errors=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _check_engine(engine: str, **given: object) -> None:
+    """Refuse options that mean nothing to the engine."""
+    others = ("host", "spawn", "trace") if engine == "ray" else ("address", "resources")
+    for name in others:
+        if given[name]:
+            cure = "leave it out" if engine == "ray" else "give --engine ray, too"
+            raise typer.BadParameter(f"--engine {engine} has no use for it; {cure}", param_hint=f"--{name}")
 
 
 def _log_directory(wanted: Path | None) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["Place", "expert_socket", "private_place", "tcp_place"]
+__all__ = ["Place", "expert_socket", "held_port", "private_place", "tcp_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = Non
         ModuleNotFoundError: without the ``tls`` extra.
     """
     with ExitStack() as stack:
-        ports = [stack.enter_context(_held_port(host)) for _ in range(servers + 1)]
+        ports = [stack.enter_context(held_port(host)) for _ in range(servers + 1)]
         folder = Path(keys) if keys is not None else stack.enter_context(_keys_of_the_job())
         shown = f"[{host}]" if ":" in host else host
         directory, *parameters = [f"tcp://{shown}:{port}" for port in ports]
@@ -78,7 +78,8 @@ def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = Non
 
 
 @contextmanager
-def _held_port(host: str) -> Iterator[int]:
+def held_port(host: str) -> Iterator[int]:
+    """Keep a free port of ``host``, an address of this machine, for a service that binds beside it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)

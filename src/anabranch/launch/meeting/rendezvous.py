@@ -36,15 +36,15 @@ class Rendezvous:
     """The launcher's side; a context manager whose end is the process's.
 
     Attributes:
-        port: where the rendezvous store listens, on 127.0.0.1.
+        port: where the rendezvous store listens, on ``host``.
         descriptor: what the process gets as its stdin.
     """
 
-    def __init__(self, directory: str | None, keys: Path | None = None) -> None:
+    def __init__(self, directory: str | None, keys: Path | None = None, host: str = "127.0.0.1") -> None:
         self._directory = directory
         self._keys = keys
-        # No other host reaches it, and no port is guessed.
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        # No port is guessed, and by default no other host reaches it.
+        self._listening = socket.create_server((host, 0), backlog=_BACKLOG)
         self.port = int(self._listening.getsockname()[1])
         self._channel, self._theirs = socket.socketpair()
         self.descriptor = self._theirs.fileno()

@@ -1,4 +1,4 @@
-"""The job's rendezvous store, which outlives every rank, and is bound to the loopback alone.
+"""The job's rendezvous store, which outlives every rank, and is bound to one address: the loopback on one machine.
 
 torch's own server listens on every interface and answers anyone. Here it takes over a socket that is bound already:
 no other host reaches it, and no port is guessed. (Only the store's non-libuv backend takes over a socket.)
@@ -15,9 +15,10 @@ __all__ = ["host_store"]
 
 def host_store(listening: socket.socket) -> TCPStore:
     """Return a store that listens on ``listening``, which becomes its own, for as long as it is referenced."""
+    host, port = listening.getsockname()[:2]
     return TCPStore(
-        "127.0.0.1",
-        listening.getsockname()[1],
+        host,
+        port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),

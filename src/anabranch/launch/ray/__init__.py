@@ -1,0 +1,78 @@
+"""Jobs on a Ray cluster: the same roles, decisions and exit codes as on one machine. Ray is imported when one is run.
+
+Open ``engine.py`` first; ``seat.py`` is what runs on the nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from anabranch.launch.program import Program
+from anabranch.launch.ray.cluster import RayError
+from anabranch.launch.ray.engine import launch_on_ray
+from anabranch.launch.ray.resources import Resources, check_resources
+
+__all__ = ["RayError", "launch_on_ray", "run"]
+
+
+def run(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    workers: int = 1,
+    servers: int = 0,
+    experts: int = 0,
+    address: str | None = None,
+    resources: Resources | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """Run a script as a job on a Ray cluster, and return its exit code: 0, 1, or 130 on Ctrl-C.
+
+    Args:
+        script: the Python file, below the current directory, which is shipped to the nodes.
+        args: what it finds in ``sys.argv[1:]``.
+        workers: how many workers.
+        servers: how many parameter servers.
+        experts: how many processes that serve experts.
+        address: ``HOST:PORT`` of the head node; by default ``RAY_ADDRESS``, or a cluster of this machine.
+        resources: what each role asks of Ray, such as ``{"worker": {"CPU": 2, "GPU": 1}}``.
+        max_restarts: how often a job that fails is started again.
+
+    Raises:
+        ValueError: invalid numbers or resources, or no such script.
+        RayError: the cluster cannot be reached, or cannot run the job; names the cure.
+        ModuleNotFoundError: without the extra ``ray``.
+    """
+    if workers < 1 or servers < 0 or experts < 0:
+        raise ValueError(
+            f"a job has 1 worker or more, and 0 servers and experts or more; got {workers}, {servers}, {experts}"
+        )
+    check_resources(resources or {})
+    program = Program(str(script), tuple(map(str, args)))
+    program.check()
+    with tempfile.TemporaryDirectory(prefix="anabranch-logs-") as folder:
+        outcome = launch_on_ray(
+            program,
+            workers=workers,
+            servers=servers,
+            experts=experts,
+            address=address,
+            resources=resources,
+            log_dir=Path(folder),
+            live=True,
+            tell=_tell,
+            max_restarts=max_restarts,
+        )
+        first = outcome.first_failure
+        if first is not None:
+            _tell(f"{first.describe()}\n{first.last_words()}")
+    return outcome.exit_code
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"anabranch: {line}\n")
+    sys.stderr.flush()

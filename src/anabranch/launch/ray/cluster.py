@@ -1,0 +1,103 @@
+"""The connection to a Ray cluster, and what of it goes wrong, in one sentence each."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+__all__ = ["RayError", "connected", "import_ray"]
+
+_VERSION = "2.60.0"
+_ANSWER_SECONDS = 5.0
+_NOT_SHIPPED = (".git", ".venv*", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", "node_modules")
+
+
+class RayError(Exception):
+    """The cluster cannot run the job; the message names the cure."""
+
+
+def import_ray() -> ModuleType:
+    """Return the module ``ray``.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+        RayError: it is another version.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ModuleNotFoundError("--engine ray needs Ray: pip install 'anabranch[ray]'", name="ray") from None
+    if ray.__version__ != _VERSION:
+        raise RayError(
+            f"Ray {ray.__version__} is installed here, and this Anabranch is made for {_VERSION}: "
+            f"pip install 'ray=={_VERSION}', on all nodes"
+        )
+    found: ModuleType = ray
+    return found
+
+
+@contextmanager
+def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
+    """Be connected to the cluster at ``address``, to which the current directory is shipped.
+
+    A connection that is there already is used, with what it ships, and stays.
+
+    Raises:
+        RayError: nobody answers there, or a Ray of another version.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    _check_answers(address)
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"working_dir": os.getcwd(), "excludes": list(_NOT_SHIPPED)},
+        )
+    except Exception as error:  # noqa: BLE001  Ray's are of many kinds
+        words = " ".join(str(error).split())
+        if "ersion mismatch" in words:
+            raise RayError(
+                f"the cluster at {address} runs another version of Ray or Python than this process (Ray {_VERSION}): "
+                f"install the same on all nodes, pip install 'ray=={_VERSION}'. Ray says: {words[:300]}"
+            ) from None
+        raise RayError(
+            f"no Ray cluster can be used at {address or 'this machine'}: {words[:300]}; look whether `ray status` "
+            "answers, and give --address HOST:6379 of its head node"
+        ) from None
+    # Ray prints what befalls its nodes on stdout, which is rank 0's; the pinned version has this switch.
+    shown, ray._private.worker._worker_logs_enabled = ray._private.worker._worker_logs_enabled, False
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        ray._private.worker._worker_logs_enabled = shown
+
+
+def _check_answers(address: str | None) -> None:
+    if address in (None, "auto", "local"):
+        return
+    assert address is not None
+    if "://" in address:
+        raise RayError(
+            f"--address {address}: give HOST:PORT of the head node, such as 10.0.0.1:6379, on a machine of the "
+            "cluster; Ray Client and job addresses cannot place a job's roles"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise RayError(f"--address {address!r} names no HOST:PORT; the head node's is shown by `ray start --head`")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise RayError(
+            f"nobody answers at {address} ({error}); start the head node there with `ray start --head --port {port}`, "
+            "or give the --address that it has shown"
+        ) from None

@@ -1,0 +1,143 @@
+"""``RemoteProcess``: a role's process on another node, as the supervisor knows those of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+from anabranch.launch.ray.seat import LEASE_SECONDS, News
+from anabranch.launch.supervision.outcome import Exit
+from anabranch.launch.supervision.worker import Recipe, Worker
+
+__all__ = ["RemoteProcess"]
+
+
+class _LostExit(Exit):
+    """The end of a process whose node was lost: nobody knows how it ended."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        """One line: who, and how it ended."""
+        return f"{self.who} was lost with its Ray node"
+
+
+class RemoteProcess(Worker):
+    """A process in a seat; a thread follows the seat, writes what comes to the log and the screen, and sees the end.
+
+    Args:
+        recipe: what to start.
+        restarted: how often that was started before.
+        seat: the Ray actor; its methods have ``remote``.
+        begin: starts the process there and returns its id.
+        fetch: waits for a call's result, as ``ray.get`` does; raises when the seat is lost.
+
+    Attributes:
+        lost_at: when a seat that was lost was last followed; ``None`` while it is there.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        restarted: int,
+        seat: Any,
+        begin: Callable[[], int],
+        fetch: Callable[[Any, float], Any],
+    ) -> None:
+        self._seat = seat
+        self._begin = begin
+        self._fetch = fetch
+        self.recipe = recipe
+        self.restarted = restarted
+        self.role = recipe.role
+        self.rank = recipe.rank
+        self.log = recipe.log
+        self.exit_code: int | None = None
+        self.ended_at = 0.0
+        self.stopped = False
+        self.forgiven = False
+        self.early = False
+        self.lost_at: float | None = None
+        self._code = -signal.SIGKILL
+        self.pid = begin()
+        self.pidfd, self._end = os.pipe()
+        self._screen: dict[int, int] = {}
+        if recipe.screen is not None:
+            self._screen = {1: os.dup(recipe.screen.stdout), 2: os.dup(recipe.screen.stderr)}
+        elif not restarted:
+            self.log.write_bytes(b"")
+        self._follower = threading.Thread(target=self._follow, name=f"anabranch-{self.role}-{self.rank}", daemon=True)
+        self._follower.start()
+
+    @property
+    def exit(self) -> Exit:
+        """Its exit."""
+        found = super().exit
+        if self.lost_at is None or self.stopped:
+            return found
+        return _LostExit(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send ``number``; of a seat that is lost nobody hears it."""
+        if self.running:
+            self.stopped = True
+            with suppress(Exception):  # Ray's errors are many, and the follower sees the loss
+                self._seat.signal.remote(int(number))
+
+    def reap(self) -> None:
+        """Take the exit code of a process that has ended."""
+        self._follower.join(LEASE_SECONDS)
+        self.ended_at = time.time()
+        self.exit_code = self._code
+        os.close(self.pidfd)
+        if self.lost_at is not None:  # its place is gone with it
+            self.recipe = replace(self.recipe, restarts=None)
+
+    def abandon(self) -> None:
+        """Count a process whose node does not answer as killed."""
+        if self.lost_at is None:
+            self.lost_at = time.monotonic()
+        self.ended_at = time.time()
+        self.exit_code = -signal.SIGKILL
+
+    def _follow(self) -> None:
+        followed = time.monotonic()
+        log = self.log.open("ab", buffering=0)
+        try:
+            while True:
+                asked = time.monotonic()
+                output, code = self._news()
+                followed = asked
+                for stream, data in output:
+                    with suppress(OSError):
+                        _write_all(self._screen.get(stream, log.fileno()), data)
+                if code is not None and not output:
+                    self._code = code
+                    return
+        except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the seat is lost
+            self.lost_at = followed
+            why = str(error).strip().splitlines()
+            with suppress(OSError):
+                line = f"anabranch: the Ray node of {self.role} {self.rank} was lost: {why[0] if why else error!r}"
+                _write_all(self._screen.get(2, log.fileno()), line.encode() + b"\n")
+        finally:
+            log.close()
+            for descriptor in self._screen.values():
+                os.close(descriptor)
+            os.close(self._end)
+
+    def _news(self) -> News:
+        found: News = self._fetch(self._seat.follow.remote(), LEASE_SECONDS)
+        return found
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

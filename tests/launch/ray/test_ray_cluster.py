@@ -1,0 +1,146 @@
+"""Jobs on a real local cluster of three Ray nodes: one loses a node, one is interrupted, one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+LIMIT = 300.0
+
+TRAIN = """
+import json, os, pathlib, sys, time
+import torch
+import torch.nn.functional as F
+import anabranch as ab
+
+out, wait_at = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+job = ab.job()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+loss_of = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])
+step = ab.TrainStep(model, loss_of, torch.optim.Adam(model.parameters()))
+generator = torch.Generator().manual_seed(1)
+batches = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(12)]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.distributed.init_process_group("gloo")
+with ab.Executor(step, comm_mode=sys.argv[3]) as executor:
+    executor.resume(out / "checkpoint")
+    for number in range(executor.step, 12):
+        if number == wait_at and attempt == 0:
+            written = out / f"waits-{job.rank}.part"
+            written.write_text(json.dumps([os.getpid(), os.getppid()]))
+            written.rename(out / f"waits-{job.rank}.json")
+            time.sleep(600)
+        x, y = batches[number]
+        half = slice(4 * job.rank, 4 * job.rank + 4)
+        loss = executor.run(batch=(x[half], y[half]))["loss"].item()
+        executor.save(out / "checkpoint")
+torch.distributed.destroy_process_group()
+print(json.dumps({"loss": loss, "attempt": attempt}), flush=True)
+"""
+
+
+def _command(cluster: Any, folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
+    (folder / "train.py").write_text(TRAIN)
+    head = ["--engine", "ray", "--address", cluster.address, "--workers", "2", "--log-dir", str(folder / "logs")]
+    return [sys.executable, "-m", "anabranch.cli", "run", *head, *options, "train.py", str(folder), *arguments]
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+
+
+# In a process of its own: a driver of Ray keeps descriptors open after its end.
+LEFT = """
+import json, sys, ray
+from ray._private.state import actors
+from ray.util.placement_group import placement_group_table
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+groups = [group["state"] for group in placement_group_table().values()]
+print(json.dumps([*groups, *(actor["State"] for actor in actors().values())]))
+"""
+
+
+def _nothing_is_left(cluster: Any) -> None:
+    command = [sys.executable, "-c", LEFT, cluster.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+    states = json.loads(done.stdout.splitlines()[-1])
+    assert states
+    assert set(states) <= {"REMOVED", "DEAD"}
+
+
+def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(cluster: Any, tmp_path: Path) -> None:
+    quiet, hurt = tmp_path / "quiet", tmp_path / "hurt"
+    for folder in (quiet, hurt):
+        folder.mkdir()
+    done = _run(_command(cluster, quiet, "-1", "Hybrid", options=("--servers", "1")), quiet)
+    assert done.returncode == 0, done.stderr
+    undisturbed = json.loads(done.stdout.splitlines()[-1])
+    assert undisturbed["attempt"] == 0
+    command = _command(cluster, hurt, "6", "Hybrid", options=("--servers", "1", "--max-restarts", "1"))
+    with subprocess.Popen(command, cwd=hurt, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: all((hurt / f"waits-{rank}.json").exists() for rank in range(2)))
+            _kill_node_of_rank(cluster, hurt, 1)
+            out, err = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert "starting the job again (1 of 1)" in err
+    disturbed = json.loads(out.splitlines()[-1])
+    assert disturbed == {"loss": pytest.approx(undisturbed["loss"], rel=1e-6), "attempt": 1}
+    for rank in range(2):
+        pid, _ = json.loads((hurt / f"waits-{rank}.json").read_text())
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+    _nothing_is_left(cluster)
+
+
+def _kill_node_of_rank(cluster: Any, folder: Path, rank: int) -> None:
+    """Kill the raylet of the worker, and the worker's actor, as the death of a machine does."""
+    _, actor = json.loads((folder / f"waits-{rank}.json").read_text())
+    raylet = int(Path(f"/proc/{actor}/stat").read_text().rpartition(")")[2].split()[1])
+    node = next(node for node in cluster.list_all_nodes() if _raylet_of(node) == raylet)
+    assert node is not cluster.head_node
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def _raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path: Path) -> None:
+    command = _command(cluster, tmp_path, "2", "AllReduce")
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            wait_until(lambda: all((tmp_path / f"waits-{rank}.json").exists() for rank in range(2)))
+            os.kill(process.pid, signal.SIGINT)
+            _, err = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    for rank in range(2):
+        pid, _ = json.loads((tmp_path / f"waits-{rank}.json").read_text())
+        assert not Path(f"/proc/{pid}").exists()
+    _nothing_is_left(cluster)
+
+
+def test_a_worker_that_fails_is_named_with_its_traceback(cluster: Any, tmp_path: Path) -> None:
+    command = _command(cluster, tmp_path, "-1", "AllReduce")
+    (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '1': raise ValueError('spilled')\n")
+    done = _run(command, tmp_path)
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr
+    assert "ValueError: spilled" in done.stderr
+    assert (tmp_path / "logs" / "worker-1.log").read_text().endswith("ValueError: spilled\n")

@@ -1,0 +1,103 @@
+"""What goes wrong before anything runs: one sentence each, with the cure. No Ray is started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from anabranch.launch.ray import RayError, run
+from anabranch.launch.ray.cluster import connected, import_ray
+from anabranch.launch.ray.resources import parse_resources, resources_of
+
+
+class _Ray(ModuleType):
+    """Stands in for Ray, which takes a second to import."""
+
+    def __init__(self, version: str = "2.60.0", says: str = "") -> None:
+        super().__init__("ray")
+        self.__version__ = version
+        self._says = says
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        raise RuntimeError(self._says)
+
+
+def test_a_ray_of_another_version_is_named_with_the_one_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", _Ray("2.9.3"))
+    with pytest.raises(RayError, match=r"Ray 2\.9\.3 is installed here.*pip install 'ray==2\.60\.0'"):
+        import_ray()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Python itself says of a module that is not there; None in sys.modules does not name it alike.
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[ray\]'"):
+        import_ray()
+
+
+def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with (
+            pytest.raises(RayError, match=f"the cluster at {address} runs another version of Ray or Python"),
+            connected(_Ray(says="Version mismatch: The cluster was started with:\n Ray: 2.9.3"), address),
+        ):
+            pass
+
+
+def test_an_address_that_nobody_answers_is_named_with_the_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+    with pytest.raises(RayError, match=rf"nobody answers at {address} .*ray start --head"), connected(_Ray(), address):
+        pass
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "here", "here:now"])
+def test_an_address_that_is_no_host_and_port_is_refused(address: str) -> None:
+    with pytest.raises(RayError, match="HOST:PORT"), connected(_Ray(), address):
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"boss": {"CPU": 1}}', '{"worker": 1}', '{"worker": {"CPU": "all"}}'])
+def test_resources_that_are_none_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"such as \{\"worker\": \{\"CPU\": 2, \"GPU\": 1\}\}"):
+        parse_resources(text)
+
+
+def test_a_worker_asks_for_a_fraction_of_a_cpu_and_for_a_gpu_where_there_are_some() -> None:
+    assert resources_of("worker", {}, gpus=False) == {"CPU": 0.5}
+    assert resources_of("worker", {}, gpus=True) == {"CPU": 0.5, "GPU": 1.0}
+    assert resources_of("worker", {"worker": {"GPU": 0}}, gpus=True) == {"CPU": 0.5}
+
+
+def test_numbers_of_processes_are_checked() -> None:
+    with pytest.raises(ValueError, match="1 worker or more"):
+        run("train.py", workers=0)
+
+
+def test_the_launcher_imports_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, anabranch.cli, anabranch.launch.ray.engine, anabranch.launch.ray.seat;"
+        "print(sorted({'ray', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("options", [("--address", "a:1"), ("--engine", "ray", "--host", "10.0.0.1")])
+def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = [sys.executable, "-m", "anabranch.cli", "run", *options, str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "has no use for it" in done.stderr

@@ -1,0 +1,82 @@
+"""A seat without Ray: a process that is followed, signalled, and killed when nobody follows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from anabranch.launch.program import Program
+from anabranch.launch.ray import seat as seat_module
+from anabranch.launch.ray.seat import Seat
+from waiting import wait_until
+
+ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "seat-test"}
+
+
+@pytest.fixture
+def seat() -> Iterator[Seat]:
+    made = Seat({"authority.pem": b"public", "worker.pem": b"secret"}, "127.0.0.1")
+    yield made
+    made.close()
+
+
+def _program(folder: Path, source: str) -> Program:
+    (folder / "role.py").write_text(source)
+    return Program("role.py")
+
+
+def _follow_to_the_end(seat: Seat) -> tuple[dict[int, bytes], int]:
+    said: dict[int, bytes] = {}
+    while True:
+        output, code = seat.follow()
+        for stream, data in output:
+            said[stream] = said.get(stream, b"") + data
+        if code is not None and not output:
+            return said, code
+
+
+def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(seat: Seat, tmp_path: Path) -> None:
+    program = _program(
+        tmp_path,
+        "import os, sys\n"
+        "path = os.path.join(os.environ['ANABRANCH_KEYS'], 'worker.pem')\n"
+        "print(open(path).read(), oct(os.stat(path).st_mode & 0o777))\n"
+        "print('trouble', file=sys.stderr)\n"
+        "sys.exit(3)\n",
+    )
+    seat.start(program, ENVIRONMENT, str(tmp_path), True)
+    assert _follow_to_the_end(seat) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
+
+
+def test_a_process_that_nobody_follows_is_killed_when_the_lease_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat_module, "LEASE_SECONDS", 0.2)
+    with closing(Seat({}, "127.0.0.1")) as short:
+        pid = short.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> None:
+    with closing(Seat({}, "127.0.0.1")) as seat:
+        source = (
+            "import subprocess, sys, time\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+            "print(child.pid, flush=True)\n"
+            "time.sleep(600)\n"
+        )
+        pid = seat.start(_program(tmp_path, source), ENVIRONMENT, str(tmp_path), False)
+        output: list[tuple[int, bytes]] = []
+        wait_until(lambda: output.extend(seat.follow()[0]) or output)
+        child = int(output[0][1])
+    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(seat: Seat, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*storage that all nodes see"):
+        seat.start(Program("train.py"), ENVIRONMENT, str(tmp_path), False)
