@@ -41,6 +41,7 @@ OTHERS = {
     "kubectl",
     "docker",
     "conda",
+    "export",
     "source",
 }
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)

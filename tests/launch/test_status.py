@@ -187,6 +187,9 @@ def test_servers_are_asked_at_their_addresses(tmp_path: Path) -> None:
         assert found.roles[0].service["clocks"] == []
         assert found.roles[1].service["experts"]["e.0"]["rows"] == 3
         assert found.roles[1].service["experts"]["e.0"]["busy_seconds"] > 0
+        for asked, code in ((server.endpoint, 0), (nowhere, 1)):
+            done = subprocess.run([*STATUS, "--address", asked], capture_output=True, timeout=60, check=False)
+            assert done.returncode == code  # a script that waits for its servers reads this
 
 
 def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def status(
             _watch(look, found)
         else:
             _print(found)
+    if address and any(role.state in ("gone", "stopped") for role in found.roles):
+        raise typer.Exit(1)
 
 
 def _print(found: JobStatus) -> None:
