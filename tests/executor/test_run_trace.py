@@ -15,7 +15,7 @@ import anabranch as ab
 from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.executor import run_trace
-from anabranch.executor.run_trace import RunTrace
+from anabranch.executor.run_trace import RunTrace, nested_in
 from anabranch.parameter_server import ParameterServer
 from anabranch.pipeline import Pipe
 from anabranch.transport import Client, Request, Server, Verb
@@ -162,6 +162,29 @@ def test_operators_lie_inside_the_spans_of_their_thread(tmp_path: Path) -> None:
     backward = trace.spans("backward")[0]
     inside = [event["name"] for event in trace.spans(category="operator") if _contains(backward, event)]
     assert any("AddmmBackward" in name for name in inside)
+
+
+def test_operators_that_cross_an_edge_by_the_clocks_error_are_cut_there() -> None:
+    """Seen once: the thread was held up beside every mark, and a ``detach`` ended behind its forward."""
+
+    def span(name: str, start: int, end: int, thread: int = 1, track: str = "") -> spans.Span:
+        return name, "compute", track, start, end, thread, None, None
+
+    outer = [span("step", 0, 100), span("forward", 10, 40), span("backward", 40, 90)]
+    drawn = [
+        ("ends behind", 30, 43, (30, 40)),
+        ("begins before", 38, 60, (40, 60)),
+        ("inside", 12, 14, (12, 14)),
+        ("holds both", 5, 95, (5, 95)),
+        ("touches", 10, 40, (10, 40)),
+        ("holds one, crosses the next", 8, 43, (8, 40)),
+    ]
+    found = nested_in(outer, [span(name, start, end) for name, start, end, _ in drawn])
+    assert [(name, (start, end)) for name, _, _, start, end, *_ in found] == [
+        (name, wanted) for name, *_, wanted in drawn
+    ]
+    others = [span("other thread", 30, 43, 2), span("other track", 30, 43, 1, "cuda")]
+    assert list(nested_in(outer, others)) == others
 
 
 def _contains(outer: dict[str, float], inner: dict[str, float]) -> bool:

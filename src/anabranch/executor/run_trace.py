@@ -6,9 +6,11 @@ machines their clocks are compared over the same connections, before and after.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from anabranch import spans
 from anabranch.trace_file import check_trace_path, read_part, write_trace
 
-__all__ = ["Everyone", "RunTrace"]
+__all__ = ["Everyone", "RunTrace", "nested_in"]
 
 _ROUNDS = 8
 _MARK = "anabranch clock"
@@ -157,7 +159,7 @@ class RunTrace:
         found = _as_spans(self._end_profile(), self._marks)
         own = [one for one in found if one[3] >= self._recorder.began]
         self._recorder.dropped += max(0, len(own) - spans.CAPACITY)
-        return own[: spans.CAPACITY]
+        return list(nested_in(self._spans, own[: spans.CAPACITY]))
 
 
 def _check_steps(steps: object) -> int | None:
@@ -201,6 +203,26 @@ def _as_spans(events: list[FunctionEvent], marks: list[tuple[int, int]]) -> Iter
         on_thread = event.device_type.name == "CPU" and not event.is_async
         track = "" if on_thread else _track(event)
         yield event.name, "operator", track, start + offset, end + offset, event.device_resource_id, None, None
+
+
+def nested_in(outer: Iterable[spans.Span], operators: Iterable[spans.Span]) -> Iterator[spans.Span]:
+    """Yield operators cut where they cross an edge of a span of their thread, the longer part kept.
+
+    The profiler's clock is known to a few microseconds only, more where the thread was held up beside a mark, and
+    viewers draw spans that overlap without nesting in the wrong place.
+    """
+    edges: dict[int, list[tuple[int, int]]] = {}
+    for _, _, track, start, end, thread, *_ in outer:
+        if not track:
+            edges.setdefault(thread, []).extend([(start, end), (end, start)])
+    for found in edges.values():
+        found.sort()
+    for name, category, track, start, end, thread, facts, flow in operators:
+        beside = edges.get(thread, []) if not track else []
+        for edge, other in beside[bisect_right(beside, (start, math.inf)) : bisect_left(beside, (end, -math.inf))]:
+            if start < edge < end and not start <= other <= end:
+                start, end = (edge, end) if edge - start <= end - edge else (start, edge)
+        yield name, category, track, start, end, thread, facts, flow
 
 
 def _track(event: FunctionEvent) -> str:

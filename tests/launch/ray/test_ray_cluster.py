@@ -73,10 +73,14 @@ print(json.dumps([*groups, *(actor["State"] for actor in actors().values())]))
 
 def _nothing_is_left(cluster: Any) -> None:
     command = [sys.executable, "-c", LEFT, cluster.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
-    states = json.loads(done.stdout.splitlines()[-1])
-    assert states
-    assert set(states) <= {"REMOVED", "DEAD"}
+
+    def all_are_gone() -> bool:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+        states = json.loads(done.stdout.splitlines()[-1])
+        assert states
+        return set(states) <= {"REMOVED", "DEAD"}
+
+    wait_until(all_are_gone)
 
 
 def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(cluster: Any, tmp_path: Path) -> None:
@@ -132,7 +136,7 @@ def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path:
     assert process.returncode == 130, err
     for rank in range(2):
         pid, _ = json.loads((tmp_path / f"waits-{rank}.json").read_text())
-        assert not Path(f"/proc/{pid}").exists()
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
     _nothing_is_left(cluster)
 
 

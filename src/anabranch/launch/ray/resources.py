@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-__all__ = ["Resources", "parse_resources", "resources_of"]
+__all__ = ["Resources", "check_resources", "parse_resources", "resources_of"]
 
 Resources = Mapping[str, Mapping[str, float]]
 """By role (``worker``, ``server``, ``expert``): the amount of each resource, by Ray's name for it."""

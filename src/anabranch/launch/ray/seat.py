@@ -26,7 +26,7 @@ from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["LEASE_SECONDS", "News", "Seat"]
+__all__ = ["LEASE_SECONDS", "News", "Seat", "names_of_keys"]
 
 LEASE_SECONDS = 20.0
 """Seconds after which a seat that nobody follows kills its process."""
