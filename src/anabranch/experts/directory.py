@@ -23,14 +23,15 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
 from anabranch.experts.announced_endpoint import check_announced
+from anabranch.experts.standby import Replicas
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
-from anabranch.transport import Call, Client, Peer, Request, Server, ServerStatistics, Transport, Verb, pack, unpack
+from anabranch.transport import Call, Client, Peer, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ LONGEST_TTL = 24 * 3600.0
 """The longest time to live of an announcement, in seconds."""
 # Entries up to which the time that is over is not looked for.
 _FEW = 1024
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -195,7 +195,8 @@ class Directory:
     {'ffn': [0, 2], 'ffn.2': [0]}
 
     Args:
-        endpoint: of a ``DirectoryServer``; ``None`` for a table of this process.
+        endpoint: of a ``DirectoryServer``, or of several, separated by commas, that keep the same table: what is
+            announced is announced to all, and found while one of them answers. ``None`` for a table of this process.
         timeout: seconds that a request to a server may take.
         clock: seconds for times to live, of a table of this process.
         client: sends the requests to the server; a new one by default, with ``keys`` and ``insecure``.
@@ -225,6 +226,7 @@ class Directory:
         self._timeout = timeout
         self._within: Deadline | None = None
         self._table: _Table | _LostTable = _Table(clock)
+        self._replicas = None if endpoint is None else Replicas(endpoint)
         self._reach = None if endpoint is None else Reach(client, role=role, keys=keys, insecure=insecure)
 
     def within(self, deadline: Deadline) -> Directory:
@@ -257,6 +259,7 @@ class Directory:
         self._timeout = cast(float, state["timeout"])
         self._reach = cast("Reach | None", state["reach"])
         self._within = None
+        self._replicas = None if self.endpoint is None else Replicas(self.endpoint)
         token = cast(str, state["token"])
         self._table = _tables.get(token) or _LostTable(token)
 
@@ -267,7 +270,7 @@ class Directory:
             return
         _check_ttl(ttl)
         for some in _portions(check_uid(uid) for uid in uids):
-            self._ask("directory.announce", (some, endpoint, ttl), type(None))
+            self._ask("directory.announce", (some, endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
         """``endpoint`` does not serve ``uids`` any more."""
@@ -275,7 +278,7 @@ class Directory:
             self._table.withdraw(uids, endpoint)
             return
         for some in _portions(uids):
-            self._ask("directory.withdraw", (some, endpoint), type(None))
+            self._ask("directory.withdraw", (some, endpoint))
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
         """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them.
@@ -292,8 +295,18 @@ class Directory:
         _check_ttl(ttl)
         found: list[str] = []
         for some in _portions(check_uid(uid) for uid in uids):
-            found += self._ask("directory.claim", (some, claimer, ttl), list[str])
+            found += self._claim_at_all(some, claimer, ttl)
         return found
+
+    def _claim_at_all(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
+        """Claim uids at every server that answers; what one of them does not give, the others get back."""
+        answers = self._ask("directory.claim", (list(uids), claimer, ttl))
+        given = {endpoint: unpack(answer, list[str]) for endpoint, answer in answers.items()}
+        everywhere = set.intersection(*map(set, given.values()))
+        for endpoint, some in given.items():
+            if too_many := [uid for uid in some if uid not in everywhere]:
+                self._ask("directory.release", (too_many, claimer), at=endpoint)
+        return [uid for uid in uids if uid in everywhere]
 
     def release(self, uids: Iterable[str], claimer: str) -> None:
         """``claimer`` will not serve those of ``uids`` that it has claimed."""
@@ -301,7 +314,7 @@ class Directory:
             self._table.release(uids, claimer)
             return
         for some in _portions(uids):
-            self._ask("directory.release", (some, claimer), type(None))
+            self._ask("directory.release", (some, claimer))
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
@@ -309,7 +322,8 @@ class Directory:
             return self._table.lookup(uids)
         found: dict[str, str] = {}
         for some in _portions(uids):
-            found.update(self._ask("directory.lookup", some, dict[str, str]))
+            for answer in reversed(self._ask("directory.lookup", some).values()):
+                found |= unpack(answer, dict[str, str])
         return found
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
@@ -318,16 +332,21 @@ class Directory:
             return self._table.active(prefixes)
         found: dict[str, list[int]] = {}
         for some in _portions(check_prefix(prefix) for prefix in prefixes):
-            found.update(self._ask("directory.active", some, dict[str, list[int]]))
+            for answer in self._ask("directory.active", some).values():
+                for prefix, indices in unpack(answer, dict[str, list[int]]).items():
+                    found[prefix] = sorted({*found.get(prefix, ()), *indices})
         return found
 
-    def _ask(self, verb: str, question: object, kind: type[_T]) -> _T:
-        assert self.endpoint is not None
+    def _ask(self, verb: str, question: object, *, at: str | None = None) -> dict[str, bytes]:
+        """Return the answer of each server that gives one; ``at`` is the only one to be told."""
+        assert self._replicas is not None
         assert self._reach is not None
-        request = Request(self.endpoint, verb, payload=pack(question), role="directory")
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
-        return unpack(self._reach.client.call(request, deadline).payload, kind)
+        if at is not None:
+            self._replicas.ask_one(self._reach.client, at, verb, question, deadline)
+            return {}
+        return self._replicas.ask(self._reach.client, verb, question, deadline)
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:

@@ -143,7 +143,7 @@ def _beside(directory: str, index: int) -> str:
     """Return the address to listen at: in the directory's own place, a private folder or the interface that leads to
     it.
     """
-    place = parse_endpoint(directory)
+    place = parse_endpoint(directory.partition(",")[0])
     if not isinstance(place, TcpEndpoint):
         return expert_socket(f"unix:{place.path}", index)
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
