@@ -72,15 +72,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/cluster"), help="a folder that all hosts see")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--comm-mode", choices=["AllReduce", "PS", "Hybrid"], help="by default what the job has")
     options = parser.parse_args()
 
     job = ab.job()
     torch.manual_seed(options.seed)
     model = Model(job, options.experts)
     step = ab.TrainStep(model, loss, torch.optim.Adagrad(model.parameters(), lr=0.1))
-    alone = job.world_size == 1 and not job.servers
-    mode = None if alone else "Hybrid" if job.servers else "AllReduce"
-    with ab.Executor(step, comm_mode=mode) as executor:
+    suits = "Hybrid" if job.servers else "AllReduce" if job.world_size > 1 else None
+    with ab.Executor(step, comm_mode=options.comm_mode or suits) as executor:
         executor.resume(options.out)
         first, last = executor.step, 0.0
         while executor.step < options.steps and not executor.stopping:

@@ -68,3 +68,61 @@ def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launc
         assert record["world_size"] == 2
         # TORCHELASTIC_SIGNALS_TO_HANDLE is a setting of torchrun's own process that its workers inherit.
         assert set(record["names"]) - {"TORCHELASTIC_SIGNALS_TO_HANDLE"} == set(ours) - set(environment)
+
+
+LOST = """
+import json, os, signal, sys
+import torch
+import anabranch as ab
+
+job = ab.job()
+torch.manual_seed(0)
+model = torch.nn.Sequential(ab.RemoteEmbedding("t", 50, 4, mode="sum"), torch.nn.Linear(4, 1))
+step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
+life, losses = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), []
+with ab.Executor(step, comm_mode="Hybrid") as executor:
+    executor.resume(sys.argv[1])
+    first = executor.step
+    while executor.step < 10:
+        if executor.step == 7 and life == 0 and job.rank == 1 and sys.argv[2] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        ids = torch.arange(6).reshape(3, 2) * (executor.step + 1 + job.rank) % 50
+        losses.append(executor.run(batch=ids)["loss"].item())
+        if executor.step == 4:
+            executor.save(sys.argv[1])
+if job.rank == 0:
+    print(json.dumps({"first": first, "life": life, "losses": losses}))
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_torchrun_starts_again_go_on_with_the_servers_at_their_addresses(
+    script: Script, tmp_path: Path
+) -> None:
+    """The servers lived on and are three steps ahead of the checkpoint: resuming takes them back to it."""
+    path = script(LOST)
+    keys = tmp_path / "keys"
+    anabranch = [sys.executable, "-m", "anabranch.cli"]
+    subprocess.run([*anabranch, "keys", str(keys)], check=True, timeout=LIMIT, capture_output=True)
+    found = []
+    for name in ("quiet", "kill"):
+        serve = ["serve", "parameters", "--listen", "tcp://127.0.0.1:0", "--keys", str(keys)]
+        with subprocess.Popen([*anabranch, *serve], stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                endpoint = server.stdout.readline().removeprefix("listening on ").strip()
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANABRANCH_KEYS": str(keys)}
+                environment["ANABRANCH_SERVERS"] = endpoint
+                command = ["--nproc-per-node", "2", "--standalone", "--max-restarts", "1", str(path)]
+                done = subprocess.run(
+                    [sys.executable, "-m", "torch.distributed.run", *command, str(tmp_path / name), name],
+                    env=environment, timeout=LIMIT, capture_output=True, text=True, check=False,
+                )  # fmt: skip
+            finally:
+                server.terminate()
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    quiet, killed = found
+    assert (quiet["first"], quiet["life"]) == (0, 0)
+    assert (killed["first"], killed["life"]) == (4, 1)
+    assert killed["losses"] == quiet["losses"][4:]
