@@ -234,7 +234,7 @@ def test_a_manifest_longer_than_any_is_not_read(tmp_path: Path, monkeypatch: pyt
     os.truncate(save(tmp_path, 1), 1 << 36)  # takes no space
     with pytest.raises(CheckpointError, match=r"has 68719476736 bytes, and no manifest has more than 268435456"):
         checkpoint.read(tmp_path)
-    monkeypatch.setattr(manifests, "_LONGEST", 1000)
+    monkeypatch.setattr(manifests, "LONGEST", 1000)
     with pytest.raises(ValueError, match=r"the manifest would have \d+ bytes, .* keep long values of the state as"):
         checkpoint.write(tmp_path / "long", {}, {"text": "x" * 1000}, step=1)
     assert checkpoint.read_newest(tmp_path / "long") is None

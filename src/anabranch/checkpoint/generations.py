@@ -31,6 +31,8 @@ __all__ = [
     "claim",
     "complete_generations",
     "data_path",
+    "generation_of",
+    "is_manifest",
     "make_directory",
     "manifest_path",
     "publish",
@@ -64,6 +66,17 @@ def data_path(directory: Path, group: str, generation: int) -> Path:
 def manifest_path(directory: Path, generation: int) -> Path:
     """Path of the manifest of ``generation``."""
     return directory / f"manifest-{generation:08d}.json"
+
+
+def generation_of(name: str) -> int | None:
+    """Return the generation that a file of this name belongs to; ``None`` if it is none of a checkpoint."""
+    match = _OURS.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
+
+
+def is_manifest(name: str) -> bool:
+    """Return True if a file of this name makes its generation whole."""
+    return _MANIFEST.fullmatch(name) is not None
 
 
 def temporary(path: Path) -> Path:

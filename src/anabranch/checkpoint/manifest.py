@@ -25,10 +25,11 @@ from anabranch.checkpoint.regular_file import open_regular
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
 
-__all__ = ["FileRecord", "Manifest", "TensorRecord", "check_group", "load", "pack", "unique_keys", "unpack"]
+__all__ = ["FileRecord", "LONGEST", "Manifest", "TensorRecord", "check_group", "load", "pack", "unique_keys", "unpack"]
 
 _FORMAT = 1
-_LONGEST = 256 << 20  # bytes: the entries of two million tensors
+LONGEST = 256 << 20
+"""Bytes of the longest manifest: the entries of two million tensors."""
 _START, _MIDDLE, _END = b'{"crc32":"', b'","manifest":', b"}\n"
 _BODY = len(_START) + 8 + len(_MIDDLE)
 _GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -91,9 +92,9 @@ def pack(step: int, written: int, state: object, files: dict[str, FileRecord]) -
     manifest["state"] = encode(state)
     body = json.dumps(manifest, separators=(",", ":"), allow_nan=False).encode()
     data = _START + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _END
-    if len(data) > _LONGEST:
+    if len(data) > LONGEST:
         raise ValueError(
-            f"the manifest would have {len(data)} bytes, and none is read that has more than {_LONGEST}; keep long "
+            f"the manifest would have {len(data)} bytes, and none is read that has more than {LONGEST}; keep long "
             "values of the state as tensors of a group"
         )
     return data
@@ -107,8 +108,8 @@ def load(path: Path) -> Manifest:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > _LONGEST:
-            raise CheckpointError(f"{path.name} has {size} bytes, and no manifest has more than {_LONGEST}")
+        if size > LONGEST:
+            raise CheckpointError(f"{path.name} has {size} bytes, and no manifest has more than {LONGEST}")
         return unpack(file.read(size))
 
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.generations import check_path, complete_generations, data_path, manifest_path
+from anabranch.checkpoint.generations import complete_generations, data_path, manifest_path
 from anabranch.checkpoint.manifest import FileRecord, Manifest
 from anabranch.checkpoint.manifest import load as load_manifest
 from anabranch.checkpoint.regular_file import Unreadable, unreadable
+from anabranch.checkpoint.storage import Mirror, Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import check, load
 from anabranch.errors import CheckpointError
 
@@ -38,15 +39,17 @@ class Checkpoint:
     Attributes:
         step: how far training was.
         state: what was saved beside the tensors.
-        path: the directory.
+        path: the directory, or that of a storage.
         generation: its serial number there; ``read(path, generation=...)`` finds this one again.
     """
 
     step: int
     state: Any
-    path: Path
+    path: Place
     generation: int
     _files: Mapping[str, FileRecord] = field(repr=False)
+    _folder: Path = field(repr=False)
+    _mirror: Mirror | None = field(repr=False, default=None)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -64,14 +67,14 @@ class Checkpoint:
         if group not in self._files:
             raise CheckpointError(f"the checkpoint in {self.path} has the groups {list(self._files)}, not {group!r}")
         try:
-            return load(data_path(self.path, group, self.generation), self._files[group], device)
+            return load(data_path(self._folder, group, self.generation), self._files[group], device)
         except Unreadable:
             raise
         except CheckpointError as error:
             raise _damaged(self.path, self.generation, error) from error
 
 
-def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Checkpoint:
+def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = None) -> Checkpoint:
     """Return the newest whole checkpoint in the directory ``path`` itself.
 
     >>> import tempfile, torch
@@ -83,14 +86,19 @@ def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Chec
     (100, {'weight': tensor([1., 1.])})
 
     Args:
-        path: the directory that ``write`` was given.
+        path: the directory or URL that ``write`` was given.
         generation: this one and no other. Then the bytes of the tensors are not read before ``tensors`` asks for them:
             for the ranks of a job that follow the choice of the first.
 
     Raises:
         CheckpointError: there is none, or none is whole, and says why, of each; or what would be taken may not be read.
     """
-    directory = check_path(path)
+    directory = as_place(path)
+    if isinstance(directory, Storage):
+        found = _read_stored(directory, below=False, generation=generation)
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint in {directory}")
+        return found
     if generation is not None:
         return _open(directory, generation, _manifest(directory, generation), data=False)
     found = _newest_whole([directory])
@@ -100,7 +108,7 @@ def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Chec
     return found
 
 
-def read_newest(path: str | os.PathLike[str]) -> Checkpoint | None:
+def read_newest(path: str | os.PathLike[str] | Storage) -> Checkpoint | None:
     """Return the newest whole checkpoint in the directory ``path`` or in any directory under it.
 
     Of each directory its newest whole generation counts, and of these the one with the highest step (clocks differ
@@ -120,8 +128,20 @@ def read_newest(path: str | os.PathLike[str]) -> Checkpoint | None:
         CheckpointError: there are checkpoints and every one is damaged, which starting afresh would hide; or a file or
             directory may not be read, in which the newest may be.
     """
-    directories = sorted(Path(found) for found, _, _ in os.walk(path, onerror=_refuse_unreadable))
+    place = as_place(path)
+    if isinstance(place, Storage):
+        return _read_stored(place, below=True)
+    directories = sorted(Path(found) for found, _, _ in os.walk(place, onerror=_refuse_unreadable))
     return _newest_whole(directories)
+
+
+def _read_stored(storage: Storage, *, below: bool, generation: int | None = None) -> Checkpoint | None:
+    mirror = Mirror(storage)
+    folders = mirror.manifests(below=below, generation=generation)
+    with mirror.renamed_errors():
+        if generation is not None:
+            return _open(folders[0], generation, _manifest(folders[0], generation), data=False, mirror=mirror)
+        return _newest_whole(folders, mirror)
 
 
 def _refuse_unreadable(error: OSError) -> None:
@@ -131,7 +151,7 @@ def _refuse_unreadable(error: OSError) -> None:
         raise unreadable(place, error) from error
 
 
-def _newest_whole(directories: list[Path]) -> Checkpoint | None:
+def _newest_whole(directories: list[Path], mirror: Mirror | None = None) -> Checkpoint | None:
     """Of each directory's newest whole generation the one with the highest step.
 
     Manifests are small and say the step, so the data is read only of what would win.
@@ -160,7 +180,7 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
     while heap:
         _, _, directory, rest, generation, manifest = heapq.heappop(heap)
         try:
-            checkpoint = _open(directory, generation, manifest, data=True)
+            checkpoint = _open(directory, generation, manifest, data=True, mirror=mirror)
         except Unreadable:
             raise
         except CheckpointError as error:
@@ -168,7 +188,8 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
             offer(directory, rest)
             continue
         for reason in reasons:
-            _log.warning("%s; taking generation %d in %s, step %d", reason, generation, directory, checkpoint.step)
+            told = reason if mirror is None else mirror.named(reason)
+            _log.warning("%s; taking generation %d in %s, step %d", told, generation, checkpoint.path, checkpoint.step)
         return checkpoint
     if reasons:
         raise CheckpointError("no checkpoint is whole: " + "; ".join(reasons))
@@ -184,16 +205,23 @@ def _manifest(directory: Path, generation: int) -> Manifest:
         raise _damaged(directory, generation, error) from error
 
 
-def _open(directory: Path, generation: int, manifest: Manifest, *, data: bool) -> Checkpoint:
+def _open(
+    directory: Path, generation: int, manifest: Manifest, *, data: bool, mirror: Mirror | None = None
+) -> Checkpoint:
+    if mirror is not None:
+        mirror.fetch(directory, generation, manifest)
     try:
         for group, record in manifest.files.items():
             check(data_path(directory, group, generation), record, data=data)
     except Unreadable:
         raise
     except CheckpointError as error:
+        if mirror is not None:
+            mirror.drop(directory, generation, manifest)
         raise _damaged(directory, generation, error) from error
-    return Checkpoint(manifest.step, manifest.state, directory, generation, manifest.files)
+    place = directory if mirror is None else mirror.place(directory)
+    return Checkpoint(manifest.step, manifest.state, place, generation, manifest.files, directory, mirror)
 
 
-def _damaged(directory: Path, generation: int, error: Exception) -> CheckpointError:
+def _damaged(directory: Place, generation: int, error: Exception) -> CheckpointError:
     return CheckpointError(f"generation {generation} in {directory} is damaged: {error}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from anabranch.checkpoint.generations import (
     all_generations,
-    check_path,
     claim,
     complete_generations,
     data_path,
@@ -37,6 +37,7 @@ from anabranch.checkpoint.generations import (
 )
 from anabranch.checkpoint.manifest import FileRecord, check_group, pack
 from anabranch.checkpoint.state import encode
+from anabranch.checkpoint.storage import Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import lay_out, write_all, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
@@ -48,13 +49,13 @@ Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 
 
 def write(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     groups: Mapping[str, Group],
     state: object,
     *,
     step: int,
     keep: int = 2,
-) -> Path:
+) -> Place:
     """Save a checkpoint into the directory ``path``, whole or not at all; durable once it has returned.
 
     >>> import tempfile, torch
@@ -67,7 +68,8 @@ def write(
     {'epoch': 1}
 
     Args:
-        path: the directory; made if it is not there. One process at a time may save to it.
+        path: the directory, or a URL such as ``s3://bucket/run``; made if it is not there. One process at a time may
+            save to it. For a URL the checkpoint is first written to a temporary folder of this host.
         groups: tensors by name, by group; each group becomes one ``.safetensors`` file. Any device and strides; two
             names of one storage are both written. A function that returns such tensors is called when their file is
             written, and they are let go of after it.
@@ -83,7 +85,7 @@ def write(
         CheckpointError: the disk is full or failing, or another process is saving there. What was whole before is
             still there.
     """
-    directory = check_path(path)
+    directory = as_place(path)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"the step of a checkpoint is an int >= 0, got {step!r}")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -94,6 +96,10 @@ def write(
             lay_out(tensors, group)
     encode(state)
     started = time.monotonic()
+    if isinstance(directory, Storage):
+        uploaded, size = _upload(directory, groups, state, step, keep)
+        report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
+        return uploaded
     try:
         make_directory(directory)
         with claim(directory):
@@ -106,6 +112,18 @@ def write(
         ) from error
     report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
     return manifest
+
+
+def _upload(storage: Storage, groups: Mapping[str, Group], state: object, step: int, keep: int) -> tuple[Storage, int]:
+    try:
+        with tempfile.TemporaryDirectory(prefix="anabranch-checkpoint-") as folder:
+            _, size = _write_generation(Path(folder), 1, groups, state, step)
+            name = storage.upload(Path(folder), 1, list(groups), keep)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(
+            f"cannot save step {step} to {storage}: {error}; what was saved there before is untouched"
+        ) from error
+    return storage.child(f"{storage.root}/{name}"), size
 
 
 def _write_generation(

@@ -7,11 +7,11 @@ import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from anabranch import checkpoint
+from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
 
@@ -37,7 +37,7 @@ class Snapshot:
         }
         return Snapshot(groups, copy.deepcopy(self.state), self.step)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Place) -> None:
         """Write it as a checkpoint."""
         checkpoint.write(path, self.groups, self.state, step=self.step)
 
@@ -57,7 +57,7 @@ class Started:
     """
 
     step: int
-    path: Path
+    path: Place
     began: float
 
 

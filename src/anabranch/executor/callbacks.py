@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
 from torch import Tensor
+
+from anabranch.checkpoint.storage import Place
 
 __all__ = [
     "Callbacks",
@@ -53,7 +54,7 @@ class SaveRecord:
     """
 
     step: int
-    path: Path
+    path: Place
     seconds: float
 
 
@@ -88,7 +89,7 @@ class RestartRecord:
 
     step: int
     attempt: int = 0
-    path: Path | None = None
+    path: Place | None = None
     peer: str | None = None
     lost: int | None = 0
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import spans
-from anabranch.checkpoint.generations import check_path
+from anabranch.checkpoint.storage import as_place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.executor.arguments import check_arguments, check_log_path
@@ -470,7 +470,8 @@ class Executor:
 
         Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
         number generators, the positions of the bound loaders, batches fetched ahead not counted, and what was given as
-        ``state``. The previous checkpoint in ``path`` is kept.
+        ``state``. The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of
+        storage that fsspec reaches (extra ``storage``), such as ``s3://bucket/run``.
 
         With ``wait=False`` a copy is taken in memory, and written while training goes on; of at most two at a time. A
         failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, and ``"save"`` is
@@ -481,7 +482,7 @@ class Executor:
             DeadlineExceeded: two are still being written after ``timeout`` seconds.
         """
         self._check_open()
-        folder, began = check_path(path), time.monotonic()
+        folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
         self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
@@ -516,7 +517,7 @@ class Executor:
                 unexpected, or of another shape or dtype. Nothing has been changed then.
         """
         self._check_open()
-        folder = check_path(path)
+        folder = as_place(path)
         self._settle_saves()
         with self._failures_told():
             self._saver.load(folder)
@@ -529,7 +530,7 @@ class Executor:
             CheckpointError: there are some and none is whole, or the newest does not fit.
         """
         self._check_open()
-        folder = check_path(path)
+        folder = as_place(path)
         self._settle_saves()
         with self._failures_told():
             found = self._saver.resume(folder)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
+from anabranch.checkpoint.storage import Place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
@@ -110,7 +110,7 @@ class Saver:
 
     # Saving.
 
-    def save(self, path: Path, *, wait: bool = True) -> None:
+    def save(self, path: Place, *, wait: bool = True) -> None:
         """Write a checkpoint; on every worker, or raised on every worker. Not to ``wait`` leaves that to a thread."""
         began = time.monotonic()
         if self.remote is not None:
@@ -301,15 +301,15 @@ class Saver:
 
     # Loading.
 
-    def resume(self, path: Path) -> bool:
+    def resume(self, path: Place) -> bool:
         """Load the newest whole checkpoint under ``path``; ``False`` if there is none."""
         return self._load_chosen(path, search=True)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Place) -> None:
         """Load the newest whole checkpoint in ``path``."""
         self._load_chosen(path, search=False)
 
-    def _load_chosen(self, path: Path, *, search: bool) -> bool:
+    def _load_chosen(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         if self.remote is not None:
             self.remote.tables.come_to_rest()  # before any worker replaces what is on the servers
@@ -323,7 +323,7 @@ class Saver:
                     raise
                 answer = {"failure": str(error)}
             if chosen is not None:
-                answer = {"path": str(chosen.path), "generation": chosen.generation}
+                answer = {"path": getattr(chosen.path, "url", str(chosen.path)), "generation": chosen.generation}
         answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
         if "failure" in answer:
             raise CheckpointError(cast(str, answer["failure"]))

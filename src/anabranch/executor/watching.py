@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from anabranch.checkpoint.storage import Place
 from anabranch.errors import PeerLost, RolledBack
 from anabranch.executor.callbacks import (
     Callbacks,
@@ -87,7 +87,7 @@ class Watching:
         """Tell of a checkpoint."""
         self._tell("save", record)
 
-    def loaded(self, step: int, path: Path) -> None:
+    def loaded(self, step: int, path: Place) -> None:
         """Tell of a restart if this job is one that was started again, and now has its checkpoint."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         if attempt:
@@ -103,7 +103,9 @@ class Watching:
     def _tell(self, event: str, record: Record) -> None:
         for feed in (self._feed, self._facts_feed):
             if not feed.idle:
-                facts = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(record).items()}
+                facts = {
+                    key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()
+                }
                 feed.event(event, facts)
         self.callbacks.call(event, record)
 
