@@ -201,7 +201,7 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
     Args:
         environment: where to look; ``os.environ`` by default. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are
             torchrun's; ``ANABRANCH_SERVERS`` holds endpoints, comma-separated, ``ANABRANCH_DIRECTORY`` one,
-            ``ANABRANCH_EXPERTS`` and ``ANABRANCH_WORKERS`` numbers of processes.
+            or several that keep one directory, ``ANABRANCH_EXPERTS`` and ``ANABRANCH_WORKERS`` numbers of processes.
 
     Raises:
         ValueError: a variable that is not a number, or a rank outside the world; names the variable and its value.

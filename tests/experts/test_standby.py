@@ -93,6 +93,12 @@ def test_a_uid_that_one_of_them_gives_to_nobody_is_claimed_from_none(places: lis
     assert both.lookup(["ffn.0"]) == {}
 
 
+def test_shards_announce_themselves_to_whoever_is_up(places: list[str], stack: ExitStack) -> None:
+    stack.enter_context(DirectoryServer(places[1]))
+    with ab.ParameterServer(directory=",".join(places)) as server:
+        assert Directory(places[1]).lookup(["parameters.0"]) == {"parameters.0": server.endpoint}
+
+
 def test_without_any_of_them_the_error_names_one(places: list[str]) -> None:
     with pytest.raises(PeerLost) as caught:
         Directory(",".join(places)).lookup(UIDS)

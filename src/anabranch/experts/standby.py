@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, PeerLost
 from anabranch.transport import Answer, Client, Outcome, Request, pack
+from anabranch.transport.endpoints import split_endpoints
 
 __all__ = ["Replicas"]
 
@@ -38,11 +39,7 @@ class Replicas:
     """
 
     def __init__(self, endpoints: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._endpoints = tuple(part.strip() for part in endpoints.split(","))
-        if not all(self._endpoints) or len(set(self._endpoints)) < len(self._endpoints):
-            raise ValueError(
-                f"a directory is an endpoint, or several different ones separated by commas, got {endpoints!r}"
-            )
+        self._endpoints = split_endpoints(endpoints)
         self._clock = clock
         self._left_out: dict[str, float] = {}
 

@@ -27,7 +27,7 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_expe
 from anabranch.job import DirectoryLike, Job
 from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import EXPERT_MARK, expert_mark
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 
 __all__ = ["serve"]
 
@@ -143,7 +143,7 @@ def _beside(directory: str, index: int) -> str:
     """Return the address to listen at: in the directory's own place, a private folder or the interface that leads to
     it.
     """
-    place = parse_endpoint(directory.partition(",")[0])
+    place = parse_endpoint(split_endpoints(directory)[0])
     if not isinstance(place, TcpEndpoint):
         return expert_socket(f"unix:{place.path}", index)
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:

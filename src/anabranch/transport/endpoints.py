@@ -10,7 +10,7 @@ from pathlib import Path
 
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint"]
+__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint", "split_endpoints"]
 
 # The room for a path in sockaddr_un, less the closing zero.
 _LONGEST_PATH = 107
@@ -52,6 +52,21 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
         if colon and host and port.isascii() and port.isdecimal() and int(port) < 65536:
             return TcpEndpoint(host.removeprefix("[").removesuffix("]"), int(port))
     raise ValueError(f"{text!r} is no endpoint; write unix:PATH or tcp://HOST:PORT")
+
+
+def split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the endpoints that ``text`` names, separated by commas.
+
+    >>> split_endpoints("unix:/run/first,tcp://second:7000")
+    ('unix:/run/first', 'tcp://second:7000')
+
+    Raises:
+        ValueError: one is empty, or named twice.
+    """
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found) or len(set(found)) != len(found):
+        raise ValueError(f"{text!r} names no endpoint, or one twice; write one, or several separated by commas")
+    return found
 
 
 class ClaimedPath:

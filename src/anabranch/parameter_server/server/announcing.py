@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, PeerLost
 from anabranch.transport import Client, Request, Transport, pack
+from anabranch.transport.endpoints import split_endpoints
 
 __all__ = ["Announces", "ServedDirectory"]
 
@@ -23,7 +25,7 @@ class Announces(Protocol):
 
 
 class ServedDirectory:
-    """The directory behind an ``anabranch.DirectoryServer``, as a shard calls it."""
+    """The directory behind an ``anabranch.DirectoryServer``, as a shard calls it; of several, all are told."""
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class ServedDirectory:
         transport: Transport | None = None,
         timeout: float = 10.0,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoints = split_endpoints(endpoint)
         self._timeout = timeout
         self._client = Client(role="parameters", keys=keys, insecure=insecure, transport=transport)
 
@@ -47,8 +49,15 @@ class ServedDirectory:
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:
-        request = Request(self._endpoint, verb, payload=pack(what), role="directory")
-        self._client.call(request, Deadline.after(self._timeout))
+        failures: list[BoundaryError] = []
+        for endpoint in self._endpoints:
+            request = Request(endpoint, verb, payload=pack(what), role="directory")
+            try:
+                self._client.call(request, Deadline.after(self._timeout))
+            except (DeadlineExceeded, Overloaded, PeerLost) as error:
+                failures.append(error)
+        if len(failures) == len(self._endpoints):
+            raise failures[0]
 
     def close(self) -> None:
         """Close the connection."""
