@@ -282,7 +282,7 @@ class _Attempt:
         """Let roles run in the launcher's own folder where their node sees it, else in the shipped copy; says so."""
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
             asked = {place: seat.sees.remote(probe.name) for place, seat in self._seats.items()}
-            seen = {place: bool(self._get(ref)) for place, ref in asked.items()}
+            seen = {place: bool(self._get(ref, _PLACE_SECONDS)) for place, ref in asked.items()}
         self._directories = {place: os.getcwd() if there else None for place, there in seen.items()}
         blind = [f"{role} {rank}" for (role, rank), there in seen.items() if not there and role != "rendezvous"]
         if blind:
@@ -323,7 +323,12 @@ class _Attempt:
             raise RayError(
                 f"Ray cannot ship {os.getcwd()} to its nodes: {_first_line(error)}; give the command in a small folder"
             ) from None
-        except (exceptions.RayTaskError, exceptions.RayActorError, exceptions.GetTimeoutError) as error:
+        except exceptions.GetTimeoutError:
+            raise RayError(
+                f"a node of the cluster has not answered in {seconds:.0f} s; look at `ray status`, at the newest files "
+                "of Ray's logs there, and whether Python lies at a path with a space: Ray starts no process by one"
+            ) from None
+        except (exceptions.RayTaskError, exceptions.RayActorError) as error:
             words = str(error)
             if "No module named 'anabranch" in words:
                 raise RayError(
