@@ -10,7 +10,7 @@ PEERS := benchmarks/.peers
 MODELS := .venv-models
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo test test-all test-matrix test-models soak lint types docs bench bench-peers clean
+.PHONY: demo test test-all test-ray test-matrix test-models soak lint types docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt tools/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,10 +23,14 @@ demo: $(STAMP)
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.
 test: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow" --ignore tests/matrix --ignore tests/models $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow and not ray" --ignore tests/matrix --ignore tests/models $(ARGS)
 
 test-all: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 --ignore tests/matrix --ignore tests/models $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not ray" --ignore tests/matrix --ignore tests/models $(ARGS)
+
+# Jobs on a Ray cluster of three nodes of this machine: two minutes and 2 GB.
+test-ray: $(STAMP)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 0 -q -m ray tests/launch/ray $(ARGS)
 
 # Every way in which Python may change between two steps, against the plain loop.
 test-matrix: $(STAMP)

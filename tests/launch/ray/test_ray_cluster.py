@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ray,
     pytest.mark.timeout(400),
     pytest.mark.skipif(" " in sys.executable, reason="Ray gives a shell the path of Python with its space unquoted"),
 ]
