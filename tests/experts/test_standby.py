@@ -19,7 +19,7 @@ import torch
 import anabranch as ab
 from anabranch import Directory, DirectoryServer
 from anabranch.errors import PeerLost
-from anabranch.experts.standby import Replicas
+from anabranch.transport.replicas import Replicas
 from waiting import wait_until
 
 AT = "unix:/run/experts"

@@ -177,7 +177,7 @@ class Storage:
 
 
 Place = Path | Storage
-"""Where checkpoints lie."""
+"""A folder of this host, or a directory on a storage."""
 
 
 def as_place(given: object, name: str = "path") -> Place:

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, cast
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
 from anabranch.experts.announced_endpoint import check_announced
-from anabranch.experts.standby import Replicas
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
+from anabranch.transport.replicas import Replicas
 
 if TYPE_CHECKING:
     from anabranch.experts.client.connections import Reach

@@ -53,16 +53,7 @@ class RemoteProcess(Worker):
         self._seat = seat
         self._begin = begin
         self._fetch = fetch
-        self.recipe = recipe
-        self.restarted = restarted
-        self.role = recipe.role
-        self.rank = recipe.rank
-        self.log = recipe.log
-        self.exit_code: int | None = None
-        self.ended_at = 0.0
-        self.stopped = False
-        self.forgiven = False
-        self.early = False
+        self._describe(recipe, restarted)
         self.lost_at: float | None = None
         self._code = -signal.SIGKILL
         self.pid = begin()

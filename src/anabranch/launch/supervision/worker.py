@@ -79,6 +79,12 @@ class Worker:
     """
 
     def __init__(self, recipe: Recipe, restarted: int = 0) -> None:
+        self._describe(recipe, restarted)
+        self.pid = self._start()
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def _describe(self, recipe: Recipe, restarted: int) -> None:
+        """Set what is known of a process before it starts."""
         self.recipe = recipe
         self.restarted = restarted
         self.role = recipe.role
@@ -89,8 +95,6 @@ class Worker:
         self.stopped = False
         self.forgiven = False
         self.early = False
-        self.pid = self._start()
-        self.pidfd = os.pidfd_open(self.pid)
 
     def _start(self) -> int:
         recipe, screen = self.recipe, self.recipe.screen

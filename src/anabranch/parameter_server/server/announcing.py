@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, PeerLost
-from anabranch.transport import Client, Request, Transport, pack
-from anabranch.transport.endpoints import split_endpoints
+from anabranch.transport import Client, Transport
+from anabranch.transport.replicas import Replicas
 
 __all__ = ["Announces", "ServedDirectory"]
 
@@ -36,7 +35,7 @@ class ServedDirectory:
         transport: Transport | None = None,
         timeout: float = 10.0,
     ) -> None:
-        self._endpoints = split_endpoints(endpoint)
+        self._replicas = Replicas(endpoint)
         self._timeout = timeout
         self._client = Client(role="parameters", keys=keys, insecure=insecure, transport=transport)
 
@@ -49,15 +48,7 @@ class ServedDirectory:
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:
-        failures: list[BoundaryError] = []
-        for endpoint in self._endpoints:
-            request = Request(endpoint, verb, payload=pack(what), role="directory")
-            try:
-                self._client.call(request, Deadline.after(self._timeout))
-            except (DeadlineExceeded, Overloaded, PeerLost) as error:
-                failures.append(error)
-        if len(failures) == len(self._endpoints):
-            raise failures[0]
+        self._replicas.ask(self._client, verb, what, Deadline.after(self._timeout))
 
     def close(self) -> None:
         """Close the connection."""

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, PeerLost
-from anabranch.transport import Answer, Client, Outcome, Request, pack
+from anabranch.transport.client import Answer, Client, Outcome, Request
 from anabranch.transport.endpoints import split_endpoints
+from anabranch.transport.frame import pack
 
 __all__ = ["Replicas"]
 

@@ -1,0 +1,31 @@
+"""A graph must give the bits of the tape: the sign of a zero counts, which NaN it is does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anabranch.executor.engines.trial import bits_differ
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_the_sign_of_a_zero_counts(dtype: torch.dtype) -> None:
+    zero = torch.zeros(3, dtype=dtype)
+    assert not bits_differ(zero, zero.clone())
+    assert bits_differ(zero, -zero)
+
+
+def test_the_sign_of_an_imaginary_zero_counts() -> None:
+    one, other = (torch.complex(torch.ones(2), zero) for zero in (torch.zeros(2), -torch.zeros(2)))
+    assert bits_differ(one, other)
+    assert not bits_differ(one, other.conj()), "conjugated when it is looked at"
+
+
+def test_nan_is_nan_and_nothing_else() -> None:
+    one = torch.tensor([1.0, NAN])
+    assert not bits_differ(one, torch.tensor([1.0, -NAN]))
+    assert bits_differ(one, torch.tensor([NAN, 1.0]))
+    assert bits_differ(one, torch.tensor([1.0, 2.0]))
+    assert bits_differ(torch.ones(2), torch.ones(2, dtype=torch.float64))
