@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, export
 
 from anabranch.graph.nodes import evaluate
+from anabranch.graph.operation_graph import OperationGraph
 from anabranch.tensors import Structure, flatten, unflatten
-
-if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph
 
 __all__ = ["to_torch_export"]
 
 
-def to_torch_export(graph: Graph) -> ExportedProgram:
+def to_torch_export(graph: OperationGraph) -> ExportedProgram:
     """See ``Graph.to_torch_export``."""
     for node in _operations(graph):
         if not isinstance(node.target, OpOverload) and getattr(node.target, "__module__", "") not in (
@@ -34,14 +30,14 @@ def to_torch_export(graph: Graph) -> ExportedProgram:
         return export(_Operations(graph), _example_inputs(graph))
 
 
-def _operations(graph: Graph) -> list[fx.Node]:
+def _operations(graph: OperationGraph) -> list[fx.Node]:
     return [node for node in graph.fx.nodes if node.op == "call_function"]
 
 
 class _Operations(nn.Module):
     """The operations of a graph as a module that holds its state by the state's names."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: OperationGraph) -> None:
         super().__init__()
         self._operations = graph
         written = _written(graph)
@@ -63,7 +59,7 @@ class _Operations(nn.Module):
         return tuple(results) if structure is None else unflatten(structure, results)
 
 
-def _written(graph: Graph) -> set[fx.Node]:
+def _written(graph: OperationGraph) -> set[fx.Node]:
     """Return the inputs that operations write to."""
     written = set[fx.Node]()
     for node in _operations(graph):
@@ -95,7 +91,7 @@ def _held(module: nn.Module, name: str) -> Tensor:
     return getattr(module, last)  # type: ignore[no-any-return]
 
 
-def _example_inputs(graph: Graph) -> tuple[Structure, ...]:
+def _example_inputs(graph: OperationGraph) -> tuple[Structure, ...]:
     examples: list[Structure] = []
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         value = node.meta.get("val")

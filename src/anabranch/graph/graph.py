@@ -1,46 +1,29 @@
-"""``Graph``: a captured function as a list of ATen operations that can be read, changed and run.
-
-Each report on a graph (its plan, its page, its shapes) is a module that works on graphs as any pass does. Those modules
-import this one; users find them as methods all the same, so the methods import them when they are called.
-"""
+"""``Graph``: a captured function as a list of ATen operations that can be read, changed and run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 
 from anabranch.errors import SchemaError
-from anabranch.graph.effects import Effects
-from anabranch.graph.nodes import copy_node
+from anabranch.graph.operation_graph import Input, InputKind, OperationGraph, Origin
+from anabranch.graph.passes.recompute import recompute
+from anabranch.graph.passes.shapes import infer_shapes
 from anabranch.graph.run.codegen import Program, generate
+from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
+from anabranch.graph.run.lowering import lower
+from anabranch.graph.run.profile import profile
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
-    from optree import PyTreeSpec
     from torch.export import ExportedProgram
 
-    from anabranch.graph.run.lifetimes import MemoryPlan
-
 __all__ = ["Graph", "Input", "InputKind", "Node", "Origin"]
-
-InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
-Origin: TypeAlias = "Callable[[Sequence[torch.Size]], Graph]"
-"""Captures the same function for other shapes of its tensor inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One input of a graph: its name, its kind, the tensor it is bound to, the only value it takes, if any."""
-
-    name: str
-    kind: InputKind = "argument"
-    bound: Tensor | None = None
-    fixed: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,45 +38,14 @@ class Node:
     scope: str
 
 
-class Graph:
+class Graph(OperationGraph):
     """A captured function: named inputs, operations, named outputs.
 
     A graph is a value: the passes return new ones and leave theirs unchanged. State (parameters, buffers, optimizer
     state) is an input that is bound already, and is updated in place on the user's own tensors.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        inputs: Sequence[Input],
-        outputs: Sequence[str],
-        *,
-        argument_structure: PyTreeSpec | None = None,
-        output_structure: PyTreeSpec | None = None,
-    ) -> None:
-        self.fx = graph
-        self.bindings = tuple(inputs)
-        self.outputs = list(outputs)
-        self._argument_structure = argument_structure
-        self._output_structure = output_structure
-        self._program: Program | None = None
-        self.origin: Origin | None = None
-        self.times: dict[str, float] = {}
-
-    @property
-    def inputs(self) -> list[str]:
-        """The names of all inputs: first the function's own, then its state."""
-        return [binding.name for binding in self.bindings]
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """The nodes of the inputs, in their order."""
-        return list(self.fx.find_nodes(op="placeholder"))
-
-    @property
-    def results(self) -> tuple[object, ...]:
-        """The nodes of the outputs, in their order; an output that is a constant stands for itself."""
-        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+    _program: Program | None = None
 
     @property
     def nodes(self) -> list[Node]:
@@ -108,7 +60,7 @@ class Graph:
     def program(self) -> Program:
         """Return the generated program, made at first use."""
         if self._program is None:
-            lowered = self.lowered()
+            lowered = lower(self)
             self._program = generate(lowered.fx, dict(lowered.shared()))
         return self._program
 
@@ -116,71 +68,16 @@ class Graph:
         """Return a program that hands each output in ``told`` over at the line where it is final, the first of them
         first.
         """
-        lowered = self.lowered()
+        lowered = lower(self)
         results = dict(zip(lowered.outputs, lowered.results, strict=True))
         calls = [(node, call) for name, call in told.items() if isinstance(node := results[name], fx.Node)]
         return generate(lowered.fx, dict(lowered.shared()), calls)
-
-    def lowered(self) -> Graph:
-        """Return the graph that the program is generated from: handles dropped, quicker kernels, memory reused in
-        place.
-        """
-        from anabranch.graph.passes.dead_nodes import drop_handles, sum_to_final_shape
-        from anabranch.graph.passes.in_place import reuse_in_place
-        from anabranch.graph.passes.table_gradients import sum_table_gradients
-        from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
-
-        graph = sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True)))
-        if not crosses_from_cuda(graph):
-            return reuse_in_place(graph)
-        return copy_beside_compute(reuse_in_place(launch_before_crossings(graph)))
-
-    def shared(self) -> list[tuple[fx.Node, Tensor]]:
-        """Return the bound inputs, with their tensors."""
-        pairs = zip(self.placeholders, self.bindings, strict=True)
-        return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
-
-    def effects(self) -> Effects:
-        """Return the arguments that each operation writes and aliases, and whether it draws random numbers."""
-        return Effects(self.fx, self.shared())
-
-    def examples(self) -> tuple[object, ...]:
-        """Examples of the outputs: a fake tensor for each tensor."""
-        return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
-
-    def copy(self) -> Graph:
-        """Return a graph of the same nodes that can be changed without changing this one."""
-        fresh, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.fx.nodes:
-            copies[node] = copy_node(fresh, node, copies.__getitem__)
-        return self.with_nodes(fresh)
-
-    def with_nodes(self, graph: fx.Graph) -> Graph:
-        """Return a graph of other nodes with the inputs and outputs of this one."""
-        return Graph(
-            graph,
-            self.bindings,
-            self.outputs,
-            argument_structure=self._argument_structure,
-            output_structure=self._output_structure,
-        )
-
-    def with_structure(
-        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
-    ) -> Graph:
-        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
-        bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
-        graph = Graph(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
-        graph.origin = self.origin
-        return graph
 
     def memory_plan(self) -> MemoryPlan:
         """Return the lifetime of each value in a run, the values reused in place, and the most bytes alive at once.
 
         Only memory that a run allocates is counted: neither the inputs nor the state.
         """
-        from anabranch.graph.run.lifetimes import plan_memory
-
         return plan_memory(self)
 
     def recompute(self, budget_bytes: int) -> Graph:
@@ -208,8 +105,6 @@ class Graph:
         Source: min-cut rematerialisation (Jain et al., "Checkmate", 2020; He and Yu, "Transcending runtime-memory
         tradeoffs in checkpointing by being fusion aware", 2023).
         """
-        from anabranch.graph.passes.recompute import recompute
-
         return recompute(self, budget_bytes)
 
     def infer_shapes(self, *input_shapes: Sequence[int]) -> dict[str, torch.Size]:
@@ -227,8 +122,6 @@ class Graph:
         Raises:
             ValueError: if the operations do not work on these shapes; names the first that fails.
         """
-        from anabranch.graph.passes.shapes import infer_shapes
-
         return infer_shapes(self, input_shapes)
 
     def profile(self, *inputs: Structure, runs: int = 10) -> dict[str, float]:
@@ -236,8 +129,6 @@ class Graph:
 
         These are real runs: state is updated. Free inputs are given as in a call.
         """
-        from anabranch.graph.run.profile import profile
-
         leaves, _ = flatten(inputs)
         self.times = profile(self, leaves, runs)
         return self.times
@@ -280,7 +171,7 @@ class Graph:
         """
         from anabranch.graph.stored import load
 
-        return load(Path(path))
+        return load(Path(path), Graph)
 
     def to_torch_export(self) -> ExportedProgram:
         """Return the graph as a program of ``torch.export``, for the compilers and runtimes that read those.

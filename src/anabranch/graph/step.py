@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,31 +30,17 @@ from anabranch.graph.dynamo.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.kinds import kind_of
-from anabranch.graph.run.bound_state import BoundState
 from anabranch.graph.run.joint import Joint, JointKey
+from anabranch.graph.step_state import Between, Gate, Pass, StepState
 from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss
-from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.graph.trace.optimizer_contents import held_by
-from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten
 
 __all__ = ["Between", "Gate", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
-Between: TypeAlias = Callable[
-    [dict[str, Tensor], dict[str, Tensor], Structure], tuple[dict[str, Tensor], dict[str, Tensor]]
-]
-"""``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
-Pass: TypeAlias = Callable[[Graph], Graph]
-Gate: TypeAlias = Callable[[list[Tensor], Sequence[str], Mapping[str, Sequence[SparseRows]], bool], bool]
-"""``gate(dense, names, sparse, own)`` returns False if nothing is to be updated with these gradients.
-
-``names`` are the parameters of the dense ones; ``own`` says that these lie in memory of their own, not in that of the
-batch.
-"""
-
 _MOST_GRAPHS = 64
 _SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
@@ -113,7 +98,7 @@ class _OnlyPrepared(BaseException):
     """Ends a run after the guards, before any computation."""
 
 
-class StepProgram:
+class StepProgram(StepState):
     """Forward, backward and optimizer of one training step, captured at the first batch of each kind.
 
     >>> import torch
@@ -169,10 +154,16 @@ class StepProgram:
                 f"{'a gate' if gate else 'compile=True'} runs no joint graph that {len(passes)} passes could improve; "
                 "leave them out"
             )
-        self.model, self.optimizers = model, list(optimizers)
-        self.between, self.passes, self.compile = between, tuple(passes), compile
-        self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
-        self.refused_update: CaptureError | None = None
+        super().__init__(
+            model,
+            optimizers,
+            between=between,
+            passes=passes,
+            compile=compile,
+            leaves_gradients=leaves_gradients,
+            gate=gate,
+            activation_budget=activation_budget,
+        )
         self._front = Front(_evaluated(loss), self._make)
         self._front.when_slow = when_slow
         self._recorder = OutputRecorder()
@@ -181,20 +172,6 @@ class StepProgram:
         self._kinds: set[object] = set()
         self._seen_numbers: set[object] = set()
         self.captures = 0
-        self._bind()
-
-    def _bind(self) -> None:
-        """Look the state up again and forget every graph's binding, as at construction."""
-        self.epoch = object()
-        self._state = BoundState(self.model, self.optimizers)
-        self.parameters = self._state.parameters
-        self.names = _names_of(self.optimizers, self.parameters)
-        self.tensors = {tensor: name for name, tensor in self.model.named_buffers()}
-        self.tensors |= {tensor: name for name, tensor in self.parameters.items()}
-        self.rates = LearningRates(self.optimizers)
-        self._group_numbers = GroupNumbers(self.optimizers)
-        self._numbers: object = None
-        self._updates: dict[object, Graph] = {}
 
     @property
     def graph(self) -> Graph:
@@ -202,11 +179,6 @@ class StepProgram:
         if self._last is None:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last
-
-    @property
-    def said_of_update(self) -> str:
-        """An addition to the reason for a graph: the optimizers step by themselves, and why; else empty."""
-        return "" if self.refused_update is None else f"; the optimizer steps by itself: {self.refused_update}"
 
     # --- running
 
@@ -384,77 +356,6 @@ class StepProgram:
                 f"the step cannot be a graph ({type(error).__name__}: {error}); use engine='tape'"
             ) from error
 
-    def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
-        """Return the optimizers' step on dense gradients like these."""
-        key = (tuple(dense), self._group_numbers.current())
-        if key not in self._updates:
-            self._state.note_optimizer_state()
-            self._state.note_optimizer_code()
-            self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
-        return self._updates[key]
-
-    def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
-        """Step the optimizers on these gradients; parameters without one are left alone."""
-        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
-            self._bind()
-        dense = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
-        if dense:
-            ready = has_state(self.optimizers, [self.parameters[name] for name in dense])
-            if not ready or not self._can_capture_update(dense):
-                self.step_eagerly(dense, sparse or {})
-                return
-            self.rates.refresh()
-            self.update_graph(dense).program().run(*dense.values())
-        if sparse:
-            self.step_eagerly({}, sparse)
-        for optimizer in self.optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
-        """Return True if ``update`` on these gradients runs no code of the optimizers."""
-        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
-            self._bind()
-        wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
-        if not wanted and self.refused_update is None:
-            try:
-                self.check_optimizers()
-            except CaptureError as error:
-                self.refused_update = error
-            return self.refused_update is None
-        ready = has_state(self.optimizers, [self.parameters[name] for name in wanted])
-        return ready and self._can_capture_update(wanted)
-
-    def knows_state(self) -> bool:
-        """Return True if nobody has replaced anything in the optimizers' state since the last look."""
-        return self._state.knows_state()
-
-    def note_update(self) -> None:
-        """Note that the optimizers have stepped beside the graphs: their new state is not a change."""
-        self._state.note_optimizer_state()
-
-    def check_optimizers(self) -> None:
-        """Raise ``CaptureError`` for an optimizer that would step by itself."""
-        self._state.note_optimizer_code()
-
-    def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
-        if self.refused_update is not None:
-            return False
-        try:
-            self.update_graph(dense)
-        except CaptureError as error:
-            self.refused_update = error
-        return self.refused_update is None
-
-    def step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
-        """Let the optimizers step by themselves on these gradients."""
-        gradients = {**dense}
-        for name, lookups in sparse.items():
-            gradients[name] = as_sparse_gradient(lookups, self.parameters[name])
-        with _gradients(self.names, gradients):
-            for optimizer in self.optimizers:
-                optimizer.step()
-        self._state.note_optimizer_state()
-
 
 class _Programs:
     """Called by Dynamo in place of the loss, after its guards; checks the state that guards do not cover."""
@@ -539,35 +440,3 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         return marked, named
 
     return evaluated
-
-
-def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
-    known = {tensor: name for name, tensor in parameters.items()}
-    names: dict[Tensor, str] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in known and not parameter.numel():
-                    continue  # lives on the servers, which move it
-                if parameter not in known:
-                    raise CaptureError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
-                        "model has not; give the step the module that owns it, or use engine='tape'"
-                    )
-                if parameter in names:
-                    raise CaptureError(f"{known[parameter]!r} is in two parameter groups; use engine='tape'")
-                names[parameter] = known[parameter]
-    return names
-
-
-@contextmanager
-def _gradients(names: Mapping[Tensor, str], gradients: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set the parameters' ``.grad`` to these, or to ``None``, until the block ends."""
-    kept = [(parameter, parameter.grad) for parameter in names]
-    try:
-        for parameter, name in names.items():
-            parameter.grad = gradients.get(name)
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient

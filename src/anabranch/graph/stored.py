@@ -25,13 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
 from anabranch.graph.nodes import evaluate
+from anabranch.graph.operation_graph import AnyGraph, Input, OperationGraph
 from anabranch.tensors import flatten, unflatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
-
-    from anabranch.graph.graph import Graph, Input
 
 __all__ = ["load", "save"]
 
@@ -55,7 +54,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def save(graph: Graph, path: Path) -> None:
+def save(graph: OperationGraph, path: Path) -> None:
     """See ``Graph.save``."""
     tensors: dict[str, Tensor] = {}
     places: dict[Tensor, str] = {}
@@ -97,7 +96,7 @@ def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
         raise
 
 
-def _check_apart(graph: Graph) -> None:
+def _check_apart(graph: OperationGraph) -> None:
     """Raise ``ValueError`` for state that shares memory, which a file does not keep."""
     owners: dict[int, tuple[str, Tensor]] = {}
     for binding in graph.bindings:
@@ -190,7 +189,7 @@ def _structure(structure: PyTreeSpec | None) -> object:
         raise ValueError(f"the graph takes or returns a structure that no file can hold: {error}") from error
 
 
-def load(path: Path) -> Graph:
+def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
     """See ``Graph.load``."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -199,16 +198,14 @@ def load(path: Path) -> Graph:
         described = msgspec.json.decode(text, type=dict[str, Any])
         if described.get("format") != _FORMAT:
             raise CheckpointError(f"{path} holds {described.get('format')!r}; this version reads {_FORMAT!r}")
-        return _made(described, state)
+        return _made(described, state, kind)
     except (CheckpointError, FileNotFoundError):
         raise
     except (SafetensorError, msgspec.DecodeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise CheckpointError(f"{path} holds no whole graph: {type(error).__name__}: {error}") from error
 
 
-def _made(described: Mapping[str, Any], state: Mapping[str, Tensor]) -> Graph:
-    from anabranch.graph.graph import Graph
-
+def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[AnyGraph]) -> AnyGraph:
     graph, known = fx.Graph(), dict[str, fx.Node]()
     bound: dict[str, Tensor] = {}
     inputs = [_input(one, state, bound) for one in described["nodes"] if "target" not in one]
@@ -225,7 +222,7 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor]) -> Graph:
             known[one["name"]] = node
     pairs = zip(described["results"], described["is_node"], strict=True)
     graph.output(tuple(known[result] if is_node else cast(Any, decode(result)) for result, is_node in pairs))
-    return Graph(
+    return kind(
         graph,
         inputs,
         described["outputs"],
@@ -266,8 +263,6 @@ def _target(name: str) -> Callable[..., Any]:
 
 
 def _input(one: Mapping[str, Any], state: Mapping[str, Tensor], bound: dict[str, Tensor]) -> Input:
-    from anabranch.graph.graph import Input
-
     fixed = decode(one["fixed"]) if "fixed" in one else None
     if "bound" not in one:
         return Input(one["input"], one["kind"], None, fixed)

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from anabranch.graph.effects import Effects, is_collective, is_wait
-from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import evaluate
+from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
 __all__ = ["bucket_collectives", "sink_waits"]
 
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 _BUCKET_BYTES = 25 << 20
 
 
-def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph:
+def bucket_collectives(graph: AnyGraph, bucket_bytes: int = _BUCKET_BYTES) -> AnyGraph:
     """``graph`` with all-reduces launched as soon as their inputs are final, and merged up to ``bucket_bytes``.
 
     Neighbours with the same operation, group, dtype and device are merged. Sums of two ranks have the same bits; with
@@ -48,7 +48,7 @@ def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph
     return graph
 
 
-def sink_waits(graph: Graph) -> Graph:
+def sink_waits(graph: AnyGraph) -> AnyGraph:
     """``graph`` with each wait for a collective, and nodes that depend only on waits, right before its first reader."""
     if not any(is_wait(node) for node in graph.fx.nodes):
         return graph
@@ -77,7 +77,7 @@ def _is_movable(node: fx.Node, effects: Effects) -> bool:
     return not any(effects.root[source] in effects.writers for source in (node, *node.all_input_nodes))
 
 
-def _hoist(graph: Graph) -> None:
+def _hoist(graph: OperationGraph) -> None:
     """Move all-reduces, and the nodes that only they need, to where their inputs are final."""
     waiting = {node: len(node.all_input_nodes) for node in _to_hoist(graph)}
     for node in list(graph.fx.nodes):
@@ -96,7 +96,7 @@ def _hoist(graph: Graph) -> None:
                         ready.append(user)
 
 
-def _to_hoist(graph: Graph) -> set[fx.Node]:
+def _to_hoist(graph: OperationGraph) -> set[fx.Node]:
     """Return the all-reduces, and the nodes that only they need and that stand among them, not in the computation
     before.
     """
@@ -122,7 +122,7 @@ def _bytes(nodes: list[fx.Node]) -> int:
     return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in nodes)
 
 
-def _merge(graph: Graph, bucket: list[fx.Node]) -> None:
+def _merge(graph: OperationGraph, bucket: list[fx.Node]) -> None:
     """One all-reduce of the members end to end, launched in the place of the last one."""
     if len(bucket) < 2:
         return
@@ -146,7 +146,7 @@ def _merge(graph: Graph, bucket: list[fx.Node]) -> None:
         graph.fx.erase_node(node)
 
 
-def _made(graph: Graph, target: object, *args: object, like: fx.Node) -> fx.Node:
+def _made(graph: OperationGraph, target: object, *args: object, like: fx.Node) -> fx.Node:
     """Return a new node that calls ``target``, with the marks of ``like`` and an example of its result."""
     node = graph.fx.call_function(target, args)  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded") if key in like.meta})

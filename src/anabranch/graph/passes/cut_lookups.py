@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from anabranch.graph.effects import arguments
-from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import made
+from anabranch.graph.operation_graph import AnyGraph
 
 __all__ = ["ROWS_OF", "cut_lookups"]
 
@@ -27,7 +27,7 @@ ROWS_OF = "rows_of"
 """Key in a node's ``meta`` for the input whose rows it reads, at the ids that are its second argument."""
 
 
-def cut_lookups(graph: Graph, tables: Collection[str] | None = None) -> Graph:
+def cut_lookups(graph: AnyGraph, tables: Collection[str] | None = None) -> AnyGraph:
     """``graph`` with each sparse lookup in an input reading rows through which no gradient reaches the table.
 
     The results are the same bits. The nodes of the rows are marked with ``ROWS_OF``.

@@ -8,8 +8,8 @@ from torch._ops import OpOverload
 from torch._prims_common import is_contiguous_or_false
 
 from anabranch.graph.effects import Effects
-from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import same_layout
+from anabranch.graph.operation_graph import AnyGraph
 
 __all__ = ["drop_dead_nodes", "drop_handles", "sum_to_final_shape"]
 
@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 
-def drop_handles(graph: Graph, *, stops: bool = False) -> Graph:
+def drop_handles(graph: AnyGraph, *, stops: bool = False) -> AnyGraph:
     """``graph`` without nodes that only make another handle of the same values.
 
     These are ``detach`` and ``alias``, two transpositions in a row, a ``view`` to the present shape, and
@@ -71,7 +71,7 @@ def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
     return None
 
 
-def sum_to_final_shape(graph: Graph) -> Graph:
+def sum_to_final_shape(graph: AnyGraph) -> AnyGraph:
     """``graph`` with each sum that keeps its dimensions only to be viewed without them replaced by one without them."""
     if not any(graph.fx.find_nodes(op="call_function", target=_aten.sum.dim_IntList, sort=False)):
         return graph
@@ -107,7 +107,7 @@ def _skip_inner_view(node: fx.Node) -> None:
         node.replace_input_with(inner, source)
 
 
-def drop_dead_nodes(graph: Graph) -> Graph:
+def drop_dead_nodes(graph: AnyGraph) -> AnyGraph:
     """``graph`` without the nodes whose results reach no output, no state and no random number generator.
 
     A write in place is alive if its memory is state, or is read later by a live node.

@@ -6,13 +6,13 @@ from torch import fx
 from torch._ops import OpOverload
 
 from anabranch.graph.effects import Effects
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import AnyGraph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes
 
 __all__ = ["merge_duplicates"]
 
 
-def merge_duplicates(graph: Graph) -> Graph:
+def merge_duplicates(graph: AnyGraph) -> AnyGraph:
     """``graph`` with one node where several compute the same operation on the same values, and without dead nodes.
 
     Values are the same if the nodes are and nobody has written to their memory in between. Nodes that draw random

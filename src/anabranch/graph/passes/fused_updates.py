@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import Effects, arguments
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
 __all__ = ["join_fused_updates", "spread_fused_updates"]
 
@@ -22,7 +22,7 @@ _FUSED = {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "ate
 _LARGE = 1 << 16
 
 
-def join_fused_updates(graph: Graph) -> Graph:
+def join_fused_updates(graph: AnyGraph) -> AnyGraph:
     """``graph`` with one fused update where several use the same numbers."""
     if len(_fused(graph)) < 2:
         return graph
@@ -43,7 +43,7 @@ def join_fused_updates(graph: Graph) -> Graph:
     return graph
 
 
-def spread_fused_updates(graph: Graph, large: int = _LARGE) -> Graph:
+def spread_fused_updates(graph: AnyGraph, large: int = _LARGE) -> AnyGraph:
     """``graph`` with each parameter of ``large`` or more elements updated as soon as its gradient is final.
 
     The gradient is then still in the processor's cache, and is freed at once. The counters of steps are advanced first.
@@ -57,7 +57,7 @@ def spread_fused_updates(graph: Graph, large: int = _LARGE) -> Graph:
     return graph
 
 
-def _fused(graph: Graph) -> list[fx.Node]:
+def _fused(graph: OperationGraph) -> list[fx.Node]:
     return [
         node
         for node in graph.fx.nodes
@@ -71,7 +71,7 @@ def _numbers(node: fx.Node) -> object:
     return node.target, numbers, lists, tuple(sorted(node.kwargs.items(), key=lambda item: item[0]))
 
 
-def _spread(graph: Graph, node: fx.Node, large: int) -> None:
+def _spread(graph: OperationGraph, node: fx.Node, large: int) -> None:
     lists = [list(value) if isinstance(value, (list, tuple)) else None for value in node.args]
     parameters = lists[0]
     assert parameters is not None
@@ -114,7 +114,7 @@ def _elements(parameter: fx.Node) -> int:
     return math.prod(value.shape) if isinstance(value, Tensor) else 0
 
 
-def _readers(graph: Graph, effects: Effects) -> dict[fx.Node, list[fx.Node]]:
+def _readers(graph: OperationGraph, effects: Effects) -> dict[fx.Node, list[fx.Node]]:
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.fx.nodes:
         for source in node.all_input_nodes:
@@ -122,7 +122,7 @@ def _readers(graph: Graph, effects: Effects) -> dict[fx.Node, list[fx.Node]]:
     return readers
 
 
-def _advance_steps_first(graph: Graph, node: fx.Node) -> bool:
+def _advance_steps_first(graph: OperationGraph, node: fx.Node) -> bool:
     """Move the increments of the step counters to the front of the graph, if nothing else reads the counters."""
     steps = next((list(v) for name, v in arguments(node) if name == "state_steps" and isinstance(v, (list, tuple))), [])
     movable = []

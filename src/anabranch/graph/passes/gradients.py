@@ -93,7 +93,7 @@ def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], inse
     origin = graph.origin
     if origin is None:
         return None
-    return lambda shapes: gradients(origin(shapes), outputs, wrt, insert_grad)
+    return lambda shapes: gradients(cast(Graph, origin(shapes)), outputs, wrt, insert_grad)
 
 
 class _Tape:

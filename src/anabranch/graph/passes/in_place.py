@@ -9,15 +9,15 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from anabranch.graph.effects import Effects
-from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import same_layout
+from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
 __all__ = ["reuse_in_place"]
 
 _COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
 
 
-def reuse_in_place(graph: Graph) -> Graph:
+def reuse_in_place(graph: AnyGraph) -> AnyGraph:
     """``graph`` with elementwise operations done in place where the argument's memory dies with them.
 
     The values are the same bits: the kernel is the same. Memory of inputs, state and results is never taken.
@@ -51,7 +51,7 @@ def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.No
     return sum(effects.root[other] is root for other in node.all_input_nodes) == 1
 
 
-def _constants(graph: Graph, effects: Effects) -> set[fx.Node]:
+def _constants(graph: OperationGraph, effects: Effects) -> set[fx.Node]:
     """Nodes that depend on no input and no state: generated code computes them once, and all runs share them."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
@@ -68,7 +68,7 @@ def _same_form(before: object, after: object) -> bool:
     return same_layout(before, after) and before.device == after.device
 
 
-def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
+def _last_readers(graph: OperationGraph, effects: Effects) -> dict[fx.Node, fx.Node]:
     """For each memory, the last node that reads any part of it; that may be the graph's output."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.fx.nodes:

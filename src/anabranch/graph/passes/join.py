@@ -6,13 +6,13 @@ from collections.abc import Collection
 
 from torch import fx
 
-from anabranch.graph.graph import Graph, Input
 from anabranch.graph.nodes import copy_node
+from anabranch.graph.operation_graph import AnyGraph, Input
 
 __all__ = ["join"]
 
 
-def join(first: Graph, second: Graph, keep: Collection[str]) -> Graph:
+def join(first: AnyGraph, second: AnyGraph, keep: Collection[str]) -> AnyGraph:
     """``first`` followed by ``second``, as one graph.
 
     An input of ``second`` is fed by the output of ``first`` of the same name, or shares an input of ``first`` that is
@@ -57,7 +57,7 @@ def join(first: Graph, second: Graph, keep: Collection[str]) -> Graph:
     names = [name for name in first.outputs if name in keep]
     results = [yielded[name] for name in names] + list(second.results)
     joint.output(tuple(mapping[r] if isinstance(r, fx.Node) else r for r in results))  # type: ignore[misc]
-    return Graph(joint, inputs, [*names, *second.outputs])
+    return type(first)(joint, inputs, [*names, *second.outputs])
 
 
 def _copy_operations(source: fx.Graph, target: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:

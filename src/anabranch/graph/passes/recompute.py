@@ -27,14 +27,14 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from anabranch.graph.effects import Effects, is_view
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
 from anabranch.graph.run.lifetimes import plan_memory, storage_bytes
 
 __all__ = ["recompute", "recompute_marked"]
 
 
-def recompute(graph: Graph, budget_bytes: int) -> Graph:
+def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:
     """See ``Graph.recompute``."""
     graph = drop_dead_nodes(drop_handles(graph))
     plan = plan_memory(graph)
@@ -53,7 +53,7 @@ def recompute(graph: Graph, budget_bytes: int) -> Graph:
     )
 
 
-def recompute_marked(graph: Graph) -> Graph:
+def recompute_marked(graph: AnyGraph) -> AnyGraph:
     """``graph`` with the values of ``torch.utils.checkpoint``'s regions computed again in backward instead of kept.
 
     Random numbers and writes are not repeated: their results are kept, and the bits are the same.
@@ -87,7 +87,7 @@ def _choices() -> Iterator[_Choice]:
         yield _Choice(cheap_only=False, segments=segments, used=segments)
 
 
-def _gentlest(graph: Graph, peak: str, choice: _Choice, budget_bytes: int, found: Graph) -> Graph:
+def _gentlest(graph: AnyGraph, peak: str, choice: _Choice, budget_bytes: int, found: AnyGraph) -> AnyGraph:
     """Return the graph that recomputes the fewest of the choice's segments and still fits."""
     low, high = 1, choice.used
     while low < high:
@@ -100,7 +100,7 @@ def _gentlest(graph: Graph, peak: str, choice: _Choice, budget_bytes: int, found
     return found
 
 
-def _recomputed(graph: Graph, peak: str, choice: _Choice) -> Graph:
+def _recomputed(graph: AnyGraph, peak: str, choice: _Choice) -> AnyGraph:
     """``graph`` with the values that need not be kept over the operation ``peak`` recomputed after it."""
     graph = graph.copy()
     nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
@@ -214,7 +214,7 @@ def _needed_again(wanted: set[fx.Node], kept: set[fx.Node], allowed: set[fx.Node
     return again
 
 
-def _place(graph: Graph, after: list[fx.Node], again: set[fx.Node]) -> None:
+def _place(graph: OperationGraph, after: list[fx.Node], again: set[fx.Node]) -> None:
     """Compute each value again right before its first reader after the peak, and point later readers there."""
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
@@ -11,14 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.errors import CaptureError
 from anabranch.graph.nodes import evaluate
-
-if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph, Origin
+from anabranch.graph.operation_graph import OperationGraph, Origin
 
 __all__ = ["infer_shapes"]
 
 
-def infer_shapes(graph: Graph, input_shapes: Sequence[Sequence[int]]) -> dict[str, torch.Size]:
+def infer_shapes(graph: OperationGraph, input_shapes: Sequence[Sequence[int]]) -> dict[str, torch.Size]:
     """See ``Graph.infer_shapes``."""
     pairs = list(zip(graph.placeholders, graph.bindings, strict=True))
     free = [
@@ -46,14 +43,14 @@ def infer_shapes(graph: Graph, input_shapes: Sequence[Sequence[int]]) -> dict[st
     return {name: torch.Size(shape) for name, shape in shapes.items()}
 
 
-def _captured_again(origin: Origin, shapes: list[torch.Size]) -> Graph:
+def _captured_again(origin: Origin, shapes: list[torch.Size]) -> OperationGraph:
     try:
         return origin(shapes)
     except CaptureError as error:
         raise ValueError(f"the captured function does not work on {[tuple(s) for s in shapes]}: {error}") from error
 
 
-def _replayed(graph: Graph, wanted: dict[fx.Node, torch.Size]) -> dict[fx.Node, object]:
+def _replayed(graph: OperationGraph, wanted: dict[fx.Node, torch.Size]) -> dict[fx.Node, object]:
     values: dict[fx.Node, object] = {}
     with FakeTensorMode(), torch.no_grad():
         for node in graph.fx.nodes:

@@ -11,8 +11,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import made
+from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 
 __all__ = ["sum_table_gradients"]
 
@@ -21,7 +21,7 @@ _ROWS = _aten.embedding_dense_backward.default
 _BAGS = _aten._embedding_bag_backward.default
 
 
-def sum_table_gradients(graph: Graph) -> Graph:
+def sum_table_gradients(graph: AnyGraph) -> AnyGraph:
     """``graph`` with the gradients of tables on a CPU summed by ``index_add_``; padding and weights are left alone."""
     if not any(node.target in (_ROWS, _BAGS) for node in graph.fx.nodes):
         return graph
@@ -55,7 +55,7 @@ def _is_plain(node: fx.Node) -> bool:
     return bool(plain and padding in ([], [-1], [None]))
 
 
-def _of_rows(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _of_rows(graph: OperationGraph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     grad, ids = node.args[:2]
     assert isinstance(grad, fx.Node)
     width = node.meta["val"].shape[1]
@@ -63,7 +63,7 @@ def _of_rows(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return flat, made(graph.fx, node, _aten.reshape.default, grad, [-1, width])
 
 
-def _of_bags(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _of_bags(graph: OperationGraph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     grad, ids, offsets = node.args[:3]
     assert isinstance(ids, fx.Node)
     form = ids.meta["val"]

@@ -21,13 +21,13 @@ from torch import Tensor, fx
 
 from anabranch.graph.crossings import Crossing, crossing_of
 from anabranch.graph.effects import Effects
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import AnyGraph, OperationGraph
 from anabranch.tensors import flatten
 
 __all__ = ["copy_beside_compute", "crosses_from_cuda", "launch_before_crossings"]
 
 
-def crosses_from_cuda(graph: Graph) -> bool:
+def crosses_from_cuda(graph: OperationGraph) -> bool:
     """Return True if a tensor on a CUDA device crosses a boundary."""
     return any(
         source.meta["val"].is_cuda
@@ -38,7 +38,7 @@ def crosses_from_cuda(graph: Graph) -> bool:
     )
 
 
-def launch_before_crossings(graph: Graph) -> Graph:
+def launch_before_crossings(graph: AnyGraph) -> AnyGraph:
     """``graph`` with the nodes between a crossing and the next that do not need its results moved before it.
 
     Random draws, writes, collectives and reads of memory that is written stay in place.
@@ -64,7 +64,7 @@ def _may_move(node: fx.Node, effects: Effects) -> bool:
     return not any(effects.root[each] in effects.writers for each in (node, *node.all_input_nodes))
 
 
-def copy_beside_compute(graph: Graph) -> Graph:
+def copy_beside_compute(graph: AnyGraph) -> AnyGraph:
     """``graph`` with an event once a crossing's inputs are computed, and crossings that copy on a separate stream."""
     graph = graph.copy()
     order = {node: position for position, node in enumerate(graph.fx.nodes)}

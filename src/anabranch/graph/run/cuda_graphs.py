@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.run.codegen import Program
 
 __all__ = ["Replayed", "can_replay"]
@@ -33,7 +33,7 @@ _Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
 """A function that replays, and the results, which it overwrites in place."""
 
 
-def can_replay(graph: Graph) -> bool:
+def can_replay(graph: OperationGraph) -> bool:
     """Return True if the whole graph runs on one CUDA device, in kernels that need no Python."""
     devices: set[torch.device] = set()
     for node in graph.fx.nodes:
@@ -69,7 +69,7 @@ class Replayed(Program):
 
     __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_where")
 
-    def __init__(self, program: Program, graph: Graph, lent: Sequence[bool]) -> None:
+    def __init__(self, program: Program, graph: OperationGraph, lent: Sequence[bool]) -> None:
         super().__init__(program.source, self._run)
         self._program = program
         self._lent = list(lent)

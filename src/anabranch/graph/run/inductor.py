@@ -6,23 +6,20 @@ Loaded at first use, because it needs a C++ compiler (or Triton) that only its u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.nodes import RECURRENT
+from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.passes.dead_nodes import drop_handles
 from anabranch.graph.run.codegen import Program
-
-if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph
 
 __all__ = ["compiled"]
 
 
-def compiled(graph: Graph) -> Program:
+def compiled(graph: OperationGraph) -> Program:
     """Return the program of ``graph`` with kernels that Inductor makes at the first run.
 
     Args:
@@ -45,7 +42,7 @@ def compiled(graph: Graph) -> Program:
     return Program("compiled by Inductor", run)
 
 
-def _compile(graph: Graph, leaves: Sequence[object]) -> Callable[..., tuple[object, ...]]:
+def _compile(graph: OperationGraph, leaves: Sequence[object]) -> Callable[..., tuple[object, ...]]:
     import torch._inductor
     import torch._inductor.config
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -26,15 +26,13 @@ from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
+from anabranch.graph.step_state import StepState
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import Recorder, Source
 from anabranch.graph.trace.update import has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
-
-if TYPE_CHECKING:
-    from anabranch.graph.step import StepProgram
 
 __all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
@@ -69,7 +67,7 @@ class Joint:
     """
 
     def __init__(
-        self, step: StepProgram, call: TracedCall, args: Sequence[object], key: JointKey, extra: Structure
+        self, step: StepState, call: TracedCall, args: Sequence[object], key: JointKey, extra: Structure
     ) -> None:
         self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
         self.confirmed = False
@@ -109,7 +107,7 @@ class Joint:
             self._join()
 
     @property
-    def _step(self) -> StepProgram:
+    def _step(self) -> StepState:
         found = self._step_of()
         assert found is not None
         return found

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
+from anabranch.graph.operation_graph import OperationGraph
+from anabranch.graph.run.lowering import lower
 from anabranch.graph.trace.make_fx import bytes_of
-
-if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph
 
 __all__ = ["MemoryPlan", "plan_memory", "storage_bytes"]
 
@@ -35,9 +33,9 @@ class MemoryPlan:
     reused: dict[str, str]
 
 
-def plan_memory(graph: Graph) -> MemoryPlan:
+def plan_memory(graph: OperationGraph) -> MemoryPlan:
     """Return the plan of the program that ``graph`` runs as."""
-    lowered = graph.lowered()
+    lowered = lower(graph)
     effects = lowered.effects()
     nodes = [node for node in lowered.fx.nodes if node.op == "call_function"]
     index = {node: position for position, node in enumerate(nodes)}

@@ -5,20 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from anabranch.graph.nodes import evaluate
-
-if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import OperationGraph
 
 __all__ = ["profile"]
 
 
-def profile(graph: Graph, leaves: Sequence[object], runs: int) -> dict[str, float]:
+def profile(graph: OperationGraph, leaves: Sequence[object], runs: int) -> dict[str, float]:
     """Return the median seconds of each operation over ``runs`` runs, by its name. On CUDA, every operation is waited
     for.
     """

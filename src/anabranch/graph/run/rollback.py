@@ -17,7 +17,7 @@ from torch import Tensor
 from anabranch.errors import AnabranchError
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_random, raises_on_values
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import OperationGraph
 
 __all__ = ["GraphRaised", "Rollback"]
 
@@ -41,7 +41,7 @@ class Rollback:
             buffers is not copied: their errors are the run's.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: OperationGraph) -> None:
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
         crosses = any(crossing_of(node) is not None or is_collective(node) for node in nodes)
         self._possible = not crosses and any(map(raises_on_values, nodes))
@@ -53,12 +53,12 @@ class Rollback:
         if self._possible:
             self._find_written(graph)
 
-    def add_update(self, graph: Graph) -> None:
+    def add_update(self, graph: OperationGraph) -> None:
         """Take the graph of the update that runs in the same program: if it may raise, parameters may have moved."""
         if any(map(raises_on_values, graph.fx.nodes)):
             self._possible = False
 
-    def _find_written(self, graph: Graph) -> None:
+    def _find_written(self, graph: OperationGraph) -> None:
         effects = graph.effects()
         free = 0
         for node, binding in zip(graph.placeholders, graph.bindings, strict=True):

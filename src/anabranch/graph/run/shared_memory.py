@@ -15,14 +15,14 @@ from torch import Tensor
 
 from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.traced_calls import Arguments, picker
-from anabranch.graph.graph import Graph
+from anabranch.graph.operation_graph import OperationGraph
 
 __all__ = ["SharedMemory", "ranges_overlap", "written_inputs"]
 
 _Range = tuple[int, int]
 
 
-def written_inputs(graph: Graph) -> set[str]:
+def written_inputs(graph: OperationGraph) -> set[str]:
     """Return the names of the inputs that a graph changes."""
     effects = graph.effects()
     pairs = zip(graph.placeholders, graph.bindings, strict=True)

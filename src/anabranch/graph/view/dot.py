@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, fx
 
+from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.view.page import boundary_of
-
-if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph
 
 __all__ = ["to_dot"]
 
 
-def to_dot(graph: Graph) -> str:
+def to_dot(graph: OperationGraph) -> str:
     """``graph`` as a ``digraph``: a box an operation, a cluster a module, shapes on edges, boundaries coloured."""
     lines = ["digraph graph_ {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):

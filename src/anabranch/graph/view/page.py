@@ -11,26 +11,26 @@ from torch import Tensor, fx
 
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
+from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.trace.make_fx import bytes_of
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
 
 if TYPE_CHECKING:
-    from anabranch.graph.graph import Graph
-    from anabranch.graph.run.lifetimes import MemoryPlan
+    from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 
 __all__ = ["boundary_of", "graph_data", "to_html"]
 
 
-def to_html(graph: Graph, path: str | Path, title: str = "graph") -> None:
+def to_html(graph: OperationGraph, path: str | Path, title: str = "graph") -> None:
     """See ``Graph.to_html``."""
     Path(path).write_text(page_of("graph", title, graph_data(graph)), encoding="utf-8")
 
 
-def graph_data(graph: Graph) -> dict[str, object]:
+def graph_data(graph: OperationGraph) -> dict[str, object]:
     """Return what ``graph.js`` draws: the operations, the facts above them, and the bytes alive after each."""
     records = _records(graph)
-    plan = graph.memory_plan()
+    plan = plan_memory(graph)
     operations = sum(record["phase"] not in ("input", "output") for record in records)
     facts = f"{operations} operations, peak {plan.peak_bytes:,} bytes"
     if graph.times:
@@ -51,7 +51,7 @@ def _alive(plan: MemoryPlan) -> list[int]:
     return list(accumulate(change[:-1]))
 
 
-def _records(graph: Graph) -> list[dict[str, object]]:
+def _records(graph: OperationGraph) -> list[dict[str, object]]:
     records: list[dict[str, object]] = []
     index: dict[fx.Node, int] = {}
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):

@@ -1,0 +1,112 @@
+"""``OperationGraph``: operations on named inputs, without what ``Graph`` reports of them. Passes import this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.graph.effects import Effects
+from anabranch.graph.nodes import copy_node
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["AnyGraph", "Input", "InputKind", "OperationGraph", "Origin"]
+
+InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
+Origin: TypeAlias = "Callable[[Sequence[torch.Size]], OperationGraph]"
+"""Captures the same function for other shapes of its tensor inputs."""
+AnyGraph = TypeVar("AnyGraph", bound="OperationGraph")
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a graph: its name, its kind, the tensor it is bound to, the only value it takes, if any."""
+
+    name: str
+    kind: InputKind = "argument"
+    bound: Tensor | None = None
+    fixed: object = None
+
+
+class OperationGraph:
+    """Named inputs, operations and named outputs, as nodes of a ``torch.fx.Graph``.
+
+    A graph is a value: the passes return new ones and leave theirs unchanged. State (parameters, buffers, optimizer
+    state) is an input that is bound already, and is updated in place on the user's own tensors.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[Input],
+        outputs: Sequence[str],
+        *,
+        argument_structure: PyTreeSpec | None = None,
+        output_structure: PyTreeSpec | None = None,
+    ) -> None:
+        self.fx = graph
+        self.bindings = tuple(inputs)
+        self.outputs = list(outputs)
+        self._argument_structure = argument_structure
+        self._output_structure = output_structure
+        self.origin: Origin | None = None
+        self.times: dict[str, float] = {}
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of all inputs: first the function's own, then its state."""
+        return [binding.name for binding in self.bindings]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The nodes of the inputs, in their order."""
+        return list(self.fx.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[object, ...]:
+        """The nodes of the outputs, in their order; an output that is a constant stands for itself."""
+        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    def shared(self) -> list[tuple[fx.Node, Tensor]]:
+        """Return the bound inputs, with their tensors."""
+        pairs = zip(self.placeholders, self.bindings, strict=True)
+        return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
+
+    def effects(self) -> Effects:
+        """Return the arguments that each operation writes and aliases, and whether it draws random numbers."""
+        return Effects(self.fx, self.shared())
+
+    def examples(self) -> tuple[object, ...]:
+        """Examples of the outputs: a fake tensor for each tensor."""
+        return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
+
+    def copy(self) -> Self:
+        """Return a graph of the same nodes that can be changed without changing this one."""
+        fresh, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.fx.nodes:
+            copies[node] = copy_node(fresh, node, copies.__getitem__)
+        return self.with_nodes(fresh)
+
+    def with_nodes(self, graph: fx.Graph) -> Self:
+        """Return a graph of other nodes with the inputs and outputs of this one."""
+        return type(self)(
+            graph,
+            self.bindings,
+            self.outputs,
+            argument_structure=self._argument_structure,
+            output_structure=self._output_structure,
+        )
+
+    def with_structure(
+        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
+    ) -> Self:
+        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
+        bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
+        graph = type(self)(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
+        graph.origin = self.origin
+        return graph
