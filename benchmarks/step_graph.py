@@ -27,6 +27,7 @@ from anabranch.graph import StepProgram
 from anabranch.graph.effects import is_view
 from anabranch.graph.nodes import evaluate, resolved
 from anabranch.graph.run.codegen import _fast_callable
+from anabranch.graph.run.lowering import lower
 from models import CASES, TRANSFORMERS, Case
 
 ALL = CASES | TRANSFORMERS
@@ -69,7 +70,7 @@ def kernels(case: Case) -> Callable[[], object]:
     program = StepProgram(model, case.loss, [torch.optim.Adam(model.parameters(), fused=True)])  # type: ignore[arg-type]
     for _ in range(2):
         program.run(batch)
-    graph = program.graph.lowered()
+    graph = lower(program.graph)
     values: dict[object, object] = {}
     calls: list[Callable[[], object]] = []
     leaves = iter(batch)

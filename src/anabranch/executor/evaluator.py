@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 from torch import Tensor
 
-from anabranch.autodiff.boundary import Answers
+from anabranch.autodiff.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.engines.worth import Worth

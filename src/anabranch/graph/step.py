@@ -31,7 +31,7 @@ from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.kinds import kind_of
 from anabranch.graph.run.joint import Joint, JointKey
-from anabranch.graph.step_state import Between, Gate, Pass, StepState
+from anabranch.graph.step_state import Between, Gate, Pass, SparseGradients, StepState
 from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.graph.trace.optimizer_contents import held_by
@@ -44,10 +44,6 @@ Loss = Callable[[nn.Module, Any], object]
 _MOST_GRAPHS = 64
 _SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
-
-
-class SparseGradients(CaptureError):
-    """``between`` would have to see the rows of a table looked up sparsely, which are merged outside of the graph."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure
 
-__all__ = ["Between", "Gate", "Pass", "StepState"]
+__all__ = ["Between", "Gate", "Pass", "SparseGradients", "StepState"]
 
 Between: TypeAlias = Callable[
     [dict[str, Tensor], dict[str, Tensor], Structure], tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -29,6 +29,10 @@ Gate: TypeAlias = Callable[[list[Tensor], Sequence[str], Mapping[str, Sequence[S
 ``names`` are the parameters of the dense ones; ``own`` says that these lie in memory of their own, not in that of the
 batch.
 """
+
+
+class SparseGradients(CaptureError):
+    """``between`` would have to see the rows of a table looked up sparsely, which are merged outside of the graph."""
 
 
 class StepState:

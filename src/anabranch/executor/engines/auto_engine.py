@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import Answers
+from anabranch.autodiff.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine

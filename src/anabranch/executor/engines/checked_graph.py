@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from anabranch.autodiff.boundary import Answers
+from anabranch.autodiff.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine

@@ -29,7 +29,7 @@ from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
-from anabranch.experts.server.sessions import makes_caches, run_steps
+from anabranch.experts.server.step_tasks import makes_caches, run_steps
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec

@@ -12,7 +12,8 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.experts import wire
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.experts.server.sessions import Sessions, Step, StepTask
+from anabranch.experts.server.sessions import Sessions, Step
+from anabranch.experts.server.step_tasks import StepTask
 from anabranch.experts.server.task_pool import Task, TaskPool
 from anabranch.transport import Call, RequestHeader, TensorHeader, Verb
 from anabranch.transport.tensor_memory import bytes_of

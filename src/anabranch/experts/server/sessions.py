@@ -16,24 +16,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import msgspec
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, SchemaError, SessionGone
 from anabranch.events import report
-from anabranch.experts.server.task_pool import Task
+from anabranch.experts.server.backend import ExpertBackend
+from anabranch.experts.server.step_tasks import bytes_held
 from anabranch.experts.wire import StepHeader
 
-if TYPE_CHECKING:
-    from anabranch.experts.server.backend import ExpertBackend
-
-__all__ = ["SessionLimits", "Sessions", "Step", "StepTask", "bytes_held", "makes_caches", "run_steps"]
+__all__ = ["SessionLimits", "Sessions", "Step"]
 
 # Ended sessions whose reasons are remembered.
 _MOST_REASONS = 4096
@@ -95,21 +91,6 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     rows: int
     length: int = 0
     checksum: int = 0
-
-
-class StepTask(Task):
-    """A step that waits for the device; it never shares a batch, because each session has its own cache.
-
-    Attributes:
-        take: takes the step.
-    """
-
-    take: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] = tuple
-
-
-def run_steps(batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
-    """Take the steps of a batch, one after the other."""
-    return [task.take(task.inputs) for task in batch if isinstance(task, StepTask)]
 
 
 class _Session(msgspec.Struct, eq=False):
@@ -379,49 +360,6 @@ class Sessions:
         while not self._stop.wait(timeout=_GLANCE):
             with self._lock:
                 self._sweep()
-
-
-def makes_caches(module: nn.Module) -> bool:
-    """Return True if ``module`` can continue sequences: it has ``make_cache``."""
-    return callable(getattr(module, "make_cache", None))
-
-
-def bytes_held(*structures: object) -> int:
-    """Return the bytes of the tensors in ``structures``: in containers and in attributes; memory that several share
-    counts once.
-
-    >>> import torch
-    >>> whole = torch.zeros(4, 8)
-    >>> bytes_held({"keys": whole[:2], "values": [whole[2:]]}, None, 7)
-    128
-    """
-    storages: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = list(structures)
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Tensor):
-            storage = part.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif part is not None and id(part) not in seen:
-            seen.add(id(part))
-            waiting += _parts_of(part)
-    return sum(storages.values())
-
-
-def _parts_of(part: object) -> Iterator[object]:
-    # A cache may refer to its module, which is there without it.
-    if isinstance(part, (str, bytes, int, float, type, ModuleType, nn.Module)):
-        return
-    if isinstance(part, Mapping):
-        yield from part.values()
-    elif isinstance(part, (list, tuple, set, frozenset)):
-        yield from part
-    yield from getattr(part, "__dict__", {}).values()
-    for kind in type(part).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(part, name, None)
 
 
 def _name_of(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
-from anabranch.graph.step_state import StepState
+from anabranch.graph.step_state import SparseGradients, StepState
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
@@ -374,8 +374,6 @@ class Joint:
         if between is None:
             return None
         if backward.lookups:
-            from anabranch.graph.step import SparseGradients
-
             raise SparseGradients(
                 f"the table {backward.lookups[0][0]!r} has a sparse gradient, which between cannot see; use backward() "
                 "and update(), or sparse=False"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
@@ -12,12 +11,10 @@ from torch import Tensor, fx
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.operation_graph import OperationGraph
+from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 from anabranch.graph.trace.make_fx import bytes_of
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
-
-if TYPE_CHECKING:
-    from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 
 __all__ = ["boundary_of", "graph_data", "to_html"]
 

@@ -1,0 +1,67 @@
+"""``Boundary``: the interface of a boundary, and the results of crossing one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Boundary", "Crossed", "Form"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape, dtype and device of an output, known before anything has been sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool = True
+
+
+@dataclass(slots=True)
+class Crossed:
+    """The result of a crossing.
+
+    Attributes:
+        outputs: memory of their own, not shared with an input.
+        state: what backward needs beside the inputs; let go when backward has run, or when nobody can ask for it.
+        no_gradient: which outputs have none.
+        fresh: the outputs are known to lie in contiguous memory that was made for them: nobody has to look.
+    """
+
+    outputs: Sequence[Tensor]
+    state: object = None
+    no_gradient: Sequence[int] = ()
+    fresh: bool = False
+
+
+class Boundary(Protocol):
+    """One kind of boundary at one place of a model.
+
+    It holds nothing of a run, for several may be under way: what belongs to one is in the state that forward returns.
+
+    Attributes:
+        kind: what lies on the far side: ``"expert"``, ``"table"``.
+        name: which one, for graphs and errors.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Goes there. ``wants`` says which inputs want a gradient; ``None``: there will be no backward."""
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Return a gradient for each input. ``None`` is no gradient, on both sides."""
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
