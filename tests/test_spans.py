@@ -20,7 +20,7 @@ def test_nothing_is_kept_and_no_clock_is_read_while_nobody_records(monkeypatch: 
     def read() -> int:
         raise AssertionError("the clock was read")
 
-    recorder = spans.Recorder()
+    recorder = spans.SpanRecorder()
     monkeypatch.setattr(spans, "monotonic_ns", read)
     assert not spans.recording()
     with spans.span("forward", "compute", step=1) as nothing:
@@ -33,13 +33,13 @@ def test_nothing_is_kept_and_no_clock_is_read_while_nobody_records(monkeypatch: 
 
 def test_a_span_that_began_before_the_recording_is_left_out() -> None:
     began = spans.begin()
-    with spans.recorded(spans.Recorder()) as recorder:
+    with spans.recorded(spans.SpanRecorder()) as recorder:
         spans.complete(began, "pull", "crossing")
     assert recorder.take() == []
 
 
 def test_a_span_lasts_from_entry_to_exit_also_of_a_block_that_raises() -> None:
-    with spans.recorded(spans.Recorder()) as recorder:
+    with spans.recorded(spans.SpanRecorder()) as recorder:
         before = time.monotonic_ns()
         with pytest.raises(KeyError), spans.span("outer", "compute"), spans.span("inner", "compute", step=3):
             raise KeyError
@@ -51,7 +51,7 @@ def test_a_span_lasts_from_entry_to_exit_also_of_a_block_that_raises() -> None:
 
 
 def test_what_exceeds_the_limit_is_counted_and_not_kept() -> None:
-    recorder = spans.Recorder(limit=3)
+    recorder = spans.SpanRecorder(limit=3)
     with spans.recorded(recorder):
         for index in range(10):
             with spans.span(f"s{index}", "compute"):
@@ -67,7 +67,7 @@ def test_threads_are_known_by_number_and_name() -> None:
         with spans.span("work", "compute"):
             pass
 
-    with spans.recorded(spans.Recorder()) as recorder:
+    with spans.recorded(spans.SpanRecorder()) as recorder:
         thread = threading.Thread(target=work, name="second")
         thread.start()
         join(thread)
@@ -78,10 +78,10 @@ def test_threads_are_known_by_number_and_name() -> None:
 
 
 def test_two_recorders_get_the_same_spans() -> None:
-    with spans.recorded(spans.Recorder()) as whole:
+    with spans.recorded(spans.SpanRecorder()) as whole:
         with spans.span("first", "compute"):
             pass
-        with spans.recorded(spans.Recorder()) as part, spans.span("second", "compute"):
+        with spans.recorded(spans.SpanRecorder()) as part, spans.span("second", "compute"):
             pass
         with spans.span("third", "compute"):
             pass
@@ -91,7 +91,7 @@ def test_two_recorders_get_the_same_spans() -> None:
 
 @pytest.mark.parametrize("last", ["span", "footer"])
 def test_what_was_recorded_is_read_again_up_to_a_line_cut_short(last: str) -> None:
-    with spans.recorded(spans.Recorder()) as recorder:
+    with spans.recorded(spans.SpanRecorder()) as recorder:
         began = spans.begin()
         spans.complete(began, "pull", "crossing", track="requests", flow=("ask", "7"), facts={"where": Path("x")})
     (one,) = recorder.take()

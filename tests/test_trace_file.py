@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.spans import Flow, Span
-from anabranch.trace_file import Part, check_trace_path, offset_between, write_trace
+from anabranch.trace_file import ProcessTrace, check_trace_path, offset_between, write_trace
 from traces import Trace, check_valid
 
 
@@ -31,11 +31,13 @@ def one(
     return name, category, track, start, end, 1, facts or None, flow
 
 
-def part(process: str, spans: list[Span], *, pid: int = 7, host: str = "a", **more: Any) -> Part:
-    return Part(process, pid, host, began=more.pop("began", 0), spans=spans, threads={1: (pid, "MainThread")}, **more)
+def part(process: str, spans: list[Span], *, pid: int = 7, host: str = "a", **more: Any) -> ProcessTrace:
+    return ProcessTrace(
+        process, pid, host, began=more.pop("began", 0), spans=spans, threads={1: (pid, "MainThread")}, **more
+    )
 
 
-def written(tmp_path: Path, parts: list[Part], **more: Any) -> Trace:
+def written(tmp_path: Path, parts: list[ProcessTrace], **more: Any) -> Trace:
     write_trace(tmp_path / "out.json", parts, **more)
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     return check_valid(tmp_path / "out.json")

@@ -35,7 +35,7 @@ __all__ = [
     "CAPACITY",
     "FOLDER_VARIABLE",
     "Flow",
-    "Recorder",
+    "SpanRecorder",
     "Span",
     "as_lines",
     "begin",
@@ -69,10 +69,10 @@ Span: TypeAlias = tuple[str, str, str, int, int, int, dict[str, object] | None, 
 _EVERY = 0.5  # seconds between two writings
 
 
-class Recorder:
+class SpanRecorder:
     """Keeps spans until they are taken.
 
-    >>> with recorded(Recorder()) as recorder:
+    >>> with recorded(SpanRecorder()) as recorder:
     ...     with span("forward", "compute", step=3):
     ...         pass
     >>> [(name, category, facts) for name, category, *_, facts, _ in recorder.take()]
@@ -124,7 +124,7 @@ def recording() -> bool:
 
 
 @contextmanager
-def recorded(recorder: Recorder) -> Iterator[Recorder]:
+def recorded(recorder: SpanRecorder) -> Iterator[SpanRecorder]:
     """Have the spans of the block, of all threads, kept by ``recorder``."""
     start(recorder)
     try:
@@ -133,14 +133,14 @@ def recorded(recorder: Recorder) -> Iterator[Recorder]:
         stop(recorder)
 
 
-def start(recorder: Recorder) -> None:
+def start(recorder: SpanRecorder) -> None:
     """Have spans kept by ``recorder`` from now on."""
     global _adds
     with _lock:
         _adds = (*_adds, recorder.add)
 
 
-def stop(recorder: Recorder) -> None:
+def stop(recorder: SpanRecorder) -> None:
     """Have ``recorder`` keep no more."""
     global _adds
     with _lock:
@@ -255,12 +255,12 @@ def as_lines(items: Iterable[object]) -> bytes:
     return b"".join(encode(item) + b"\n" for item in items)
 
 
-def header(recorder: Recorder, name: str) -> dict[str, object]:
+def header(recorder: SpanRecorder, name: str) -> dict[str, object]:
     """Return the first line of what a process recorded."""
     return {"process": name, "pid": os.getpid(), "host": host(), "began": recorder.began}
 
 
-def footer(recorder: Recorder) -> dict[str, object]:
+def footer(recorder: SpanRecorder) -> dict[str, object]:
     """Return a line that follows spans: the threads they are of, and how many are missing."""
     return {"threads": recorder.threads, "dropped": recorder.dropped}
 
@@ -268,7 +268,7 @@ def footer(recorder: Recorder) -> dict[str, object]:
 # The file of a process.
 
 
-class _FileRecorder(Recorder):
+class _FileRecorder(SpanRecorder):
     """Writes a process's spans to its file now and then."""
 
     def __init__(self, folder: Path) -> None:

@@ -28,7 +28,15 @@ from typing import IO
 
 from anabranch.spans import Span
 
-__all__ = ["ClockReadings", "Part", "TraceSummary", "check_trace_path", "offset_between", "read_part", "write_trace"]
+__all__ = [
+    "ClockReadings",
+    "ProcessTrace",
+    "TraceSummary",
+    "check_trace_path",
+    "offset_between",
+    "read_part",
+    "write_trace",
+]
 
 _FIRST_LANE = 1 << 23  # above every thread's number
 _WAIT_COLOUR = "thread_state_iowait"
@@ -39,7 +47,7 @@ ClockReadings = Sequence[tuple[int, int]]
 
 
 @dataclass(slots=True)
-class Part:
+class ProcessTrace:
     """Spans of one process.
 
     Attributes:
@@ -102,12 +110,12 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def read_part(lines: bytes) -> Part | None:
+def read_part(lines: bytes) -> ProcessTrace | None:
     """Return what ``spans.as_lines`` wrote; ``None`` if there is nothing. A last line cut short is left out."""
     import msgspec
 
     span = msgspec.json.Decoder(Span)
-    part: Part | None = None
+    part: ProcessTrace | None = None
     for line in lines.split(b"\n"):
         with suppress(msgspec.DecodeError):
             if line.startswith(b"["):
@@ -117,7 +125,7 @@ def read_part(lines: bytes) -> Part | None:
             elif line:
                 facts = msgspec.json.decode(line)
                 if part is None:
-                    part = Part(facts["process"], facts["pid"], facts["host"], facts["began"])
+                    part = ProcessTrace(facts["process"], facts["pid"], facts["host"], facts["began"])
                 part.threads |= {int(key): (number, name) for key, (number, name) in facts.get("threads", {}).items()}
                 part.dropped = facts.get("dropped", part.dropped)
                 part.clock = [(before, after) for before, after in facts.get("clock", part.clock)]
@@ -143,7 +151,7 @@ def offset_between(here: ClockReadings, there: ClockReadings) -> tuple[int, int]
 
 def write_trace(
     path: Path,
-    parts: Iterable[Part],
+    parts: Iterable[ProcessTrace],
     *,
     names: Mapping[str, str] | None = None,
     notes: Mapping[str, object] | None = None,
@@ -170,7 +178,7 @@ def write_trace(
     return summary
 
 
-def _order(part: Part) -> tuple[int, str, int, int]:
+def _order(part: ProcessTrace) -> tuple[int, str, int, int]:
     role, _, rank = part.process.partition(" ")
     place = _ROLES.index(role) if role in _ROLES else len(_ROLES)
     return place, role, int(rank) if rank.isdecimal() else 0, part.began
@@ -196,7 +204,7 @@ class _Writer:
         self._flows: dict[str, dict[str, list[_End]]] = {}
         self._base = 0
 
-    def write(self, parts: Sequence[Part], notes: Mapping[str, object]) -> TraceSummary:
+    def write(self, parts: Sequence[ProcessTrace], notes: Mapping[str, object]) -> TraceSummary:
         offsets = [_offset(parts[0], part) for part in parts]
         self._base = min((part.began + offset for part, (offset, _) in zip(parts, offsets, strict=True)), default=0)
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -228,7 +236,7 @@ class _Writer:
     def _name(self, what: str, pid: int, tid: int, **facts: object) -> None:
         self._put({"ph": "M", "ts": 0, "name": what, "pid": pid, "tid": tid, "args": facts})
 
-    def _put_part(self, part: Part, pid: int, index: int, offset: int) -> None:
+    def _put_part(self, part: ProcessTrace, pid: int, index: int, offset: int) -> None:
         self._name("process_name", pid, 0, name=part.process)
         self._name("process_sort_index", pid, 0, sort_index=index)
         lanes = _Lanes(part.threads)
@@ -284,7 +292,7 @@ class _Writer:
             self._put({**common, **more, "ts": self._microseconds(clock), "pid": end.pid, "tid": end.tid})
 
 
-def _offset(first: Part, part: Part) -> tuple[int, int]:
+def _offset(first: ProcessTrace, part: ProcessTrace) -> tuple[int, int]:
     if part.host == first.host or not first.clock or len(first.clock) != len(part.clock):
         return 0, 0
     return offset_between(first.clock, part.clock)

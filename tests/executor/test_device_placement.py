@@ -68,7 +68,7 @@ def test_each_part_goes_to_its_own_device_and_hands_back_to_the_one_around_it(mo
 
     monkeypatch.setattr(device_placement, "move_at_edges", note)
     model = Model()
-    device_placement.Placement([model], {"encoder.2": "cpu", "encoder": "meta", "head": "meta"})
+    device_placement.DevicePlacement([model], {"encoder.2": "cpu", "encoder": "meta", "head": "meta"})
     assert moves == {
         model.encoder[2]: ("cpu", "meta"),
         model.encoder: ("meta", "cpu"),

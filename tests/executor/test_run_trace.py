@@ -258,7 +258,7 @@ def test_stages_of_a_pipe_have_their_actions_and_arrows_for_what_goes_between(tm
 
 def test_servers_in_this_process_show_their_updates(tmp_path: Path) -> None:
     with ParameterServer() as server, ab.parameter_server.ParameterClient([server.endpoint]) as client:
-        recorder = spans.Recorder()
+        recorder = spans.SpanRecorder()
         client.init_table(
             ab.tables.TableSpec("t", 4, 2), ab.tables.RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=1.0))
         )

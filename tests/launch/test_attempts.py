@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.launch import Exit, Outcome, RestartBudget, launch
+from anabranch.launch import Exit, JobOutcome, RestartBudget, launch
 from anabranch.launch.supervision.attempts import run_attempts
 
 
-def outcome(code: int, log: Path) -> Outcome:
-    return Outcome((Exit(0, 1, code, 0.0, False, log),), None, False, 1.0)
+def outcome(code: int, log: Path) -> JobOutcome:
+    return JobOutcome((Exit(0, 1, code, 0.0, False, log),), None, False, 1.0)
 
 
 def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(tmp_path: Path) -> None:

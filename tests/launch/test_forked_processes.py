@@ -16,7 +16,7 @@ from process_marks import wait_until
 from anabranch.launch import launch
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.supervision.orphans import adopt_orphans
 from anabranch.testing import LocalJob
 from launched import start_launcher
@@ -103,7 +103,7 @@ ENDS = {
 }
 
 
-def end_and_words(program: Program, log: Path, server: ForkServer | None) -> tuple[int, str]:
+def end_and_words(program: PythonProgram, log: Path, server: ForkServer | None) -> tuple[int, str]:
     """The exit code of a fork, or of a process that is started, and what it wrote."""
     with log.open("wb") as file, open(os.devnull, "rb") as nothing:
         if server is None:
@@ -118,13 +118,13 @@ def end_and_words(program: Program, log: Path, server: ForkServer | None) -> tup
 def test_every_end_is_that_of_a_process_that_was_started(
     what: str, script: Script, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    program = Program(str(script(ENDS[what])), ("--x",))
+    program = PythonProgram(str(script(ENDS[what])), ("--x",))
     forked, started = (end_and_words(program, tmp_path / "log", server) for server in (fork_server, None))
     assert forked == started
 
 
 def test_a_file_that_cannot_be_read_is_named_as_python_names_it(tmp_path: Path, fork_server: ForkServer) -> None:
-    program = Program(str(tmp_path / "loop.py"))
+    program = PythonProgram(str(tmp_path / "loop.py"))
     (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
     forked, started = (end_and_words(program, tmp_path / "log", server) for server in (fork_server, None))
     assert forked == started
@@ -164,7 +164,7 @@ def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script) 
 )
 def test_no_fork_is_given_what_is_read_as_a_process_starts(script: Script, name: str, value: str) -> None:
     environment = {**os.environ, name: value}
-    why = why_no_fork_server(environment) or why_not_forked(Program(str(script(""))), environment, os.environ)
+    why = why_no_fork_server(environment) or why_not_forked(PythonProgram(str(script(""))), environment, os.environ)
     assert why is not None
     assert name in why
 
@@ -172,7 +172,7 @@ def test_no_fork_is_given_what_is_read_as_a_process_starts(script: Script, name:
 def test_what_scikit_learn_leaves_in_the_environment_does_not_matter(script: Script) -> None:
     environment = {**os.environ, "KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
     assert why_no_fork_server(environment) is None
-    assert why_not_forked(Program(str(script(""))), environment, os.environ) is None
+    assert why_not_forked(PythonProgram(str(script(""))), environment, os.environ) is None
 
 
 def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
         patch.setattr(forks, "_CODE", code)
         with ForkServer({**os.environ, "PYTHONPATH": str(tmp_path)}) as server, adopt_orphans():
             with pytest.raises(ForkServerError, match="has 2 threads"):
-                server.fork("worker-0", Program("x.py"), os.environ, 0, 1, 2)
+                server.fork("worker-0", PythonProgram("x.py"), os.environ, 0, 1, 2)
             os.kill(server.pid, signal.SIGKILL)
 
 
@@ -272,9 +272,9 @@ def test_a_fork_dies_with_its_launcher_and_not_with_the_fork_server(tmp_path: Pa
 import os, sys, time
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.supervision.orphans import adopt_orphans
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 with adopt_orphans(), ForkServer(os.environ) as server:
-    pid = server.fork("worker-0", Program(sys.argv[1]), os.environ, 0, 1, 2)
+    pid = server.fork("worker-0", PythonProgram(sys.argv[1]), os.environ, 0, 1, 2)
     print(pid, flush=True)
 os.kill(pid, 0)  # the server has ended
 print("lives", flush=True)

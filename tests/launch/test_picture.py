@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch.launch.output.picture import drawn, picture, sparkline
-from anabranch.launch.status import JobStatus, Loop, RoleStatus
+from anabranch.launch.status import JobStatus, RoleStatus, TrackedLoop
 
 WORKER = RoleStatus(
     "worker",
@@ -57,7 +57,7 @@ JOB = JobStatus(
     started=100.0,
     ended=None,
     seconds=75.0,
-    progress=(Loop("epoch", 1, 3, 9.0), Loop("training", 412, 800, 41.2)),
+    progress=(TrackedLoop("epoch", 1, 3, 9.0), TrackedLoop("training", 412, 800, 41.2)),
     loss=0.25,
     curve=tuple(1 / (1 + i) for i in range(64)),
     steps_per_second=12.34,
@@ -123,7 +123,7 @@ def test_what_nobody_has_told_is_left_out() -> None:
     assert [line.split() for line in lines[1:]] == [["worker", "0", "starting"]]
     ended = JobStatus((RoleStatus("worker", 0, 1, None, "gone"),), 1.0, 2.0, 1.0)
     assert "0:01 · ended" in shown(ended, 80)[0]
-    endless = replace(JOB, progress=(Loop(None, 7, None, 2.0),))
+    endless = replace(JOB, progress=(TrackedLoop(None, 7, None, 2.0),))
     assert shown(endless, 80)[1].split() == ["progress", "7", "·", "3.5/s"]
 
 
@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_is_seen_in_the_curve() -> None:
 
 
 def test_names_are_shown_and_never_read_as_markup() -> None:
-    odd = replace(JOB, progress=(Loop("[red]x[/red]", 1, 2, 1.0),))
+    odd = replace(JOB, progress=(TrackedLoop("[red]x[/red]", 1, 2, 1.0),))
     assert shown(odd, 120)[1].startswith("[red]x[/red]")
     loud = replace(WORKER, waiting_for="[blink]p", operation="[bold]")
     assert "for [blink]p ([bold])" in shown(replace(JOB, roles=(loud,)), 120)[3]
@@ -145,6 +145,6 @@ def test_names_cannot_move_the_cursor() -> None:
     evil = replace(
         WORKER, waiting_for="a\x1b[2Jb\nc", state="waiting", crossing={"table \x1b[3J": 5e3}, operation="\x9b2J"
     )
-    lines = shown(replace(JOB, roles=(replace(evil), evil), progress=(Loop("l\r\x1b[A", 1, 2, 1.0),)), 120)
+    lines = shown(replace(JOB, roles=(replace(evil), evil), progress=(TrackedLoop("l\r\x1b[A", 1, 2, 1.0),)), 120)
     assert len(lines) == 6
     assert not any("\x1b" in line or "\x9b" in line or "\r" in line for line in lines)

@@ -16,7 +16,7 @@ from anabranch.launch.output.slow_starts import SlowStarts
 from anabranch.launch.supervision import supervisor
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
-from anabranch.launch.supervision.worker import Worker
+from anabranch.launch.supervision.worker import RoleProcess
 
 
 class Undying:
@@ -55,7 +55,7 @@ def test_a_worker_that_not_even_sigkill_ends_is_given_up_and_named(
     told: list[str] = []
     box.put(signal.SIGTERM)
     os.write(box.notify, b"x")
-    Supervisor([cast(Worker, worker)], box, patience=Patience(stop=0.05, drain=0.05), tell=told.append).run()
+    Supervisor([cast(RoleProcess, worker)], box, patience=Patience(stop=0.05, drain=0.05), tell=told.append).run()
     assert worker.sent == [signal.SIGTERM, signal.SIGKILL]
     assert told[-1].startswith("rank 3 (pid 4711) does not die of SIGKILL")
 
@@ -76,13 +76,13 @@ def test_the_screen_shows_once_why_servers_do_not_listen_yet(
     monkeypatch: pytest.MonkeyPatch, box: SignalBox, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(supervisor, "_KERNEL_SECONDS", 0.05)
-    services = [cast(Worker, Compiling(tmp_path / name)) for name in "ab"]
+    services = [cast(RoleProcess, Compiling(tmp_path / name)) for name in "ab"]
     told: list[str] = []
     box.put(signal.SIGTERM)
     os.write(box.notify, b"x")
     copier, never_written = os.pipe()
     Supervisor(
-        [cast(Worker, Undying())], box, services=services, screen=cast(Screen, SimpleNamespace(pidfd=copier)),
+        [cast(RoleProcess, Undying())], box, services=services, screen=cast(Screen, SimpleNamespace(pidfd=copier)),
         lookers=[SlowStarts(services, told.append)], patience=Patience(stop=0.05, drain=0.05), tell=told.append,
     ).run()  # fmt: skip
     os.close(copier)
@@ -93,7 +93,7 @@ def test_the_screen_shows_once_why_servers_do_not_listen_yet(
 def test_servers_that_listen_are_not_looked_at_again(tmp_path: Path) -> None:
     server, told = Compiling(tmp_path / "log"), list[str]()
     server.log.write_text("")
-    starts = SlowStarts([cast(Worker, server)], told.append)
+    starts = SlowStarts([cast(RoleProcess, server)], told.append)
     starts.look(1.0)
     assert starts.moment() == 1.5
     server.log.write_text("listening on unix:/somewhere\n")

@@ -16,7 +16,7 @@ from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, Sch
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.client import row_messages as row_messages_module
 from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed, VersionClock
-from anabranch.parameter_server.messages import InitMessage, Part, PullMessage, PullPart, PushMessage
+from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.tables import Constant, Family, Normal, RowOptimizer, TableSpec
 from anabranch.tables.kernels import selection as kernels_module
@@ -299,16 +299,16 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
             shard.pull(PullMessage([part]), [ids, *more])
     half = torch.full((1,), 0.5).bfloat16()
     for part, more, said in [
-        (Part("t", 3, 0, 4), [half.repeat(4), grads], "of which 4 have sums"),
-        (Part("t", 3, 0, 2), [half, grads], r"squares of 2 sums expected, got \(1,\)"),
-        (Part("t", 3, 0, 1), [half.float(), grads], "torch.float32"),
-        (Part("t", 3, 0, 1), [grads], "numbers of"),
-        (Part("t", 3), [half, grads], "numbers of"),
+        (PushPart("t", 3, 0, 4), [half.repeat(4), grads], "of which 4 have sums"),
+        (PushPart("t", 3, 0, 2), [half, grads], r"squares of 2 sums expected, got \(1,\)"),
+        (PushPart("t", 3, 0, 1), [half.float(), grads], "torch.float32"),
+        (PushPart("t", 3, 0, 1), [grads], "numbers of"),
+        (PushPart("t", 3), [half, grads], "numbers of"),
     ]:
         with pytest.raises(SchemaError, match=said):
             shard.push(PushMessage([part], []), [ids, *more])
     with pytest.raises(NonFinite):
-        shard.push(PushMessage([Part("t", 3, 0, 1)], []), [ids, -half, grads])
+        shard.push(PushMessage([PushPart("t", 3, 0, 1)], []), [ids, -half, grads])
     assert shard.statistics().tables["t"].step == 0
     for part in (["t", 3, -1], ["t", 3, 0, -1], ["t", 3, 0, 0, -1]):
         with pytest.raises(msgspec.ValidationError):

@@ -19,10 +19,10 @@ from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
     NormMessage,
-    Part,
     PullMessage,
     PullPart,
     PushMessage,
+    PushPart,
     ReleaseMessage,
     RestoreMessage,
 )
@@ -65,7 +65,7 @@ def test_a_worker_of_another_job_is_refused() -> None:
     shard.join(JoinMessage(0, 2, "bsp"))
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     ids, grad = torch.tensor([1]), torch.ones(2)
-    push = PushMessage([Part("t", 1)], [], 0, 0)
+    push = PushMessage([PushPart("t", 1)], [], 0, 0)
     shard.push(push, [ids, grad])
     with pytest.raises(SchemaError, match="this job has 2 workers"):
         shard.join(JoinMessage(1, 3, "bsp", 5))
@@ -81,10 +81,10 @@ def test_a_worker_that_comes_again_pushes_its_step_anew() -> None:
     for rank in (0, 1):
         shard.join(JoinMessage(rank, 2, "bsp"))
     ids = torch.tensor([1])
-    shard.push(PushMessage([Part("t", 1)], [], 0, 0), [ids, torch.full((2,), 100.0)])
+    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0), [ids, torch.full((2,), 100.0)])
     shard.join(JoinMessage(0, 2, "bsp", 0))  # started again, at the same step
-    shard.push(PushMessage([Part("t", 1)], [], 0, 0), [ids, torch.full((2,), 4.0)])
-    shard.push(PushMessage([Part("t", 1)], [], 1, 0), [ids, torch.full((2,), 2.0)])
+    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0), [ids, torch.full((2,), 4.0)])
+    shard.push(PushMessage([PushPart("t", 1)], [], 1, 0), [ids, torch.full((2,), 2.0)])
     _, (rows,) = shard.pull(PullMessage([PullPart("t", 1)]), [ids])
     assert rows.tolist() == [1 - 3.0, 1 - 3.0]
 
@@ -134,7 +134,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         torch.ones(2, 2), torch.ones(4, dtype=torch.float64), torch.empty(0), torch.ones(4, dtype=torch.int64),
     ]  # fmt: skip
     messages = {
-        "push": (PushMessage([Part("t", 2)], [SGD.to_dict()]), [ids, torch.zeros(4)]),
+        "push": (PushMessage([PushPart("t", 2)], [SGD.to_dict()]), [ids, torch.zeros(4)]),
         "pull": (PullMessage([PullPart("t", 2, 1, 1, 3)]), [ids, ages]),
         "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
         "join": (JoinMessage(0, 1, "bsp"), []),
@@ -191,8 +191,8 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
     ids = torch.tensor([1])
     with PushLog(directory) as log:
         log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))))
-        beyond = PushMessage([Part("t", 1)], [dict(SGD.to_dict(), beta2=2.0)])
-        for message in (beyond, PushMessage([Part("t", 1)], [])):
+        beyond = PushMessage([PushPart("t", 1)], [dict(SGD.to_dict(), beta2=2.0)])
+        for message in (beyond, PushMessage([PushPart("t", 1)], [])):
             log.append(Record("push", msgspec.msgpack.encode(message)), [ids, torch.ones(2)])
     network = MemoryTransport()
     told: list[Event] = []
@@ -225,16 +225,16 @@ def test_what_lies_beside_the_steps_counts_by_its_workers_share_also_after_a_res
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank, weight in enumerate((1.0, 3.0)):
-        shard.push(PushMessage([Part("t", 1)], [], rank, 0, weight), [ids, grad])
+        shard.push(PushMessage([PushPart("t", 1)], [], rank, 0, weight), [ids, grad])
     again = Shard()
     state, groups = shard.snapshot()
     again.load(state, lambda name: groups[name])
     for one in (shard, again):
-        one.push(PushMessage([Part("t", 1)], [], 1, -1, 3.0), [ids, grad])
+        one.push(PushMessage([PushPart("t", 1)], [], 1, -1, 3.0), [ids, grad])
         _, (rows,) = one.pull(PullMessage([PullPart("t", 1)]), [ids])
         assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
     with pytest.raises(SchemaError, match="has not joined"):
-        shard.push(PushMessage([Part("t", 1)], [], 2, -1), [ids, grad])
+        shard.push(PushMessage([PushPart("t", 1)], [], 2, -1), [ids, grad])
 
 
 def test_what_lies_beside_the_steps_waits_until_its_worker_s_share_is_known() -> None:
@@ -244,11 +244,11 @@ def test_what_lies_beside_the_steps_waits_until_its_worker_s_share_is_known() ->
     ids, grad = torch.tensor([1]), torch.ones(2)
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"))
-    shard.push(PushMessage([Part("t", 1)], [], 0, 0, 1.0), [ids, grad])
-    beside = PushMessage([Part("t", 1)], [], 0, -1, 1.0)
+    shard.push(PushMessage([PushPart("t", 1)], [], 0, 0, 1.0), [ids, grad])
+    beside = PushMessage([PushPart("t", 1)], [], 0, -1, 1.0)
     with pytest.raises(DeadlineExceeded, match="worker 1"):
         shard.push(beside, [ids, grad], deadline=Deadline.after(0.01))
-    shard.push(PushMessage([Part("t", 1)], [], 1, 0, 3.0), [ids, grad])
+    shard.push(PushMessage([PushPart("t", 1)], [], 1, 0, 3.0), [ids, grad])
     shard.push(beside, [ids, grad], deadline=Deadline.after(60.0))
     _, (rows,) = shard.pull(PullMessage([PullPart("t", 1)]), [ids])
     assert rows.tolist() == [1.0 - 1.0 - 0.25] * 2

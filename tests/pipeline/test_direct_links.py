@@ -14,7 +14,7 @@ from anabranch.deadline import Deadline
 from anabranch.pipeline.links import communicators
 from anabranch.pipeline.links.direct import DirectLinks, announce, guard
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.packet_codec import Fault, Header
+from anabranch.pipeline.links.packet_codec import Header, PacketFault
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.testing import LocalJob
 from waiting import wait_until
@@ -149,7 +149,7 @@ class Line:
 
 
 KIND = Kind.SEND_F.value
-FAULT = Fault(1, "ValueError", "bad", "")
+FAULT = PacketFault(1, "ValueError", "bad", "")
 
 
 def linked(device: str = "cpu", patience: float = 10.0) -> tuple[DirectLinks, Inbox, Line, Line]:
@@ -160,7 +160,9 @@ def linked(device: str = "cpu", patience: float = 10.0) -> tuple[DirectLinks, In
     return links, inbox, out, into
 
 
-def header(kind: str = KIND, turn: int = 1, microbatch: int = 0, rows: int = 2, fault: Fault | None = None) -> Header:
+def header(
+    kind: str = KIND, turn: int = 1, microbatch: int = 0, rows: int = 2, fault: PacketFault | None = None
+) -> Header:
     described = [] if kind == "end" else [("uint8", [rows])]
     return Header(turn, "step", kind, 0, 1, microbatch, None, described, fault=fault)
 

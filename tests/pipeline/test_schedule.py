@@ -55,7 +55,11 @@ def test_every_send_has_its_receive(schedule: Schedule):
     everything = {action for actions in lowered.actions for action in actions}
     for action in everything:
         if action.peer is not None:
-            kinds = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B}
+            kinds = {
+                Kind.SEND_F: Kind.RECV_F,
+                Kind.RECV_F: Kind.SEND_F,
+                Kind.SEND_B: Kind.RECV_B,
+            }
             other = Action(kinds.get(action.kind, Kind.SEND_B), action.peer, action.microbatch, action.stage)
             assert other in everything
 

@@ -20,7 +20,7 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.transport.failures import error_of, failure_of
-from anabranch.transport.frame import Failure
+from anabranch.transport.frame import FailureFrame
 
 KINDS = (
     CheckpointError,
@@ -36,9 +36,9 @@ KINDS = (
 )
 
 
-def arrived(error: BaseException, sequence: int | None) -> tuple[Failure, Exception]:
+def arrived(error: BaseException, sequence: int | None) -> tuple[FailureFrame, Exception]:
     """What the client decodes, and what it raises for it."""
-    failure = msgspec.msgpack.decode(msgspec.msgpack.encode(failure_of(error, sequence)), type=Failure)
+    failure = msgspec.msgpack.decode(msgspec.msgpack.encode(failure_of(error, sequence)), type=FailureFrame)
     return failure, error_of(failure, peer="unix:shard", operation="rows.push", step=7, elapsed=1.5)
 
 

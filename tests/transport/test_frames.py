@@ -22,7 +22,7 @@ from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport.frame import (
     Beat,
-    Failure,
+    FailureFrame,
     Frame,
     FrameReader,
     Header,
@@ -144,10 +144,12 @@ def test_a_large_tensor_is_not_copied_on_its_way_out() -> None:
 
 
 def test_frames_behind_one_another_are_read_one_by_one() -> None:
-    data = join(encode(Beat())) + join(encode(ReplyHeader(), [torch.ones(2)])) + join(encode(Failure("schema", "no")))
+    data = (
+        join(encode(Beat())) + join(encode(ReplyHeader(), [torch.ones(2)])) + join(encode(FailureFrame("schema", "no")))
+    )
     frames, stream = reader(), Bytes(data)
     kinds = [type(frames.advance(stream).header) for _ in range(3)]  # type: ignore[arg-type, union-attr]
-    assert kinds == [Beat, ReplyHeader, Failure]
+    assert kinds == [Beat, ReplyHeader, FailureFrame]
     assert frames.idle()
 
 
@@ -178,7 +180,7 @@ def test_frames_behind_one_another_are_read_one_by_one() -> None:
             "414e4252020301000c00000004000000000000001a8af6956ceadca393c401700791940891020004803f0040",
         ),
         (
-            encode(Failure("not_found", "no such uid", sequence=7)),
+            encode(FailureFrame("not_found", "no such uid", sequence=7)),
             (
                 "414e4252020400001b00000000000000000000000000000046da1a7396a96e6f745f666f756e64ab6e6f207375"
                 "636820756964a0a00790"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.trace_file import Part, write_trace
+from anabranch.trace_file import ProcessTrace, write_trace
 from anabranch.view.trace_page import read_trace
 
 
@@ -18,7 +18,7 @@ def span(name: str, category: str, start: int, end: int, *, track: str = "", flo
 
 
 def trace_of(tmp_path: Path, **notes: object) -> dict[str, Any]:
-    worker = Part("worker 0", 10, "host", 0, threads={1: (11, "MainThread")})
+    worker = ProcessTrace("worker 0", 10, "host", 0, threads={1: (11, "MainThread")})
     worker.spans = [
         span("wait", "wait", 12, 18, peer="parameters 0", operation="pull"),
         span(
@@ -36,7 +36,7 @@ def trace_of(tmp_path: Path, **notes: object) -> dict[str, Any]:
         span("train", "step", 0, 100, step=7),
         span("wait", "wait", 120, 121, peer="rank 1", operation="pipeline step RB0.3<1"),
     ]
-    server = Part("parameters 0", 20, "host", 0, threads={1: (21, "serving")}, dropped=5)
+    server = ProcessTrace("parameters 0", 20, "host", 0, threads={1: (21, "serving")}, dropped=5)
     server.spans = [span("pull", "serve", 11, 19, track="served", flow=("serve", "a"))]
     write_trace(tmp_path / "out.json", [worker, server], notes=notes)
     return read_trace(tmp_path / "out.json")
@@ -84,8 +84,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "the run ended before all of its steps were recorded" in notes
 
 
-def stage(number: int, actions: list[tuple[str, int, int, int]], name: str) -> Part:
-    part = Part(name, 10 + number, "host", 0, threads={1: (30 + number, "MainThread")})
+def stage(number: int, actions: list[tuple[str, int, int, int]], name: str) -> ProcessTrace:
+    part = ProcessTrace(name, 10 + number, "host", 0, threads={1: (30 + number, "MainThread")})
     part.spans = [
         span(phase, "compute", start, end, stage=number, microbatch=microbatch)
         for phase, microbatch, start, end in actions

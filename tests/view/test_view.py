@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli.app import _app
 from anabranch.graph import capture
-from anabranch.trace_file import Part, write_trace
+from anabranch.trace_file import ProcessTrace, write_trace
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
 from browser import needs_a_browser, seen
@@ -26,7 +26,7 @@ EVIL = "</script><script>document.body.innerHTML='taken'</script><!--<img src=x 
 
 
 def trace(path: Path) -> Path:
-    part = Part(EVIL, 10, "host", 0, threads={1: (11, EVIL)})
+    part = ProcessTrace(EVIL, 10, "host", 0, threads={1: (11, EVIL)})
     facts: dict[str, object] = {"peer": EVIL, "bytes": 100}
     part.spans = [
         (EVIL, "crossing", "", 1000, 2000, 1, facts, None),

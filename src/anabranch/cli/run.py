@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import typer
 
 from anabranch.cli.standard_streams import say
-from anabranch.launch import Durability, Outcome, RestartBudget, launch
-from anabranch.launch.program import Program
+from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.status import status_of
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
@@ -135,7 +135,7 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
     try:
-        Program(script, is_module=module, looks_here=module).check()
+        PythonProgram(script, is_module=module, looks_here=module).check()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
     try:
@@ -153,14 +153,14 @@ def run(
             raise typer.BadParameter(str(error), param_hint="--resources") from error
     directory = _log_directory(log_dir)
     with hold_signals():
-        outcome: Outcome | None = None
+        outcome: JobOutcome | None = None
         try:
             if engine == "ray":
                 from anabranch.launch.ray import RayError, launch_on_ray
 
                 try:
                     outcome = launch_on_ray(
-                        Program(script, tuple(arguments or []), is_module=module, looks_here=module),
+                        PythonProgram(script, tuple(arguments or []), is_module=module, looks_here=module),
                         workers=workers,
                         servers=servers,
                         experts=experts,
@@ -240,7 +240,7 @@ def _can_draw() -> bool:
     return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"
 
 
-def _show_end(outcome: Outcome, folder: Path, *, verbose: bool) -> None:
+def _show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
     """Say what failed first, who only followed, and where the newest checkpoint lies."""
     first = outcome.first_failure
     if first is not None:

@@ -16,7 +16,7 @@ received a gradient from anyone: the others keep ``.grad`` at ``None``, as in th
 bucket, and the bucket is also the accumulator over several runs: nothing is copied twice.
 
 A parameter that first turns out to have a sparse gradient in a dense bucket is exchanged after it, on every rank
-alike, and has ``SparseRows`` of its own from then on; a table whose gradient turns out dense moves the other way.
+alike, and has ``SparseGradient`` of its own from then on; a table whose gradient turns out dense moves the other way.
 
 The first bucket can carry a *header*, a few more numbers to be summed over the workers: on small models the latency of
 a message of its own would cost more than all the gradients do.
@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from anabranch.collectives.sparse_rows import SparseRows, summing_dtype
+from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.events import report
 
@@ -61,7 +61,7 @@ class _DenseBucket:
         self._flags = self.flat[elements : elements + 2 * count]
         self.header = self.flat[elements + 2 * count :]
         self._all_dense = torch.tensor([1.0] * count + [0.0] * count, dtype=self.flat.dtype, device=self.flat.device)
-        self.sparse: dict[int, SparseRows] = {}
+        self.sparse: dict[int, SparseGradient] = {}
         self.taken: list[tuple[int, Tensor]] = []
         self.written: set[int] = set()
         self.arrived: set[int] = set()
@@ -104,7 +104,7 @@ class _DenseBucket:
 
     def put_sparse(self, index: int, gradient: Tensor, weight: float, workers: Workers | None) -> None:
         if index not in self.sparse:
-            self.sparse[index] = SparseRows(self.names[index], self.parameters[index], workers)
+            self.sparse[index] = SparseGradient(self.names[index], self.parameters[index], workers)
         self.sparse[index].add(gradient, weight)
 
     def launch(self, workers: Workers, step: int | None) -> None:
@@ -136,7 +136,7 @@ class _DenseBucket:
         return present[:count], present[count:]
 
 
-_Member: TypeAlias = tuple[_DenseBucket, int] | SparseRows
+_Member: TypeAlias = tuple[_DenseBucket, int] | SparseGradient
 
 
 class GradientBuckets:
@@ -176,12 +176,12 @@ class GradientBuckets:
 
     def _lay_out(self) -> None:
         self._buckets: list[_DenseBucket] = []
-        self._tables: list[SparseRows] = []
+        self._tables: list[SparseGradient] = []
         self._where: dict[Tensor, _Member] = {}
         open_members: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
         for name, parameter in reversed(self._parameters.items()):
             if name in self._sparse_names:
-                table = SparseRows(name, parameter, self._workers)
+                table = SparseGradient(name, parameter, self._workers)
                 self._tables.append(table)
                 self._where[parameter] = table
                 continue
@@ -232,7 +232,7 @@ class GradientBuckets:
     def ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Take a final gradient; the callback to attach to every parameter."""
         where = self._where[parameter]
-        if isinstance(where, SparseRows):
+        if isinstance(where, SparseGradient):
             self._table_ready(where, gradient)
             return None
         bucket, index = where
@@ -248,7 +248,7 @@ class GradientBuckets:
                 self._launch_complete()
         return slot
 
-    def _table_ready(self, table: SparseRows, gradient: Tensor) -> None:
+    def _table_ready(self, table: SparseGradient, gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
             table.add_dense(gradient, self._weight)
         else:
@@ -320,7 +320,7 @@ class GradientBuckets:
     def _add_sparse(self, bucket: _DenseBucket, index: int, dense: Tensor | None, divisor: float) -> Tensor | None:
         rows = bucket.sparse.get(index)
         if rows is None:
-            rows = SparseRows(bucket.names[index], bucket.parameters[index], self._workers)
+            rows = SparseGradient(bucket.names[index], bucket.parameters[index], self._workers)
         rows.launch(self._step)
         sparse = rows.finish(divisor, self._step)
         if dense is None or sparse is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
 
-__all__ = ["SparseRows", "summing_dtype"]
+__all__ = ["SparseGradient", "summing_dtype"]
 
 _NO_GRADIENT = -1
 _ALIGNMENT = 16  # complex128
@@ -32,7 +32,7 @@ def summing_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype is torch.float16 else parameter.dtype
 
 
-class SparseRows:
+class SparseGradient:
     """One parameter's sparse gradient: gathers what backward yields, then merges it with the other workers'."""
 
     def __init__(self, name: str, parameter: Tensor, workers: Workers | None) -> None:

@@ -15,27 +15,27 @@ from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["BackgroundSaves", "MOST_IN_FLIGHT", "Snapshot", "Started"]
+__all__ = ["BackgroundSaves", "MOST_IN_FLIGHT", "CheckpointContent", "Started"]
 
 MOST_IN_FLIGHT = 2
 """Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CheckpointContent:
     """The content of a checkpoint."""
 
     groups: Mapping[str, checkpoint.Group]
     state: object
     step: int
 
-    def copied(self) -> Snapshot:
+    def copied(self) -> CheckpointContent:
         """Return a copy in the memory of the host, which training does not change."""
         groups = {
             name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in _tensors_of(group).items()}
             for name, group in self.groups.items()
         }
-        return Snapshot(groups, copy.deepcopy(self.state), self.step)
+        return CheckpointContent(groups, copy.deepcopy(self.state), self.step)
 
     def write(self, path: Place) -> None:
         """Write it as a checkpoint."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.hooks import move_at_edges
 
-__all__ = ["Placement"]
+__all__ = ["DevicePlacement"]
 
 
-class Placement:
+class DevicePlacement:
     """The modules named in ``devices`` moved there, until it is closed.
 
     Args:

@@ -22,7 +22,7 @@ from anabranch.deadline import Deadline, check_seconds
 from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.background_saves import MOST_IN_FLIGHT
 from anabranch.executor.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
-from anabranch.executor.device_placement import Placement
+from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.choice import EngineChoice
 from anabranch.executor.engines.graph_engine import GraphEngine
@@ -166,7 +166,7 @@ class Executor:
         self._log_path = check_log_path(log_path)
         self._closed, self._timeout = False, timeout
         self._started = time.monotonic()
-        self._placement: Placement | None = None
+        self._placement: DevicePlacement | None = None
         self._remote: RemotePart | None = None
         self._batches = Batches({}, None)
         several = sum(isinstance(step, TrainStep) for step in self._steps.values()) > 1
@@ -181,7 +181,9 @@ class Executor:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
                 seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
-            self._devices = {name: Placement.home(step.model, devices or {}) for name, step in self._steps.items()}
+            self._devices = {
+                name: DevicePlacement.home(step.model, devices or {}) for name, step in self._steps.items()
+            }
             if devices:
                 self._placement = _placed(self._steps, devices)
             merges = Consistency.parse(consistency).merges
@@ -713,9 +715,9 @@ class Executor:
         self._end(clean=kind is None)
 
 
-def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> Placement:
+def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> DevicePlacement:
     optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
-    return Placement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
+    return DevicePlacement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from anabranch.errors import CheckpointError
 from anabranch.pipeline import Pipe
 
-__all__ = ["Part", "merge_optimizer_states", "merge_windows", "names_of", "restrict", "rows_of"]
+__all__ = ["StagePart", "merge_optimizer_states", "merge_windows", "names_of", "restrict", "rows_of"]
 
 
-class Part(TypedDict):
+class StagePart(TypedDict):
     """The part of the model's state that a stage after the first keeps."""
 
     model: dict[str, Tensor]

@@ -29,7 +29,7 @@ from anabranch.parameter_server import (
     RemoteEmbedding,
     RemoteTables,
     WholeParameters,
-    Worker,
+    WorkerOfJob,
     users_of,
 )
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
@@ -141,7 +141,7 @@ class RemotePart:
             )
         rank = 0 if self._workers is None else self._workers.rank
         self.client = ParameterClient(
-            worker=Worker(rank, world, consistency, leads=rank < stages),
+            worker=WorkerOfJob(rank, world, consistency, leads=rank < stages),
             timeout=timeout,
             heartbeat=heartbeat,
             compression=row_compression,

@@ -77,7 +77,7 @@ class RunTrace:
         self._agree("", steps)
         self._read_clock()
         self._marks = [] if self._profile is None else [_mark() for _ in range(_ROUNDS)]
-        self._recorder = spans.Recorder(spans.CAPACITY)
+        self._recorder = spans.SpanRecorder(spans.CAPACITY)
         self._spans: list[spans.Span] = []
         spans.start(self._recorder)
 

@@ -34,9 +34,9 @@ from anabranch.checkpoint.storage import Place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
-from anabranch.executor.background_saves import BackgroundSaves, Snapshot, Started
+from anabranch.executor.background_saves import BackgroundSaves, CheckpointContent, Started
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.merging import Part, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
+from anabranch.executor.merging import StagePart, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
 from anabranch.executor.pipe_runner import PipelineGrid
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.remote import RemotePart, ServedParameter
@@ -191,14 +191,14 @@ class Saver:
         model = {name: tensor.clone() for name, tensor in tensors.items()}
         return {"part": {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states(kept)}}
 
-    def _collected(self, ranks: list[bytes]) -> Snapshot:
+    def _collected(self, ranks: list[bytes]) -> CheckpointContent:
         kept = {} if self.remote is None else self.remote.read()
         model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
         everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
         for rank, stage in enumerate(everyone[1 : self._stages], 1):
             if "failure" in stage:
                 raise CheckpointError(f"rank {rank}: {stage['failure']}")
-            part = cast(Part, stage.pop("part"))
+            part = cast(StagePart, stage.pop("part"))
             model, extra = {**part["model"], **model}, {**part.get("extra", {}), **extra}
             merge_optimizer_states(optimizer_states, part["optimizers"])
         optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
@@ -236,7 +236,7 @@ class Saver:
             "objects": saved_objects,
         }
         groups = {name: tensors for name, tensors in groups.items() if tensors or name in ("model", "optimizer")}
-        return Snapshot(groups, state, self._steps_taken())
+        return CheckpointContent(groups, state, self._steps_taken())
 
     def _model_tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}

@@ -25,7 +25,7 @@ from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import output_names
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import Recorder, undisturbed
+from anabranch.graph.trace.make_fx import TraceRecorder, undisturbed
 from anabranch.tensors import Structure
 
 __all__ = ["EvalProgram", "PreparedEvaluation"]
@@ -171,7 +171,7 @@ class _Forward:
         self._outputs = output_names(call)
         names = list(dict.fromkeys(self._outputs))
 
-        def traced(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+        def traced(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
             with torch.no_grad():
                 results, _ = run_calls(call, arguments.given(args, values), recorder)
             return list(dict(zip(self._outputs, results, strict=True)).values())

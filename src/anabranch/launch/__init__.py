@@ -6,7 +6,7 @@ scripts unchanged. Open ``local.py`` first, then ``supervision``; ``roles.py`` i
 
 from anabranch.launch.local import Durability, launch
 from anabranch.launch.supervision.budget import RestartBudget
-from anabranch.launch.supervision.outcome import Exit, Outcome
+from anabranch.launch.supervision.outcome import Exit, JobOutcome
 from anabranch.launch.supervision.supervisor import Patience
 
-__all__ = ["Durability", "Exit", "Outcome", "Patience", "RestartBudget", "launch"]
+__all__ = ["Durability", "Exit", "JobOutcome", "Patience", "RestartBudget", "launch"]

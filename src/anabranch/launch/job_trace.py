@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from anabranch.spans import FOLDER_VARIABLE
-from anabranch.trace_file import Part, check_trace_path, read_part, write_trace
+from anabranch.trace_file import ProcessTrace, check_trace_path, read_part, write_trace
 
 __all__ = ["JobTrace"]
 
@@ -64,7 +64,7 @@ class JobTrace:
             "https://ui.perfetto.dev"
         )
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[ProcessTrace]:
         for path in sorted(self._folder.glob("*.spans")):
             part = read_part(path.read_bytes())
             if part is not None:

@@ -38,14 +38,14 @@ from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.output.slow_starts import SlowStarts
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
-from anabranch.launch.supervision.outcome import Outcome
+from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Looker, Patience, Supervisor
-from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.launch.supervision.worker import Recipe, RoleProcess
 from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.transport.certificates import KEYS_VARIABLE
@@ -81,7 +81,7 @@ def launch(
     service_restarts: RestartBudget | None = None,
     checkpoint_seconds: float = 300.0,
     trace: Path | None = None,
-) -> Outcome:
+) -> JobOutcome:
     """Run ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and wait for all of them.
 
     Parameter servers and expert processes are stopped when the last worker has ended. An expert process that dies after
@@ -128,7 +128,7 @@ def launch(
         raise ValueError(f"a job cannot have fewer than 0 servers or experts, got servers={servers}, experts={experts}")
     if host is not None and not servers and not experts:
         raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
-    program = Program(str(script), tuple(arguments), is_module, looks_here=is_module)
+    program = PythonProgram(str(script), tuple(arguments), is_module, looks_here=is_module)
     program.check()
     # A job inside a process that is recorded is none of that process's job.
     base = {
@@ -149,7 +149,7 @@ def launch(
         started = time.monotonic()
         stack.callback(job_file.ended)
 
-        def attempt(number: int) -> Outcome:
+        def attempt(number: int) -> JobOutcome:
             if number:
                 job_file.all_return()
             return _attempt(
@@ -178,7 +178,7 @@ def launch(
 
 
 def _attempt(
-    program: Program,
+    program: PythonProgram,
     number: int,
     *,
     workers: int,
@@ -198,7 +198,7 @@ def _attempt(
     server: ForkServer | None,
     service_restarts: RestartBudget,
     checkpoint_seconds: float,
-) -> Outcome:
+) -> JobOutcome:
     run_id = uuid.uuid4().hex
     started = time.monotonic()
     with ExitStack() as stack:
@@ -219,8 +219,8 @@ def _attempt(
 
             stack.enter_context(LivePicture(log_dir, screen))
             base = {**base, PROGRESS_VARIABLE: "screen"}
-        running: list[Worker] = []
-        services: list[Worker] = []
+        running: list[RoleProcess] = []
+        services: list[RoleProcess] = []
         stack.enter_context(adopt_orphans())
 
         def say(line: str) -> None:
@@ -325,7 +325,7 @@ def _attempt(
     if stopping.stopped is not None:
         tell(f"{stopping.stopped.name}: stopped before all processes had started")
         return stopping.outcome(time.monotonic() - started)
-    return Outcome(
+    return JobOutcome(
         exits=tuple(process.exit for process in running),
         interrupted=supervisor.interrupted,
         timed_out=supervisor.timed_out,
@@ -341,10 +341,10 @@ class _Stopping:
     first signal; the second one kills in the handler, since a busy machine's loop may be seconds late.
     """
 
-    def __init__(self, workers: Sequence[Worker], services: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[RoleProcess], services: Sequence[RoleProcess]) -> None:
         self._workers = workers
         self._services = services
-        self.rendezvous: Worker | None = None
+        self.rendezvous: RoleProcess | None = None
         self.may_lose = False  # before the first of the user's starts: it may be quick
         self.begun = False
         self.stopped: signal.Signals | None = None
@@ -368,13 +368,13 @@ class _Stopping:
             self.stopped = error.number
         return isinstance(error, Stopped)
 
-    def outcome(self, seconds: float) -> Outcome:
+    def outcome(self, seconds: float) -> JobOutcome:
         """Of a job that was stopped before it began."""
         for process in (*self._workers, *self._services):
             if process.running:  # killed, and reaped with all others that the job left
                 process.abandon()
         exits, services = ([process.exit for process in some] for some in (self._workers, self._services))
-        return Outcome(tuple(exits), self.stopped, timed_out=False, seconds=seconds, services=tuple(services))
+        return JobOutcome(tuple(exits), self.stopped, timed_out=False, seconds=seconds, services=tuple(services))
 
 
 class _Starter:
@@ -395,25 +395,25 @@ class _Starter:
         self._server = server
         self._tell = tell
 
-    def __call__(self, recipe: Recipe, restarted: int = 0) -> Worker:
+    def __call__(self, recipe: Recipe, restarted: int = 0) -> RoleProcess:
         recipe = replace(recipe, server=None)  # of a service that comes back: the server that forked it may be gone
-        process = self._forked(recipe, restarted) or Worker(recipe, restarted)
+        process = self._forked(recipe, restarted) or RoleProcess(recipe, restarted)
         self.sessions.add(process.pid)
         self._job_file.began(process.role, process.rank, process.pid, recipe.endpoint)
         return process
 
-    def _forked(self, recipe: Recipe, restarted: int) -> Worker | None:
+    def _forked(self, recipe: Recipe, restarted: int) -> RoleProcess | None:
         if self._server is None or why_not_forked(recipe.program, recipe.environment, self._server.environment):
             return None
         try:
-            return Worker(replace(recipe, server=self._server), restarted)
+            return RoleProcess(replace(recipe, server=self._server), restarted)
         except ForkServerError as error:
             self._tell(f"starting plain processes, which takes longer: {error}")
             self._server = None
             return None
 
 
-def _end(process: Worker, rendezvous: Rendezvous) -> None:
+def _end(process: RoleProcess, rendezvous: Rendezvous) -> None:
     """End the process behind ``rendezvous``, which ends by itself when that is closed."""
     rendezvous.__exit__(None, None, None)
     if process.running:
@@ -426,9 +426,9 @@ def _end(process: Worker, rendezvous: Rendezvous) -> None:
 
 def _serve_parameters(
     shard: int, shards: int, endpoint: str, durability: Durability, state: Path, checkpoint_seconds: float
-) -> Program:
+) -> PythonProgram:
     arguments = ["serve", "parameters", "--listen", endpoint]
     arguments += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
     if durability != "none":
         arguments += ["--checkpoint-dir", str(state), "--checkpoint-seconds", str(checkpoint_seconds)]
-    return Program("anabranch.cli", tuple(arguments), is_module=True)
+    return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)

@@ -11,18 +11,18 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Program"]
+__all__ = ["PythonProgram"]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class PythonProgram:
     """A Python program.
 
-    >>> Program("train.py", ("--lr", "0.1")).command[1:]
+    >>> PythonProgram("train.py", ("--lr", "0.1")).command[1:]
     ['-u', 'train.py', '--lr', '0.1']
-    >>> Program("package.module", is_module=True).command[1:]
+    >>> PythonProgram("package.module", is_module=True).command[1:]
     ['-u', '-P', '-m', 'package.module']
-    >>> Program("package.module", is_module=True, looks_here=True).command[1:]
+    >>> PythonProgram("package.module", is_module=True, looks_here=True).command[1:]
     ['-u', '-m', 'package.module']
 
     Attributes:

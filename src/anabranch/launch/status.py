@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from anabranch.launch.job_file import JOB_FILE
 
-__all__ = ["JobStatus", "Loop", "RoleStatus", "State", "WaitOfRole", "job_of", "latest_job", "status_of"]
+__all__ = ["JobStatus", "TrackedLoop", "RoleStatus", "State", "WaitOfRole", "job_of", "latest_job", "status_of"]
 
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
 
@@ -83,7 +83,7 @@ class RoleStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class TrackedLoop:
     """A loop of rank 0 under way: of ``executor.track``, or over a bound loader.
 
     Attributes:
@@ -120,7 +120,7 @@ class JobStatus:
     started: float | None
     ended: float | None
     seconds: float | None = None
-    progress: tuple[Loop, ...] = ()
+    progress: tuple[TrackedLoop, ...] = ()
     loss: float | None = None
     curve: tuple[float, ...] = ()
     saved: str | None = None
@@ -160,7 +160,7 @@ def job_of(
         started,
         ended,
         None if started is None else max(0.0, (time.time() if ended is None else ended) - started),
-        tuple(Loop(**loop) for loop in told.get("progress", ())),
+        tuple(TrackedLoop(**loop) for loop in told.get("progress", ())),
         run.get("loss"),
         tuple(run.get("curve", ())),
         run.get("saved"),

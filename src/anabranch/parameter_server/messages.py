@@ -33,7 +33,7 @@ __all__ = [
     "InitMessage",
     "JoinMessage",
     "NormMessage",
-    "Part",
+    "PushPart",
     "PullMessage",
     "PullPart",
     "PullReply",
@@ -52,7 +52,7 @@ _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class PushPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One table's or parameter's share of a push: the number of its ids (0 for a dense parameter), and its rule.
 
     The last ``sums`` of the ids have gradients that are sums over several steps.
@@ -182,7 +182,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     last one. With ``hold`` the merged gradients of the workers wait for a ``ReleaseMessage``.
     """
 
-    parts: list[Part]
+    parts: list[PushPart]
     rules: list[dict[str, float | str | bool]]
     rank: _Number = -1
     step: _Number = -1

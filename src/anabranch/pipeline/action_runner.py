@@ -17,7 +17,7 @@ from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, GradientMessages, Messages, StageRun
 
-__all__ = ["Failure", "Runner", "phase_of"]
+__all__ = ["ActionFailure", "Runner", "phase_of"]
 
 _PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
 
@@ -27,7 +27,7 @@ def phase_of(action: Action) -> str:
     return _PHASES[action.kind]
 
 
-class Failure(Exception):
+class ActionFailure(Exception):
     """An error raised by a stage, with its action; carries the original as its cause."""
 
     def __init__(self, action: Action, error: BaseException) -> None:
@@ -62,7 +62,7 @@ class Runner:
         """Carries out ``actions`` in order.
 
         Raises:
-            Failure: a stage raised.
+            ActionFailure: a stage raised.
             Aborted: a stage of another rank did.
         """
         for action in actions:
@@ -160,5 +160,5 @@ def _watched(action: Action) -> Iterator[None]:
         with spans.span(phase_of(action), "compute", stage=action.stage, microbatch=action.microbatch):
             yield
     except BaseException as error:
-        raise Failure(action, error) from error
+        raise ActionFailure(action, error) from error
     report("pipeline.end", **facts)

@@ -12,12 +12,12 @@ from torch import Tensor
 from anabranch.autodiff.thread_modes import current_streams, on_streams
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
-from anabranch.pipeline.action_runner import Failure, Runner, phase_of
+from anabranch.pipeline.action_runner import ActionFailure, Runner, phase_of
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.links.packet_codec import Facts
 from anabranch.pipeline.links.stage_threads import StageThreads
-from anabranch.pipeline.pipe_call import Outcome
+from anabranch.pipeline.pipe_call import CallOutcome
 from anabranch.pipeline.schedule.actions import Action
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
@@ -80,7 +80,7 @@ class LocalEngine:
         outside: Mapping[int, Sequence[Message]],
         *,
         keep: bool = False,
-    ) -> Outcome:
+    ) -> CallOutcome:
         """Carries out all ranks' actions at once; raises the error of a stage, with a note of the place."""
         if self._workers is None:
             self._workers = StageThreads(len(actions), "anabranch-stage")
@@ -103,7 +103,7 @@ class LocalEngine:
             for run in runs.values():
                 run.abandon()
             raise
-        outcome = Outcome()
+        outcome = CallOutcome()
         for runner in runners:
             outcome.observed.add(runner.observed)
             outcome.outputs |= runner.outputs
@@ -143,13 +143,13 @@ class _Attempt:
     def raise_failure(self) -> None:
         with self._lock:
             first, self._first = self._first, None
-        if isinstance(first, Failure):
+        if isinstance(first, ActionFailure):
             raise annotate(first)
         if first is not None:
             raise first
 
 
-def annotate(failure: Failure) -> BaseException:
+def annotate(failure: ActionFailure) -> BaseException:
     """Return the exception that a stage raised, with a note of stage, microbatch and phase."""
     action, error = failure.action, failure.error
     error.add_note(f"in stage {action.stage}, microbatch {action.microbatch}, {phase_of(action)}")

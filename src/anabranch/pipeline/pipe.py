@@ -28,7 +28,7 @@ from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
 from anabranch.pipeline.parts.kinds import learn, prepare
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
-from anabranch.pipeline.parts.split import Source, SplitModel
+from anabranch.pipeline.parts.split import SplitModel, SplitSource
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
@@ -316,7 +316,7 @@ class Pipe(nn.Module):
         return output if self._source is None else self._source.output(output)
 
     @property
-    def _source(self) -> Source | None:
+    def _source(self) -> SplitSource | None:
         return self.__dict__["_source"]  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Pipe:

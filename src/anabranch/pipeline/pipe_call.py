@@ -29,7 +29,7 @@ from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["Inputs", "Outcome", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = ["Inputs", "CallOutcome", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
@@ -117,7 +117,7 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-class Outcome:
+class CallOutcome:
     """Results of a run of actions: output packets, gradients for the inputs, and measurements."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Turn(Protocol):
         outside: Mapping[int, Sequence[Message]],
         *,
         keep: bool = False,
-    ) -> Outcome:
+    ) -> CallOutcome:
         """Carries out the actions of this process's ranks; returns their results, or raises the error of a stage."""
 
     def spread(self, value: Structure, source: int) -> Structure:
@@ -274,7 +274,7 @@ class PipeCall:
             if OUTSIDE in run.stage.sources
         }
 
-    def _collect(self, outcome: Outcome) -> list[Packet]:
+    def _collect(self, outcome: CallOutcome) -> list[Packet]:
         if not outcome.outputs:
             return []
         return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
@@ -291,7 +291,7 @@ class PipeCall:
         ]  # fmt: skip
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
-    def _gradients(self, turn: Turn, outcome: Outcome) -> list[Tensor | None]:
+    def _gradients(self, turn: Turn, outcome: CallOutcome) -> list[Tensor | None]:
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
             routes = _caller_routes(self._runs[j])

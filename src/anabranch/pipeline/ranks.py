@@ -36,17 +36,17 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import PipelineError
-from anabranch.pipeline.action_runner import Failure, Runner, phase_of
+from anabranch.pipeline.action_runner import ActionFailure, Runner, phase_of
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.communicators import connect
 from anabranch.pipeline.links.direct import DirectLinks, Receipt, announce, guard
 from anabranch.pipeline.links.exchange import Aborted, Message
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.inbox import Channel, Inbox
-from anabranch.pipeline.links.packet_codec import Facts, Fault, Header, pack, unpack
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, pack, unpack
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel, meet
 from anabranch.pipeline.local_ranks import annotate
-from anabranch.pipeline.pipe_call import Outcome
+from anabranch.pipeline.pipe_call import CallOutcome
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
@@ -201,19 +201,19 @@ class RankEngine:
             assert fault is not None
             turn.end(fault)
             raise _as_error(fault) from None
-        except Failure as failure:
+        except ActionFailure as failure:
             turn.end(self._describe(failure.error, failure.action))
             raise annotate(failure) from None
         except BaseException as error:
             turn.end(self._describe(error, None))
             raise
 
-    def _describe(self, error: BaseException, action: Action | None) -> Fault:
+    def _describe(self, error: BaseException, action: Action | None) -> PacketFault:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         where = (action.stage, action.microbatch, phase_of(action)) if action is not None else (None, None, None)
         text = _sendable("".join(traceback.format_exception(error)))
-        return Fault(self.rank_name(self.rank), name, _sendable(_words_of(error)), text, *where)
+        return PacketFault(self.rank_name(self.rank), name, _sendable(_words_of(error)), text, *where)
 
     def flush(self, seconds: float) -> None:
         """Wait until all messages are on their way: the process may end after this."""
@@ -342,7 +342,7 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _as_error(fault: Fault) -> PipelineError:
+def _as_error(fault: PacketFault) -> PipelineError:
     place = f" in stage {fault.stage}, microbatch {fault.microbatch}, {fault.phase}" if fault.phase else ""
     return PipelineError(
         f"rank {fault.rank} raised {fault.type_name}{place}: {fault.message}",
@@ -388,7 +388,7 @@ class RankTurn:
         outside: Mapping[int, Sequence[Message]],
         *,
         keep: bool = False,
-    ) -> Outcome:
+    ) -> CallOutcome:
         """Carries out this rank's actions."""
         runner = Runner(runs, outside, self, keep=keep)
         try:
@@ -396,10 +396,10 @@ class RankTurn:
         except BaseException as error:
             for run in runs.values():
                 run.abandon()
-            if isinstance(error, Failure):
+            if isinstance(error, ActionFailure):
                 self._check_links()
             raise
-        outcome = Outcome()
+        outcome = CallOutcome()
         self._observed = runner.observed
         outcome.outputs, outcome.input_gradients = runner.outputs, runner.input_gradients
         return outcome
@@ -495,7 +495,7 @@ class RankTurn:
         if self._engine.inbox.fault is not None:
             raise Aborted
 
-    def end(self, fault: Fault | None) -> None:
+    def end(self, fault: PacketFault | None) -> None:
         """Tells every peer that nothing more comes in this turn, and the reason; once."""
         if not self._has_ended:
             self._has_ended = True

@@ -13,7 +13,7 @@ from typing import Any
 
 from anabranch.deadline import check_seconds
 from anabranch.errors import DeadlineExceeded, RemoteError
-from anabranch.launch import Durability, Outcome, Patience, launch
+from anabranch.launch import Durability, JobOutcome, Patience, launch
 from anabranch.launch.forks.conditions import why_no_fork_server
 from anabranch.launch.forks.launcher_side import kept_fork_server
 
@@ -165,7 +165,7 @@ class LocalJob:
             return self.run(script, *arguments)
 
 
-def _result(outcome: Outcome, told: Sequence[str]) -> JobResult:
+def _result(outcome: JobOutcome, told: Sequence[str]) -> JobResult:
     logs = tuple(exit_.log.read_text(errors="replace") for exit_ in outcome.exits)
     if outcome.timed_out:
         late = [exit_.rank for exit_ in outcome.exits if exit_.stopped]

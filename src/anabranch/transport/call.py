@@ -14,7 +14,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, Unauthorized
 from anabranch.events import fault_point
 from anabranch.transport.failures import failure_of
-from anabranch.transport.frame import Failure, ReplyHeader, RequestHeader, TensorHeader, allocate, encode
+from anabranch.transport.frame import FailureFrame, ReplyHeader, RequestHeader, TensorHeader, allocate, encode
 from anabranch.transport.once import Identity, OnceTable
 from anabranch.transport.streams import Peer
 
@@ -72,7 +72,7 @@ class CallServer(Protocol):
     def finished(self, nbytes: int, answered: int = 0) -> None:
         """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
 
-    def count_error(self, failure: Failure) -> None:
+    def count_error(self, failure: FailureFrame) -> None:
         """Count an answer that was an error."""
 
 

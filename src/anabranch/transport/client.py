@@ -41,7 +41,7 @@ from anabranch.events import report
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
     Beat,
-    Failure,
+    FailureFrame,
     FrameReader,
     FrameWriter,
     Header,
@@ -754,7 +754,7 @@ class _Exchange(msgspec.Struct, eq=False):
             raise broken
 
     def _hear(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
-        if isinstance(header, (ReplyHeader, Failure)) and header.sequence not in (self.sequence, None):
+        if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self.sequence, None):
             report("transport.repeated_answer", peer=self.request.endpoint, operation=self._operation())
             return
         if isinstance(header, ReplyHeader):
@@ -762,15 +762,15 @@ class _Exchange(msgspec.Struct, eq=False):
             self._finish(Answer(tensors, header.payload))
             return
         self.heard = self.heard or not isinstance(header, Hello)
-        self.answered = isinstance(header, Failure)
+        self.answered = isinstance(header, FailureFrame)
         if isinstance(header, Hello):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
-        elif isinstance(header, Failure):
+        elif isinstance(header, FailureFrame):
             self._fail(header)
         elif not isinstance(header, Beat):
             raise ProtocolError(f"a server sends no {type(header).__name__}")
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: FailureFrame) -> None:
         if failure.code == "leaving":
             self._lose(ConnectionAbortedError(failure.message))
             return

@@ -30,7 +30,7 @@ from anabranch.events import report
 from anabranch.transport.call import Call, CallServer, Verb
 from anabranch.transport.failures import ends_the_program, failure_of
 from anabranch.transport.frame import (
-    Failure,
+    FailureFrame,
     Frame,
     FrameReader,
     FrameWriter,
@@ -98,7 +98,7 @@ class ConnectionServer(CallServer, Protocol):
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
         """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
 
-    def count_refusal(self, failure: Failure) -> None:
+    def count_refusal(self, failure: FailureFrame) -> None:
         """Count a request or a connection that was turned away."""
 
     def gathered(self) -> list[Answer] | None:
@@ -135,7 +135,7 @@ class Connection:
         self._call: Call | None = None
         self._last_sequence, self._last_epoch = -1, b""
         self._needs_thread = False
-        self._last_words: Failure | None = None
+        self._last_words: FailureFrame | None = None
         self._waiting_bytes = 0
         self._promised_bytes = 0
         self._began = self._progress = time.monotonic()
@@ -456,14 +456,14 @@ class Connection:
             return ConnectionState.NEEDS_THREAD
         return self._dismiss(failure)
 
-    def _dismiss(self, failure: Failure) -> ConnectionState:
+    def _dismiss(self, failure: FailureFrame) -> ConnectionState:
         with self._lock:
             self._say(failure)
             self.stream.linger(_LINGER)
         self.end()
         return ConnectionState.ENDED
 
-    def _say(self, failure: Failure) -> None:
+    def _say(self, failure: FailureFrame) -> None:
         with self._lock, suppress(OSError, BoundaryError):
             self._writer = FrameWriter()
             self._account()

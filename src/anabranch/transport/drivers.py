@@ -34,7 +34,7 @@ from anabranch.transport.connection import Answer, Connection, ConnectionState
 from anabranch.transport.failures import note_failure
 from anabranch.transport.streams import Listener, Stream
 
-__all__ = ["Host", "Loop", "ThreadOfItsOwn"]
+__all__ = ["Host", "AcceptLoop", "ThreadOfItsOwn"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.transport")
@@ -60,7 +60,7 @@ class Host(Protocol):
 
     threads_of: dict[Connection, threading.Thread]
 
-    def connect(self, stream: Stream, loop: Loop) -> Connection:
+    def connect(self, stream: Stream, loop: AcceptLoop) -> Connection:
         """Register a new connection."""
 
     def crowd(self) -> list[Connection]:
@@ -73,7 +73,7 @@ class Host(Protocol):
         """Return True if connections are to end."""
 
 
-class Loop:
+class AcceptLoop:
     """Accepts connections and drives those that need no thread of their own."""
 
     alone = False
@@ -336,7 +336,7 @@ class ThreadOfItsOwn:
 
     alone = True
 
-    def __init__(self, server: Host, connection: Connection, loop: Loop) -> None:
+    def __init__(self, server: Host, connection: Connection, loop: AcceptLoop) -> None:
         self._server = server
         self._connection = connection
         self._loop = loop

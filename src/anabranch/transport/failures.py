@@ -29,7 +29,7 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.events import report
-from anabranch.transport.frame import Failure
+from anabranch.transport.frame import FailureFrame
 
 __all__ = ["ends_the_program", "error_of", "failure_of", "note_failure"]
 
@@ -54,7 +54,7 @@ _REFUSALS: dict[str, type[BoundaryError]] = {
 _LONGEST_TEXT = 6_000
 
 
-def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
+def failure_of(error: BaseException, sequence: int | None = None) -> FailureFrame:
     """Return what to send for ``error``, as the answer to the request of that ``sequence``.
 
     >>> failure_of(NotFound("no expert 'ffn.9'")).code
@@ -64,19 +64,21 @@ def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
     """
     for code, mistake in _MISTAKES.items():
         if isinstance(error, mistake):
-            return Failure(code, _shorten(str(error)), sequence=sequence)
+            return FailureFrame(code, _shorten(str(error)), sequence=sequence)
     for code, refusal in _REFUSALS.items():
         if type(error) is refusal:
-            return Failure(code, _shorten(error.message), sequence=sequence)
+            return FailureFrame(code, _shorten(error.message), sequence=sequence)
     if isinstance(error, RolledBack):
-        return Failure("rolled_back", _shorten(error.message), str(error.lost), sequence=sequence)
+        return FailureFrame("rolled_back", _shorten(error.message), str(error.lost), sequence=sequence)
     if isinstance(error, RemoteError):
-        return Failure("remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback), sequence)
+        return FailureFrame(
+            "remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback), sequence
+        )
     text = "".join(traceback.format_exception(error))
-    return Failure("remote", _shorten(f"{_name_of(error)}: {error}"), _name_of(error), _shorten(text), sequence)
+    return FailureFrame("remote", _shorten(f"{_name_of(error)}: {error}"), _name_of(error), _shorten(text), sequence)
 
 
-def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
+def error_of(failure: FailureFrame, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
     """Return the error to raise for ``failure``, naming the peer; a mistake keeps its type and gets a note with the
     peer.
     """

@@ -43,13 +43,13 @@ from anabranch.transport.tensor_memory import bytes_of, check_bools, dense_on_cp
 __all__ = [
     "Accept",
     "Beat",
-    "Failure",
+    "FailureFrame",
     "Frame",
     "FrameReader",
     "FrameWriter",
     "Header",
     "Hello",
-    "Kind",
+    "FrameKind",
     "Limits",
     "ReplyHeader",
     "RequestHeader",
@@ -97,7 +97,7 @@ class Limits:
 _LIMITS = Limits()
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of frame; a number is never given another meaning."""
 
     HELLO = 1
@@ -160,7 +160,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     tensors: _Tensors = ()
 
 
-class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class FailureFrame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The reason why a server does not answer; ``failures.py`` turns errors into it and back.
 
     Without a ``sequence`` it concerns the connection, and its last frame.
@@ -181,17 +181,17 @@ class Beat(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 _T = TypeVar("_T")
-Header: TypeAlias = Hello | RequestHeader | ReplyHeader | Failure | Beat
-_HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, Failure, Beat)
+Header: TypeAlias = Hello | RequestHeader | ReplyHeader | FailureFrame | Beat
+_HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, FailureFrame, Beat)
 Accept: TypeAlias = Callable[[Header], Sequence[Tensor] | None]
 """Looks at a header before its body is read: returns the tensors to fill, ``None`` to skip the body, or raises."""
 
-_KINDS: dict[type[Header], Kind] = {
-    Hello: Kind.HELLO,
-    RequestHeader: Kind.REQUEST,
-    ReplyHeader: Kind.REPLY,
-    Failure: Kind.FAILURE,
-    Beat: Kind.BEAT,
+_KINDS: dict[type[Header], FrameKind] = {
+    Hello: FrameKind.HELLO,
+    RequestHeader: FrameKind.REQUEST,
+    ReplyHeader: FrameKind.REPLY,
+    FailureFrame: FrameKind.FAILURE,
+    Beat: FrameKind.BEAT,
 }
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Header]] = {
     int(kind): msgspec.msgpack.Decoder(header) for header, kind in _KINDS.items()
@@ -516,7 +516,7 @@ class FrameReader:
         try:
             header = _DECODERS[kind].decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the header of kind {Kind(kind).name} does not decode: {error}") from None
+            raise ProtocolError(f"the header of kind {FrameKind(kind).name} does not decode: {error}") from None
         self._start = begin + length
         if body or header.tensors:
             self._check_layout(header.tensors, body)

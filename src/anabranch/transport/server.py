@@ -30,9 +30,9 @@ from anabranch.events import report
 from anabranch.status_file import status_file
 from anabranch.transport.call import Call, Verb
 from anabranch.transport.connection import Answer, Connection
-from anabranch.transport.drivers import Loop
+from anabranch.transport.drivers import AcceptLoop
 from anabranch.transport.failures import note_failure
-from anabranch.transport.frame import Beat, Failure, Limits, RequestHeader, encode
+from anabranch.transport.frame import Beat, FailureFrame, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
 from anabranch.transport.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
@@ -185,7 +185,7 @@ class Server:
         network = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
         self._listener = network.listen(listen)
         self._only_job = self._listener.job if one_job else None
-        self._loop = Loop(self, self._listener)
+        self._loop = AcceptLoop(self, self._listener)
         self._closed = False
 
     @property
@@ -326,7 +326,7 @@ class Server:
         known = self._verbs.get(verb)
         return known is not None and not known.quick
 
-    def connect(self, stream: Stream, loop: Loop) -> Connection:
+    def connect(self, stream: Stream, loop: AcceptLoop) -> Connection:
         """Register a new connection, unknown until it has greeted."""
         connection = Connection(self, stream, loop)
         with self._state:
@@ -439,13 +439,13 @@ class Server:
             if self._draining:
                 self._state.notify_all()
 
-    def count_refusal(self, failure: Failure) -> None:
+    def count_refusal(self, failure: FailureFrame) -> None:
         """Count a request or a connection that was turned away."""
         with self._lock:
             self._refused += 1
         self.count_error(failure)
 
-    def count_error(self, failure: Failure) -> None:
+    def count_error(self, failure: FailureFrame) -> None:
         """Count an answer that was an error."""
         with self._lock:
             self._errors[failure.code] += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.ray import seat as seat_module
 from anabranch.launch.ray.seat import Seat
 from waiting import wait_until
@@ -24,9 +24,9 @@ def seat() -> Iterator[Seat]:
     made.close()
 
 
-def _program(folder: Path, source: str) -> Program:
+def _program(folder: Path, source: str) -> PythonProgram:
     (folder / "role.py").write_text(source)
-    return Program("role.py")
+    return PythonProgram("role.py")
 
 
 def _follow_to_the_end(seat: Seat) -> tuple[dict[int, bytes], int]:
@@ -79,4 +79,4 @@ def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> No
 
 def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(seat: Seat, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*storage that all nodes see"):
-        seat.start(Program("train.py"), ENVIRONMENT, str(tmp_path), False)
+        seat.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)

@@ -30,12 +30,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from anabranch.errors import CheckpointError
 from anabranch.tensors import Structure
 
-__all__ = ["CountedPosition", "MapPosition", "Position", "StatefulPosition", "position_of"]
+__all__ = ["CountedPosition", "MapPosition", "LoaderPosition", "StatefulPosition", "position_of"]
 
 State = dict[str, object]
 
 
-class Position(Protocol):
+class LoaderPosition(Protocol):
     """Starts epochs of one loader for a ``BoundLoader``, and tracks its position."""
 
     kind: str
@@ -68,7 +68,7 @@ class Position(Protocol):
         """Put the loader between two epochs, where it was."""
 
 
-def position_of(loader: Iterable[Structure], world_size: int) -> Position:
+def position_of(loader: Iterable[Structure], world_size: int) -> LoaderPosition:
     """Return the kind of position that ``loader`` has."""
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return StatefulPosition(cast(_Stateful, loader), world_size)

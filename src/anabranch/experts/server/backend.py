@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
-from anabranch.experts.server.batch_gradients import BatchGradients, Gradients
+from anabranch.experts.server.batch_gradients import BatchGradients, WaitingGradients
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.layers import check_steps
@@ -134,7 +134,7 @@ class ExpertBackend:
         self.gradient_reduction = gradient_reduction
         self.updates = 0
         self.kept = KeptActivations(keep_activations)
-        self._gradients = Gradients(module)
+        self._gradients = WaitingGradients(module)
         self._copy: ParameterCopy | None = None
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))

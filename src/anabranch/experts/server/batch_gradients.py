@@ -16,10 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BatchGradients", "Gradients"]
+__all__ = ["BatchGradients", "WaitingGradients"]
 
 
-class Gradients:
+class WaitingGradients:
     """The gradients of a module's parameters that wait for a step.
 
     Attributes:
@@ -57,7 +57,7 @@ class Gradients:
 class BatchGradients:
     """One batch's gradients, in ``.grad``, and those of earlier batches beside them."""
 
-    def __init__(self, owner: Gradients, module: nn.Module) -> None:
+    def __init__(self, owner: WaitingGradients, module: nn.Module) -> None:
         self._owner = owner
         self._parameters = list(module.parameters())
         self._earlier = [parameter.grad for parameter in self._parameters]

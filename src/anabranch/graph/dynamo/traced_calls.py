@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import TracedCall, mark
 from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
-from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake, WrongType, free_name
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, WrongType, free_name
 
 __all__ = ["Arguments", "Binding", "arrange", "picker", "run_calls"]
 
@@ -47,7 +47,7 @@ class Arguments:
         fixed: the placeholders whose values the graph holds, with those values.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[TraceSource, ...]
     place: tuple[int | None, ...]
     free: tuple[int, ...]
     bound: tuple[int, ...]
@@ -108,7 +108,7 @@ def arrange(
         fix_numbers: let the graph hold the Python numbers, where an operation does not accept an unknown number.
     """
     used = [bool(node.users) for node in call.module.graph.find_nodes(op="placeholder")]
-    sources: list[Source] = []
+    sources: list[TraceSource] = []
     place: list[int | None] = []
     free: list[int] = []
     bound: list[int] = []
@@ -137,7 +137,7 @@ def arrange(
         if position in call.numbers:
             assert isinstance(value, Tensor)
             value = value.item()
-        sources.append(Source(free_name(name, sources), cast("Tensor | float | int", value), state=is_state))
+        sources.append(TraceSource(free_name(name, sources), cast("Tensor | float | int", value), state=is_state))
         if not is_state:
             free.append(position)
     return Arguments(tuple(sources), tuple(place), tuple(free), tuple(bound), tuple(fixed))
@@ -149,7 +149,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return ".".join(part for part in (head, rest) if part) or "input"
 
 
-def run_calls(call: TracedCall, values: Sequence[object], recorder: Recorder) -> tuple[list[object], dict[str, Tensor]]:
+def run_calls(
+    call: TracedCall, values: Sequence[object], recorder: TraceRecorder
+) -> tuple[list[object], dict[str, Tensor]]:
     """Return the outputs of the calls for traced ``values``, and the tensors that are marked, by name."""
     runner = _Runner(call, recorder)
     results = runner.run(*values)
@@ -159,7 +161,7 @@ def run_calls(call: TracedCall, values: Sequence[object], recorder: Recorder) ->
 class _Runner(fx.Interpreter):
     """Runs one call after the other, and tells the recorder the module and line of each."""
 
-    def __init__(self, call: TracedCall, recorder: Recorder, module: fx.GraphModule | None = None) -> None:
+    def __init__(self, call: TracedCall, recorder: TraceRecorder, module: fx.GraphModule | None = None) -> None:
         super().__init__(module or call.module, garbage_collect_values=False)
         self.extra_traceback = False
         self._call, self._recorder = call, recorder

@@ -13,7 +13,7 @@ from anabranch.graph.graph import Graph, Input, Origin
 from anabranch.graph.nodes import evaluate
 from anabranch.graph.passes.cut_lookups import ROWS_OF, cut_lookups
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake
 from anabranch.tensors import flatten
 
 if TYPE_CHECKING:
@@ -64,11 +64,13 @@ def gradients(
     sources = []
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         value = node.meta.get("val")
-        sources.append(Source(binding.name, value if isinstance(value, Tensor) else 1.0))
-    sources += [Source(binding.name, tape.example(name)) for binding, name in zip(given, tape.outputs, strict=False)]
+        sources.append(TraceSource(binding.name, value if isinstance(value, Tensor) else 1.0))
+    sources += [
+        TraceSource(binding.name, tape.example(name)) for binding, name in zip(given, tape.outputs, strict=False)
+    ]
     names: list[str] = []
 
-    def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+    def body(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
         recorder.differentiable = True
         results, names[:] = tape.run(values[: len(graph.bindings)], values[len(graph.bindings) :], recorder)
         return results
@@ -142,7 +144,7 @@ class _Tape:
         return [Input(f"grad_{n}", "constant", t) for n, t in zip(self.outputs, insert_grad, strict=True)]
 
     def run(
-        self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: Recorder
+        self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: TraceRecorder
     ) -> tuple[list[object], list[str]]:
         """Return the outputs and the gradients, flat, and their names."""
         lookups = [node for found in self._lookups.values() for node in found]

@@ -30,7 +30,7 @@ from anabranch.graph.step_state import SparseGradients, StepState
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
-from anabranch.graph.trace.make_fx import Recorder, Source
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
 from anabranch.graph.trace.update import has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
@@ -382,15 +382,15 @@ class Joint:
         leaves, structure = flatten(extra)
         outputs = [name for name in backward.outputs if isinstance(examples[name], Tensor)]
         names = [*outputs, *(f"{name}.grad" for name in backward.dense)]
-        sources = [Source(name, examples[name]) for name in names]  # type: ignore[arg-type]
+        sources = [TraceSource(name, examples[name]) for name in names]  # type: ignore[arg-type]
         sources += [
-            Source(f"extra.{path}" if path else "extra", leaf)
+            TraceSource(f"extra.{path}" if path else "extra", leaf)
             for path, leaf in zip(paths(extra), leaves, strict=True)
             if isinstance(leaf, (Tensor, float))
         ]
         found: list[str] = []
 
-        def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+        def body(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
             recorder.phase = "between"
             results = dict(zip(outputs, values, strict=False))
             gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))

@@ -15,7 +15,7 @@ from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake
 
 if TYPE_CHECKING:
     from anabranch.graph.run.codegen import Program
@@ -146,7 +146,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
     kept: list[int] = []
     cut = SparseLookups()
 
-    def traced(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+    def traced(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
         standing = {source.name: value for source, value in zip(sources, values, strict=True)}
         cut.tables = {id(standing[name]): name for name in wanted}
         results, marked = run_calls(call, arguments.given(args, values), recorder)
@@ -197,7 +197,7 @@ def _before_detach(node: fx.Node) -> fx.Node:
     return source
 
 
-def _requires_grad(source: Source) -> bool:
+def _requires_grad(source: TraceSource) -> bool:
     return isinstance(source.value, Tensor) and source.value.requires_grad
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, fx, nn
 from anabranch.graph.effects import mark_unused_calls
 from anabranch.graph.graph import Graph, Input, InputKind
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
-from anabranch.graph.trace.make_fx import Interceptor, Source, constants, trace
+from anabranch.graph.trace.make_fx import Interceptor, TraceSource, constants, trace
 
 __all__ = ["build"]
 
 
 def build(
     body: Callable[..., Sequence[object]],
-    sources: Sequence[Source],
+    sources: Sequence[TraceSource],
     outputs: Sequence[str],
     *,
     kinds: Mapping[str, InputKind] | None = None,
@@ -45,7 +45,7 @@ def build(
     return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
 
 
-def _input(source: Source, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
+def _input(source: TraceSource, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
     if not source.state:
         return Input(source.name)
     assert isinstance(source.value, Tensor)

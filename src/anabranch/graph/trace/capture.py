@@ -17,7 +17,7 @@ from anabranch.graph.dynamo.front import Front, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import Recorder, Source, free_name
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
@@ -144,7 +144,7 @@ class _Capture:
         names: Sequence[str],
     ) -> None:
         self._held = _named_state(fn)
-        self._sources = [Source(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        self._sources = [TraceSource(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
         self._kinds: dict[str, InputKind] = {}
         given_leaves, _ = flatten(given)
         self._at = {id(leaf): index for index, leaf in enumerate(given_leaves) if isinstance(leaf, Tensor)}
@@ -167,7 +167,7 @@ class _Capture:
             parameter = isinstance(value, nn.Parameter)
             self._kinds[name] = "parameter" if parameter else "buffer" if value in self._held else "constant"
             self._at[id(value)] = len(self._sources)
-            self._sources.append(Source(name, value, state=True))
+            self._sources.append(TraceSource(name, value, state=True))
         return self._at[id(value)]
 
     def graph(self, result: Structure) -> tuple[Graph, PyTreeSpec]:
@@ -177,7 +177,7 @@ class _Capture:
         outputs = [f"output.{path}" if path else "output" for path in paths(result)]
         of_result = {id(value): index for index, value in enumerate(self._found.results)}
 
-        def body(values: Sequence[Tensor | float], recorder: Recorder) -> Sequence[object]:
+        def body(values: Sequence[Tensor | float], recorder: TraceRecorder) -> Sequence[object]:
             given = [args[i] if at is None else values[at] for i, at in enumerate(self._place)]
             results, _ = run_calls(call, given, recorder)
             found: list[object] = []

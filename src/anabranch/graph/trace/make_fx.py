@@ -50,8 +50,8 @@ from anabranch.graph.dynamo.refusals import WITHOUT_WORDS, is_inside_talk
 
 __all__ = [
     "Interceptor",
-    "Recorder",
-    "Source",
+    "TraceRecorder",
+    "TraceSource",
     "UserMistake",
     "WrongType",
     "bytes_of",
@@ -92,7 +92,7 @@ class WrongType(TypeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TraceSource:
     """One input of a trace: a name, an example, and whether it is state, bound to that tensor."""
 
     name: str
@@ -100,7 +100,7 @@ class Source:
     state: bool = False
 
 
-def free_name(name: str, sources: Sequence[Source]) -> str:
+def free_name(name: str, sources: Sequence[TraceSource]) -> str:
     """``name``, or the next one like it that no source has."""
     taken = {source.name for source in sources}
     while name in taken:
@@ -108,7 +108,7 @@ def free_name(name: str, sources: Sequence[Source]) -> str:
     return name
 
 
-class Recorder:
+class TraceRecorder:
     """Marks each node with the module and the line of user code that it comes from, backward nodes included."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # t
 class _Faithful(TorchFunctionMode):
     """Refuses to read values that do not exist yet, and lets interceptors replace calls."""
 
-    def __init__(self, may_read: bool, interceptors: Sequence[Interceptor], recorder: Recorder) -> None:
+    def __init__(self, may_read: bool, interceptors: Sequence[Interceptor], recorder: TraceRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._may_read = may_read
@@ -268,7 +268,7 @@ def _check_classes(tensor: Tensor, num_classes: int = -1) -> None:
 class _Crossings:
     """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
 
-    def __init__(self, mode: FakeTensorMode, recorder: Recorder) -> None:
+    def __init__(self, mode: FakeTensorMode, recorder: TraceRecorder) -> None:
         proxies = get_proxy_mode()
         assert proxies is not None
         assert isinstance(proxies.tracer, PythonKeyTracer)
@@ -329,8 +329,8 @@ class _Crossings:
 
 
 def trace(
-    body: Callable[[list[Tensor | float], Recorder], Sequence[object]],
-    sources: Sequence[Source],
+    body: Callable[[list[Tensor | float], TraceRecorder], Sequence[object]],
+    sources: Sequence[TraceSource],
     *,
     may_read: bool = False,
     interceptors: Sequence[Interceptor] = (),
@@ -356,7 +356,7 @@ def trace(
         allow_non_fake_inputs=True,
     )
     fakes = [_fake(fakes_of, source.value) for source in sources]
-    recorder = Recorder()
+    recorder = TraceRecorder()
     caches = torch.is_autocast_cache_enabled()
 
     def run(*values: Tensor) -> list[object]:
@@ -476,7 +476,7 @@ def _line_of_error(error: BaseException) -> str:
     return line
 
 
-def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> None:
+def _name_placeholders(module: fx.GraphModule, sources: Sequence[TraceSource]) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     for node, source in zip(placeholders, sources, strict=True):
         node._rename(re.sub(r"\W", "_", source.name) or "input")

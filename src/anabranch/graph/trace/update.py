@@ -16,7 +16,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.graph import Graph
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.make_fx import Recorder, Source
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
 from anabranch.graph.trace.optimizer_contents import Contents
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
@@ -146,11 +146,11 @@ def capture_update(
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
     refuse_hooks({}, {}, optimizers)
-    state: dict[int, Source] = {}
+    state: dict[int, TraceSource] = {}
     taken: set[str] = set()
 
     def add(name: str, tensor: Tensor) -> None:
-        state.setdefault(id(tensor), Source(name, tensor, state=True))
+        state.setdefault(id(tensor), TraceSource(name, tensor, state=True))
 
     def add_all(name: str, value: object) -> None:
         for tensor in _tensors_in(value):
@@ -177,9 +177,9 @@ def capture_update(
         for key, value in _own_attributes(optimizer).items():
             add_all(f"{label}.{key}", value)
 
-    sources = [*(Source(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
+    sources = [*(TraceSource(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
 
-    def body(values: list[Tensor], recorder: Recorder) -> Sequence[object]:
+    def body(values: list[Tensor], recorder: TraceRecorder) -> Sequence[object]:
         recorder.phase = "update"
         traced = {id(source.value): value for source, value in zip(sources, values, strict=True)}
         for optimizer in optimizers:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 
 __all__ = ["why_no_fork_server", "why_not_forked"]
 
@@ -81,7 +81,7 @@ def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def why_not_forked(program: Program, environment: Mapping[str, str], server: Mapping[str, str]) -> str | None:
+def why_not_forked(program: PythonProgram, environment: Mapping[str, str], server: Mapping[str, str]) -> str | None:
     """Return the reason why ``program`` cannot be forked by a fork server with another environment; ``None`` if it
     can.
     """

@@ -19,7 +19,7 @@ from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.forks.messages import Message
 from anabranch.launch.forks.thread_limits import limit_threads
 from anabranch.launch.forks.title import set_title
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.supervision.leash import prctl
 from anabranch.spans import record_process
 
@@ -50,7 +50,7 @@ class ForkedProcess:
     """
 
     name: str
-    program: Program
+    program: PythonProgram
     environment: dict[str, str]
     launcher: int
     ignored: tuple[int, ...]
@@ -67,7 +67,7 @@ class ForkedProcess:
         facts = dict(message)
         program = dict(facts.pop("program"))  # type: ignore[call-overload]
         return cls(
-            program=Program(**{**program, "arguments": tuple(program["arguments"])}),
+            program=PythonProgram(**{**program, "arguments": tuple(program["arguments"])}),
             stdio=(stdin, stdout, stderr),
             directory=directory,
             report=report,

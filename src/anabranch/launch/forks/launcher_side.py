@@ -17,7 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.launch.forks.forked_process import ForkedProcess, ignored_signals, umask
 from anabranch.launch.forks.messages import receive, send
 from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.spans import FOLDER_VARIABLE
 
@@ -89,7 +89,7 @@ class ForkServer:
             self._meet()
 
     def fork(
-        self, name: str, program: Program, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
+        self, name: str, program: PythonProgram, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
     ) -> int:
         """Run ``program`` in a fork that is a child of this process, and return its process id.
 

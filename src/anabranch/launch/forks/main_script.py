@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 
 __all__ = ["run_as_main"]
 
@@ -30,7 +30,7 @@ class _ScriptLoader(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def run_as_main(program: Program) -> None:
+def run_as_main(program: PythonProgram) -> None:
     """Run ``program``; returns or raises as it ends, and shows an error's traceback from its own first frame on."""
     sys.argv = [program.target, *program.arguments]
     sys.orig_argv = program.command

@@ -18,11 +18,11 @@ from pathlib import Path
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["Place", "expert_socket", "held_port", "private_place", "tcp_place"]
+__all__ = ["ServiceAddresses", "expert_socket", "held_port", "private_place", "tcp_place"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServiceAddresses:
     """The endpoints of a job's services.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place:
     def expert(self, index: int) -> str | None:
         """Return where an expert process listens that is told nothing else; ``None`` on TCP, where any port will do.
 
-        >>> Place("unix:/run/directory", ()).expert(0)
+        >>> ServiceAddresses("unix:/run/directory", ()).expert(0)
         'unix:/run/expert-0'
         """
         return None if self.directory.startswith("tcp:") else expert_socket(self.directory, index)
@@ -50,7 +50,7 @@ def expert_socket(directory: str, index: int) -> str:
 
 
 @contextmanager
-def private_place(servers: int) -> Iterator[Place]:
+def private_place(servers: int) -> Iterator[ServiceAddresses]:
     """Unix sockets in a folder that only this user enters, and that goes with the job.
 
     >>> with private_place(1) as place:
@@ -58,11 +58,13 @@ def private_place(servers: int) -> Iterator[Place]:
     ['directory', 'parameters-0']
     """
     with PrivateFolder() as folder:
-        yield Place(f"unix:{folder}/directory", tuple(f"unix:{folder}/parameters-{shard}" for shard in range(servers)))
+        yield ServiceAddresses(
+            f"unix:{folder}/directory", tuple(f"unix:{folder}/parameters-{shard}" for shard in range(servers))
+        )
 
 
 @contextmanager
-def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = None) -> Iterator[Place]:
+def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = None) -> Iterator[ServiceAddresses]:
     """Free TCP ports of ``host``, an address of this machine, with ``keys`` or else certificates that go with the job.
 
     Raises:
@@ -74,7 +76,7 @@ def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = Non
         folder = Path(keys) if keys is not None else stack.enter_context(_keys_of_the_job())
         shown = f"[{host}]" if ":" in host else host
         directory, *parameters = [f"tcp://{shown}:{port}" for port in ports]
-        yield Place(directory, tuple(parameters), folder)
+        yield ServiceAddresses(directory, tuple(parameters), folder)
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import TracebackType
 
 from anabranch.launch.forks.messages import receive, send
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 
 __all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark"]
 
-PROGRAM = Program("anabranch.launch.meeting.rendezvous_process", is_module=True)
+PROGRAM = PythonProgram("anabranch.launch.meeting.rendezvous_process", is_module=True)
 """Source of the process; its stdin is the channel to the launcher."""
 
 EXPERT_MARK = "anabranch-expert"

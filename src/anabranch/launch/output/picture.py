@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.deadline import minutes_and_seconds
-from anabranch.launch.status import JobStatus, Loop, RoleStatus
+from anabranch.launch.status import JobStatus, RoleStatus, TrackedLoop
 
 __all__ = ["drawn", "picture", "sparkline"]
 
@@ -109,7 +109,7 @@ def _many(count: int, role: str) -> str:
     return f"{count} {role}" if count == 1 or role.endswith("s") else f"{count} {role}s"
 
 
-def _bar(loops: Sequence[Loop], steps_per_second: float | None) -> RenderableType:
+def _bar(loops: Sequence[TrackedLoop], steps_per_second: float | None) -> RenderableType:
     *outer, loop = loops
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis", max_width=30)
@@ -125,12 +125,12 @@ def _bar(loops: Sequence[Loop], steps_per_second: float | None) -> RenderableTyp
     return line
 
 
-def _count(loop: Loop) -> str:
+def _count(loop: TrackedLoop) -> str:
     count = str(loop.done) if loop.total is None else f"{loop.done}/{loop.total}"
     return f"{loop.label} {count}" if loop.label else count
 
 
-def _how_far(loop: Loop, steps_per_second: float | None) -> Iterable[str]:
+def _how_far(loop: TrackedLoop, steps_per_second: float | None) -> Iterable[str]:
     if not loop.total:
         yield str(loop.done)
     else:

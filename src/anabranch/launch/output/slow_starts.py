@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from anabranch.launch.supervision.worker import Worker
+from anabranch.launch.supervision.worker import RoleProcess
 
 __all__ = ["SlowStarts"]
 
@@ -21,7 +21,7 @@ class SlowStarts:
         tell: called with the line, once however many servers write it.
     """
 
-    def __init__(self, services: Sequence[Worker], tell: Callable[[str], None]) -> None:
+    def __init__(self, services: Sequence[RoleProcess], tell: Callable[[str], None]) -> None:
         self._services = services
         self._tell = tell
         self._next = 0.0

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.ray.cluster import RayError
 from anabranch.launch.ray.engine import launch_on_ray
 from anabranch.launch.ray.resources import Resources, check_resources
@@ -52,7 +52,7 @@ def run(
             f"a job has 1 worker or more, and 0 servers and experts or more; got {workers}, {servers}, {experts}"
         )
     check_resources(resources or {})
-    program = Program(str(script), tuple(map(str, args)))
+    program = PythonProgram(str(script), tuple(map(str, args)))
     program.check()
     with tempfile.TemporaryDirectory(prefix="anabranch-logs-") as folder:
         outcome = launch_on_ray(

@@ -29,17 +29,17 @@ from anabranch.launch.environment import expert_environment, service_environment
 from anabranch.launch.local import Durability
 from anabranch.launch.meeting.rendezvous import PROGRAM, expert_mark
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.ray.cluster import RayError, connected, import_ray
 from anabranch.launch.ray.remote_process import RemoteProcess
 from anabranch.launch.ray.resources import Resources, resources_of
 from anabranch.launch.ray.seat import LEASE_SECONDS, Seat, names_of_keys
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
-from anabranch.launch.supervision.outcome import Outcome
+from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
-from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.launch.supervision.worker import Recipe, RoleProcess
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -52,7 +52,7 @@ _KEYS = {"rendezvous": "directory", "parameters": "parameters", "expert": "exper
 
 
 def launch_on_ray(
-    program: Program,
+    program: PythonProgram,
     *,
     workers: int = 1,
     servers: int = 0,
@@ -67,7 +67,7 @@ def launch_on_ray(
     max_restarts: int = 0,
     service_restarts: RestartBudget | None = None,
     checkpoint_seconds: float = 300.0,
-) -> Outcome:
+) -> JobOutcome:
     """Run ``program`` as a job on the Ray cluster at ``address``; see ``launch``, which takes the same.
 
     Raises:
@@ -79,7 +79,7 @@ def launch_on_ray(
     with connected(ray, address):
         free_at = [0.0]
 
-        def attempt(number: int) -> Outcome:
+        def attempt(number: int) -> JobOutcome:
             if (pause := free_at[0] - time.monotonic()) > 0:
                 tell(f"waiting {pause:.0f} s until what may live on where a node was lost has ended")
                 time.sleep(pause)
@@ -93,7 +93,7 @@ class _Attempt:
     def __init__(
         self,
         ray: ModuleType,
-        program: Program,
+        program: PythonProgram,
         workers: int,
         servers: int,
         experts: int,
@@ -120,12 +120,12 @@ class _Attempt:
         tell: Callable[[str], None],
         service_restarts: RestartBudget,
         free_at: list[float],
-    ) -> Outcome:
+    ) -> JobOutcome:
         workers, servers, experts = (self._counts[role] for role in ("worker", "parameters", "expert"))
         started = time.monotonic()
         everyone: list[RemoteProcess] = []
-        running: list[Worker] = []
-        services: list[Worker] = []
+        running: list[RoleProcess] = []
+        services: list[RoleProcess] = []
         with ExitStack() as stack:
             # Signals first: Ctrl-C while Ray places the job is seen as soon as it is placed.
             signals = stack.enter_context(collect_signals())
@@ -234,7 +234,7 @@ class _Attempt:
             supervisor.run()
         lost = [process.lost_at for process in everyone if process.lost_at is not None]
         free_at[0] = max(lost, default=0.0) + LEASE_SECONDS + 1.0 if lost else 0.0
-        return Outcome(
+        return JobOutcome(
             exits=tuple(process.exit for process in running),
             interrupted=supervisor.interrupted,
             timed_out=False,
@@ -301,12 +301,12 @@ class _Attempt:
         apart = recipe.screen is not None
         return int(self._get(seat.start.remote(program, dict(recipe.environment), self._directories[place], apart)))
 
-    def _serve(self, shard: int, shards: int, endpoint: str, state: str) -> Program:
+    def _serve(self, shard: int, shards: int, endpoint: str, state: str) -> PythonProgram:
         arguments = ["serve", "parameters", "--listen", endpoint, "--shard", str(shard), "--shards", str(shards)]
         arguments += ["--durability", self._durability]
         if self._durability != "none":
             arguments += ["--checkpoint-dir", state, "--checkpoint-seconds", str(self._checkpoint_seconds)]
-        return Program("anabranch.cli", tuple(arguments), is_module=True)
+        return PythonProgram("anabranch.cli", tuple(arguments), is_module=True)
 
     def _is_announced(self, uid: str) -> bool:
         try:

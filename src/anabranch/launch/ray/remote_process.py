@@ -13,7 +13,7 @@ from typing import Any
 
 from anabranch.launch.ray.seat import LEASE_SECONDS, News
 from anabranch.launch.supervision.outcome import Exit
-from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.launch.supervision.worker import Recipe, RoleProcess
 
 __all__ = ["RemoteProcess"]
 
@@ -28,7 +28,7 @@ class _LostExit(Exit):
         return f"{self.who} was lost with its Ray node"
 
 
-class RemoteProcess(Worker):
+class RemoteProcess(RoleProcess):
     """A process in a seat; a thread follows the seat, writes what comes to the log and the screen, and sees the end.
 
     Args:

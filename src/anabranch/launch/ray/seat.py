@@ -20,7 +20,7 @@ from pathlib import Path
 
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.supervision import leash
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.transport.certificates import KEYS_VARIABLE
@@ -99,7 +99,7 @@ class Seat:
         """Tell whether somebody serves ``uid``, by the directory of this seat."""
         return self._rendezvous is not None and self._rendezvous.is_announced(uid)
 
-    def start(self, program: Program, environment: Mapping[str, str], directory: str | None, apart: bool) -> int:
+    def start(self, program: PythonProgram, environment: Mapping[str, str], directory: str | None, apart: bool) -> int:
         """Start ``program`` in ``directory`` and return its process id.
 
         ``apart``: keep stdout and stderr apart.
@@ -147,7 +147,7 @@ class Seat:
 
     def _begin(
         self,
-        program: Program,
+        program: PythonProgram,
         environment: Mapping[str, str],
         directory: str | None,
         stdin: int | None,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from anabranch.launch.supervision.outcome import Outcome
+from anabranch.launch.supervision.outcome import JobOutcome
 
 __all__ = ["run_attempts"]
 
 
-def run_attempts(attempt: Callable[[int], Outcome], max_restarts: int, tell: Callable[[str], None]) -> Outcome:
+def run_attempts(attempt: Callable[[int], JobOutcome], max_restarts: int, tell: Callable[[str], None]) -> JobOutcome:
     """Call ``attempt`` with 0, and again with the next number as long as it fails by itself and restarts are left.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Exit", "Outcome", "Role", "called"]
+__all__ = ["Exit", "JobOutcome", "Role", "called"]
 
 Role = Literal["worker", "parameters", "expert", "rendezvous"]
 """The role of a process of a job."""
@@ -114,7 +114,7 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """The end of a job.
 
     Attributes:

@@ -36,7 +36,7 @@ from anabranch.launch.output.screen import Screen
 from anabranch.launch.supervision import signals as signal_box
 from anabranch.launch.supervision.outcome import called
 from anabranch.launch.supervision.signals import SignalBox
-from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.launch.supervision.worker import Recipe, RoleProcess
 
 __all__ = ["Looker", "Patience", "Supervisor"]
 
@@ -73,7 +73,7 @@ class Patience:
 class _Ending:
     """The end of some processes: the signals still to be sent to those that run on, and their times."""
 
-    def __init__(self, processes: Sequence[Worker], tell: Callable[[str], None]) -> None:
+    def __init__(self, processes: Sequence[RoleProcess], tell: Callable[[str], None]) -> None:
         self.processes = processes
         self._tell = tell
         self._steps: deque[tuple[float, signal.Signals]] = deque()  # the last is always SIGKILL
@@ -83,7 +83,7 @@ class _Ending:
     def planned(self) -> bool:
         return bool(self._steps) or self._given_up_at is not None
 
-    def running(self) -> list[Worker]:
+    def running(self) -> list[RoleProcess]:
         return [process for process in self.processes if process.running]
 
     def send(self, number: signal.Signals) -> None:
@@ -146,12 +146,12 @@ class Supervisor:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RoleProcess],
         signals: SignalBox,
         *,
-        services: MutableSequence[Worker] | None = None,
-        rendezvous: Worker | None = None,
-        start: Callable[[Recipe, int], Worker] = Worker,
+        services: MutableSequence[RoleProcess] | None = None,
+        rendezvous: RoleProcess | None = None,
+        start: Callable[[Recipe, int], RoleProcess] = RoleProcess,
         returns: Callable[[Recipe], None] = lambda recipe: None,
         screen: Screen | None = None,
         lookers: Sequence[Looker] = (),
@@ -161,7 +161,7 @@ class Supervisor:
     ) -> None:
         self.interrupted: signal.Signals | None = None
         self.timed_out = False
-        self._services: MutableSequence[Worker] = [] if services is None else services
+        self._services: MutableSequence[RoleProcess] = [] if services is None else services
         self._rendezvous = rendezvous
         self._start = start
         self._returns = returns
@@ -174,7 +174,7 @@ class Supervisor:
         self._tell = tell
         self._lookers = lookers
         self._failed = False
-        self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
+        self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be started again
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
@@ -196,7 +196,7 @@ class Supervisor:
         self._workers.send(signal.SIGKILL)
         self._service_ending.send(signal.SIGKILL)
 
-    def _watch(self, selector: selectors.BaseSelector, process: Worker) -> None:
+    def _watch(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, process))
 
     def _watch_copier(self, selector: selectors.BaseSelector) -> None:
@@ -209,7 +209,7 @@ class Supervisor:
         self._screen.revive()
         self._watch_copier(selector)
 
-    def _on_end(self, selector: selectors.BaseSelector, process: Worker) -> None:
+    def _on_end(self, selector: selectors.BaseSelector, process: RoleProcess) -> None:
         selector.unregister(process.pidfd)
         process.reap()
         if process is self._rendezvous:
@@ -220,7 +220,7 @@ class Supervisor:
         elif process.exit_code != 0 and not process.stopped:
             self._fail(process)
 
-    def _on_service_end(self, selector: selectors.BaseSelector, service: Worker) -> None:
+    def _on_service_end(self, selector: selectors.BaseSelector, service: RoleProcess) -> None:
         if service.stopped or self._failed or not self._workers.running():
             return
         recipe, exit_ = service.recipe, service.exit
@@ -243,7 +243,7 @@ class Supervisor:
                 self._tell(f"{exit_.describe()}: the script never called job.serve()")
             self._fail(service)
 
-    def _pause_before(self, service: Worker) -> float | None:
+    def _pause_before(self, service: RoleProcess) -> float | None:
         """Return the seconds to wait before a service is started again; ``None`` if it is not."""
         recipe = service.recipe
         if recipe.restarts is None or not (recipe.has_served() or service.restarted):
@@ -262,7 +262,7 @@ class Supervisor:
             self._services[self._services.index(service)] = successor
             self._watch(selector, successor)
 
-    def _fail(self, process: Worker) -> None:
+    def _fail(self, process: RoleProcess) -> None:
         """End the job because of ``process``: the others have a moment to say what they saw."""
         if self._failed:
             return

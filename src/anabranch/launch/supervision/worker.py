@@ -13,14 +13,14 @@ from pathlib import Path
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.program import Program
+from anabranch.launch.program import PythonProgram
 from anabranch.launch.supervision import leash
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role
 from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.status_file import STATUS_VARIABLE
 
-__all__ = ["Recipe", "Worker"]
+__all__ = ["Recipe", "RoleProcess"]
 
 
 def _never() -> bool:
@@ -47,7 +47,7 @@ class Recipe:
 
     role: Role
     rank: int
-    program: Program
+    program: PythonProgram
     environment: Mapping[str, str]
     log: Path
     screen: Screen | None = None
@@ -58,7 +58,7 @@ class Recipe:
     endpoint: str | None = None
 
 
-class Worker:
+class RoleProcess:
     """A running process of the job, the leader of a session and process group of its own.
 
     Own sessions keep the terminal's Ctrl-C to the launcher, which passes it on and then sees to it that all end.

@@ -263,7 +263,7 @@ class CacheGroup:
         whole = (tables, capacity)
         numbers = torch.empty(0, dtype=self._dtype).numpy().dtype
         waiting = capacity if self._cache.push_bound else 0
-        self._held = self._kernels.Held(
+        self._held = self._kernels.CacheArrays(
             keys=np.zeros((tables, room), np.int64),
             slots=np.full((tables, room), -1, np.int64),
             ids_of=np.zeros(whole, np.int64),

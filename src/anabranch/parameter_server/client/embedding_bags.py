@@ -20,7 +20,7 @@ from anabranch.autodiff.boundary import current_tracer
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import read_together
-from anabranch.parameter_server.client.remote_weight import RemoteWeight, RowSource
+from anabranch.parameter_server.client.remote_weight import RemoteWeight, WeightSource
 from anabranch.tensors import Jagged, bags_of
 
 __all__ = ["EmbeddingBagCollection"]
@@ -101,7 +101,7 @@ class EmbeddingBagCollection(nn.Module):
             read_together(sources)
 
 
-def _source_of(bag: nn.Module) -> RowSource | None:
+def _source_of(bag: nn.Module) -> WeightSource | None:
     """Return where a bag's rows come from, if that is known before they are asked for."""
     if isinstance(bag, RemoteEmbedding):
         return bag.source

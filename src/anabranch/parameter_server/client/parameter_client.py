@@ -49,11 +49,11 @@ from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
     NormMessage,
-    Part,
     PullMessage,
     PullPart,
     PullReply,
     PushMessage,
+    PushPart,
     ReleaseMessage,
     RestoreMessage,
 )
@@ -71,7 +71,7 @@ from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
 from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
 
-__all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
+__all__ = ["ParameterClient", "Pulled", "Traffic", "WorkerOfJob"]
 
 _T = TypeVar("_T")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
@@ -82,7 +82,7 @@ _BLOCK = ("ids", "values", "stamps", "sums", "usage")
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerOfJob:
     """A worker of a job, for a client whose reads and pushes are ordered with those of the other workers.
 
     Attributes:
@@ -179,7 +179,7 @@ class ParameterClient:
         self,
         endpoints: Sequence[str] | None = None,
         *,
-        worker: Worker | None = None,
+        worker: WorkerOfJob | None = None,
         timeout: float = 60.0,
         watch: Callable[[], None] | None = None,
         retries: int = 60,
@@ -241,7 +241,7 @@ class ParameterClient:
         return self._timeout
 
     @property
-    def worker(self) -> Worker | None:
+    def worker(self) -> WorkerOfJob | None:
         """This worker of a job; ``None`` for a bare client."""
         return self._worker
 
@@ -610,7 +610,7 @@ class ParameterClient:
             values = [gradients[name][1].detach().to("cpu", share.dtype) for name, share in shares.items()]
             dense = [(value, Share(value.dtype, tuple(value.shape))) for value in values]
             parts = push.parts(shard, [rule_of[name] for name in layout.tables])
-            parts += [Part(name, 0, rule_of[name]) for name in shares]
+            parts += [PushPart(name, 0, rule_of[name]) for name in shares]
             if parts or step is not None:
                 turn = (self.rank, -1) if unordered and self._worker is not None else self._turn(step)
                 numbers = [rule.to_dict() for rule in kinds]

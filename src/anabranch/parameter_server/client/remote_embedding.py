@@ -14,7 +14,7 @@ from anabranch.autodiff import opaque
 from anabranch.choices import choice
 from anabranch.parameter_server.client.distinct_ids import unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_weight import RowSource, Table, look_up, look_up_bags
+from anabranch.parameter_server.client.remote_weight import Table, WeightSource, look_up, look_up_bags
 from anabranch.tables.initial import Constant, Initial, Normal
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.tables.table_spec import Eviction, TableSpec
@@ -100,11 +100,11 @@ class RemoteEmbedding(nn.Module):
         return None if rule is None else lambda: rule
 
     @property
-    def source(self) -> RowSource | None:
+    def source(self) -> WeightSource | None:
         """The source of its rows, if it is connected."""
         return self._link.source
 
-    def attach(self, source: RowSource) -> None:
+    def attach(self, source: WeightSource) -> None:
         """Read from ``source`` from now on, and send gradients there."""
         self.close()
         self._link.source = source
@@ -127,14 +127,14 @@ class RemoteEmbedding(nn.Module):
             return look_up(self._reach, table, ids)
         return look_up_bags(self._reach, table, ids, offsets, per_sample_weights, mode=self.mode)
 
-    def _reach(self) -> RowSource:
+    def _reach(self) -> WeightSource:
         link = self._link
         if link.client is not None and link.client.forked and not link.client.in_process:
             # A forked child of the process that connected.
             link.client = link.source = None
         return link.source or self._alone()
 
-    def _alone(self) -> RowSource:
+    def _alone(self) -> WeightSource:
         if self._rule is None:
             raise ValueError(
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
@@ -178,7 +178,7 @@ class _Link:
     """
 
     def __init__(self, *, lost: bool = False) -> None:
-        self.source: RowSource | None = None
+        self.source: WeightSource | None = None
         self.client: ParameterClient | None = None
         self.owned = False
         self.lost = lost

@@ -35,7 +35,7 @@ from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, Ca
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_weight import RemoteWeight, RowSource
+from anabranch.parameter_server.client.remote_weight import RemoteWeight, WeightSource
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -665,7 +665,7 @@ class _Push:
             report("tables.thread_left_behind", thread=self._thread.name)
 
 
-def read_together(lookups: Sequence[tuple[RowSource, Tensor]]) -> None:
+def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> None:
     """Read the rows of several lookups that follow, those of the tables of one ``RemoteTables`` in one message a shard.
 
     Sources of other kinds are left to the lookups.

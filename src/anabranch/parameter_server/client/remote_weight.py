@@ -27,10 +27,10 @@ from anabranch.autodiff.boundary import Crossed, Form, cross
 from anabranch.autodiff.recorded_boundary import RecordedBoundary
 from anabranch.events import report
 
-__all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
+__all__ = ["RemoteWeight", "WeightSource", "Table", "look_up", "look_up_bags"]
 
 
-class RowSource(Protocol):
+class WeightSource(Protocol):
     """The source of a stand-in's rows, which also takes their gradients."""
 
     name: str
@@ -55,7 +55,7 @@ class Table:
 
 
 def look_up(
-    source: Callable[[], RowSource],
+    source: Callable[[], WeightSource],
     table: Table,
     ids: Tensor,
     padding_id: int | None = None,
@@ -73,7 +73,7 @@ def look_up(
 class _Rows:
     """The boundary of a lookup of rows; for bags, which have a more complex backward, torch's own tape keeps track."""
 
-    source: Callable[[], RowSource]
+    source: Callable[[], WeightSource]
     table: Table
     padding_id: int | None
     scale_grad_by_freq: bool
@@ -103,7 +103,7 @@ class _Rows:
     ) -> list[Tensor | None]:
         (gradient,) = gradients
         if gradient is not None:
-            source, inverse, wanted, place = cast("tuple[RowSource, Tensor, Tensor, int | None]", state)
+            source, inverse, wanted, place = cast("tuple[WeightSource, Tensor, Tensor, int | None]", state)
             padding = -1 if place is None else place
             merged = _merge(gradient, inverse, len(wanted), padding, self.scale_grad_by_freq)
             source.take_gradient(*_without(wanted, merged, place))
@@ -115,7 +115,7 @@ _merge = torch.ops.aten.embedding_dense_backward.default
 
 
 def look_up_bags(
-    source: Callable[[], RowSource],
+    source: Callable[[], WeightSource],
     table: Table,
     ids: Tensor,
     offsets: Tensor | None = None,
@@ -160,7 +160,7 @@ def look_up_bags(
 
 
 def _distinct_rows(
-    source: RowSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
+    source: WeightSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, int | None]:
     """Return the rows of the distinct ids, the place of each of ``ids`` among them, and that of ``padding_id``."""
     rows, inverse, wanted, place = _read_distinct(source, ids, padding_id)
@@ -173,7 +173,9 @@ def _distinct_rows(
     return rows, inverse, place
 
 
-def _read_distinct(source: RowSource, ids: Tensor, padding_id: int | None) -> tuple[Tensor, Tensor, Tensor, int | None]:
+def _read_distinct(
+    source: WeightSource, ids: Tensor, padding_id: int | None
+) -> tuple[Tensor, Tensor, Tensor, int | None]:
     """Return the rows of the distinct ids, the place of each of ``ids`` among them, those ids, and where padding is."""
     distinct, inverse = source.distinct(ids)
     wanted = distinct.cpu()
@@ -216,7 +218,7 @@ class RemoteWeight(Tensor):
     Any use but a lookup is a ``TypeError`` that names the table, because the weight is not here to be multiplied.
     """
 
-    source: RowSource
+    source: WeightSource
     table: Table
     rows: _Whole
     bags: _Whole
@@ -224,7 +226,7 @@ class RemoteWeight(Tensor):
     bags_handle: str
 
     @staticmethod
-    def __new__(cls, source: RowSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
+    def __new__(cls, source: WeightSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
         made = torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
         made.source = source
         made.table = Table(source.name, shape[1], dtype)
@@ -233,7 +235,7 @@ class RemoteWeight(Tensor):
         made.rows_handle, made.bags_handle = opaque.handle_of(made.rows), opaque.handle_of(made.bags)
         return made
 
-    def read_from(self) -> RowSource:
+    def read_from(self) -> WeightSource:
         """Return the source from which rows are read when a step runs."""
         return self.source
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anabranch.errors import NotFound, ProtocolError, SchemaError
 from anabranch.parameter_server.client.routing import Placements, arrange, owners_of
-from anabranch.parameter_server.messages import Part, PullPart, PullReply
+from anabranch.parameter_server.messages import PullPart, PullReply, PushPart
 from anabranch.tables.row_versions import OLDEST, WITH_STATE
 from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_group import side_by_side
@@ -378,13 +378,13 @@ class Push:
                 some.append(grads[t].detach().reshape(-1, width).to("cpu", dtype))
             self._groups.append((side_by_side(some), numbers))
 
-    def parts(self, shard: int, rules: Sequence[int]) -> list[Part]:
+    def parts(self, shard: int, rules: Sequence[int]) -> list[PushPart]:
         """Return the part of each table in the message; none is left out, because a table's step is counted on every
         shard.
         """
         counts = self._routed.counts[shard].tolist()
         return [
-            Part(name, single + sums, rule, sums)
+            PushPart(name, single + sums, rule, sums)
             for name, (single, sums), rule in zip(self._routed.layout.tables, counts, rules, strict=True)
         ]
 

@@ -34,7 +34,7 @@ from anabranch.errors import CheckpointError, RolledBack
 from anabranch.events import fault_point, report
 from anabranch.parameter_server.server.acknowledged import Acknowledged
 from anabranch.parameter_server.server.log_format import Record
-from anabranch.parameter_server.server.ownership import Ownership, Position
+from anabranch.parameter_server.server.ownership import DirectoryContents, Ownership
 from anabranch.parameter_server.server.push_log import PushLog
 from anabranch.parameter_server.server.recovery import LogReader
 from anabranch.parameter_server.server.shard import Shard
@@ -134,7 +134,7 @@ class Keeper:
         self._owner.note(changes=self._changes)
         return list(self._done.identities())
 
-    def _load(self, shard: Shard) -> Position | None:
+    def _load(self, shard: Shard) -> DirectoryContents | None:
         """Load the newest whole checkpoint; returns the log position after it."""
         assert self._directory is not None
         found = self._find()
@@ -153,7 +153,7 @@ class Keeper:
         self._life = cast(int, state.get("life", self._life))
         file = cast(int, state["log"])
         self._forget_before = file
-        return Position(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
+        return DirectoryContents(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
 
     def _owner_name(self) -> bytes:
         assert self._owner is not None

@@ -33,7 +33,7 @@ from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server.server.log_format import is_numbered, log_numbers, log_path
 
-__all__ = ["Ownership", "Position", "holds_changes"]
+__all__ = ["Ownership", "DirectoryContents", "holds_changes"]
 
 _SLOT = struct.Struct("<8sQQQQIQQQI")
 _MAGIC = b"ABOWNER\n"
@@ -44,7 +44,7 @@ _NAME_AT = 2 * _APART
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class DirectoryContents:
     """The known contents of a directory.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Slot:
     turn: int
     epoch: int
     pid: int
-    position: Position
+    position: DirectoryContents
 
     def encode(self) -> bytes:
         here = self.position
@@ -121,7 +121,9 @@ class Ownership:
             before = self._read(repair=repair)
             self.found = None if before is None else before.position
             self.epoch = 1 if before is None else before.epoch + 1
-            self._slot = _Slot(0 if before is None else before.turn, self.epoch, os.getpid(), self.found or Position())
+            self._slot = _Slot(
+                0 if before is None else before.turn, self.epoch, os.getpid(), self.found or DirectoryContents()
+            )
             self.note(durable=True)
         except OSError as error:
             self.close()
@@ -131,12 +133,12 @@ class Ownership:
             raise
 
     @property
-    def position(self) -> Position:
+    def position(self) -> DirectoryContents:
         """The known contents of the directory."""
         return self._slot.position
 
     def note(self, *, durable: bool = False, **known: int) -> None:
-        """Record the directory's contents from now on, by the names of ``Position``; safe from several threads.
+        """Record contents of the directory, by the names of ``DirectoryContents``; safe from several threads.
 
         ``durable``: returns once that is on the disk.
         """
@@ -289,7 +291,7 @@ def _slots_in(memory: bytes) -> list[_Slot]:
             continue
         magic, epoch, turn, file, records, chain, saved, changes, pid, checksum = _SLOT.unpack_from(memory, at)
         if magic == _MAGIC and zlib.crc32(memory[at : at + _SLOT.size - 4]) == checksum:
-            found.append(_Slot(turn, epoch, pid, Position(file, records, chain, saved - 1, changes)))
+            found.append(_Slot(turn, epoch, pid, DirectoryContents(file, records, chain, saved - 1, changes)))
     return found
 
 

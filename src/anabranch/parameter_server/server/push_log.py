@@ -33,7 +33,7 @@ from anabranch.parameter_server.server.log_format import (
     log_path,
     write_all,
 )
-from anabranch.parameter_server.server.ownership import Ownership, Position
+from anabranch.parameter_server.server.ownership import DirectoryContents, Ownership
 
 __all__ = ["PushLog"]
 
@@ -61,12 +61,12 @@ class PushLog:
             must be restarted.
     """
 
-    def __init__(self, directory: Path, owner: Ownership | None = None, after: Position | None = None) -> None:
+    def __init__(self, directory: Path, owner: Ownership | None = None, after: DirectoryContents | None = None) -> None:
         self._directory = directory
         self._owns = owner is None
         self._owner = Ownership(directory) if owner is None else owner
         self._state = threading.Condition()
-        here = after or Position()
+        here = after or DirectoryContents()
         self._number = max(here.file, *log_numbers(directory), 0)
         self._records = self._durable = here.records
         # A new log starts from a random number, so that its files are not taken for those of another one.
@@ -81,10 +81,10 @@ class PushLog:
             raise CheckpointError(f"the log in {directory} cannot be written: {error}") from error
 
     @property
-    def end(self) -> Position:
+    def end(self) -> DirectoryContents:
         """The offset of the next record."""
         with self._state:
-            return Position(self._number, self._records, self._chain)
+            return DirectoryContents(self._number, self._records, self._chain)
 
     def append(self, record: Record, tensors: Sequence[Tensor] = ()) -> int:
         """Write a record after the existing ones; returns the position to ``commit``."""
@@ -161,7 +161,7 @@ class PushLog:
                 "a copy, and start the server again"
             )
 
-    def rotate(self) -> Position:
+    def rotate(self) -> DirectoryContents:
         """Begins a new file, with all earlier ones on the disk; returns its position."""
         with self._state:
             while self._syncing:
@@ -180,7 +180,7 @@ class PushLog:
                 self._begin()
             except OSError as error:  # the old file goes on
                 raise CheckpointError(f"no new log file can be begun in {self._directory} now: {error}") from error
-            return Position(self._number, self._records, self._chain)
+            return DirectoryContents(self._number, self._records, self._chain)
 
     def _begin(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC

@@ -29,7 +29,7 @@ from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.events import report
 from anabranch.parameter_server.server.log_format import Frames, Preamble, Record, log_numbers, log_path, write_all
-from anabranch.parameter_server.server.ownership import Position
+from anabranch.parameter_server.server.ownership import DirectoryContents
 
 __all__ = ["LogReader"]
 
@@ -57,14 +57,19 @@ class LogReader:
     """
 
     def __init__(
-        self, directory: Path, start: Position | None = None, known: Position | None = None, *, repair: bool = False
+        self,
+        directory: Path,
+        start: DirectoryContents | None = None,
+        known: DirectoryContents | None = None,
+        *,
+        repair: bool = False,
     ) -> None:
         self._directory = directory
-        self.known = known or Position()
+        self.known = known or DirectoryContents()
         self._has_owner = known is not None
         self._repair = repair
         self._begins = start is not None and start.file > 0
-        self.end = start or Position()
+        self.end = start or DirectoryContents()
         self.lost: str | None = None
         self._numbers = [number for number in log_numbers(directory) if number >= self.end.file]
 
@@ -82,7 +87,7 @@ class LogReader:
                 yield found
             self._compare(frames.count, frames.chain)
             count, chain = frames.count, frames.chain
-            self.end = Position(number, count, chain)
+            self.end = DirectoryContents(number, count, chain)
             if frames.fault is not None and not self._may_end(frames, last=number == newest):
                 return
         if self.lost is None and count < self.known.records:
@@ -100,7 +105,7 @@ class LogReader:
         before = self.known.file > 0 and start and count > self.known.records
         if here or before or (numbered and not self.known.file):
             self._has_owner = False
-            self.known = Position()
+            self.known = DirectoryContents()
             self.lost = (
                 f"{self._directory / 'owner'} belongs to another log than the one beside it, so nobody can tell "
                 "whether that is whole"
@@ -222,7 +227,7 @@ class LogReader:
             raise
         except (ValueError, CheckpointError):
             return b""
-        start = Position() if preamble is None else Position(0, preamble.first, preamble.chain)
+        start = DirectoryContents() if preamble is None else DirectoryContents(0, preamble.first, preamble.chain)
         frames = Frames(path, preamble, start.records, start.chain)
         for _ in frames.records(None if preamble is None else self.end.records):
             pass

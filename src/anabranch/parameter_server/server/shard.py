@@ -44,11 +44,11 @@ from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
     NormMessage,
-    Part,
     PullMessage,
     PullPart,
     PullReply,
     PushMessage,
+    PushPart,
     ReleaseMessage,
     RestoreMessage,
     check_kinds,
@@ -449,7 +449,7 @@ class Shard:
         self._counts[message.name] = _Counts()
 
     def _check_parts(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
-        parts: Sequence[PullPart | Part] = message.parts
+        parts: Sequence[PullPart | PushPart] = message.parts
         names = [part.name for part in parts]
         if len(set(names)) != len(names):
             raise SchemaError("a message names a table twice; merge its ids")

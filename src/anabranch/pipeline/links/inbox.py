@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from anabranch.pipeline.links.exchange import Message
-from anabranch.pipeline.links.packet_codec import Facts, Fault, Header, unpack
+from anabranch.pipeline.links.packet_codec import Facts, Header, PacketFault, unpack
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.pipeline.stage.packet import Gradients
 
@@ -47,7 +47,7 @@ class Inbox:
             self.bodies: dict[int, object] = {}
             self.facts: Facts | None = None
             self.ended: set[int] = set()
-            self.fault: Fault | None = None
+            self.fault: PacketFault | None = None
             for peer in self.owed:
                 self.owed[peer] += turn > 0
             self.changed.notify_all()

@@ -21,7 +21,7 @@ from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = [
     "Facts",
-    "Fault",
+    "PacketFault",
     "Header",
     "InputKind",
     "bytes_of",
@@ -59,7 +59,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
     trained: dict[str, list[bool]] = {}
 
 
-class Fault(msgspec.Struct, array_like=True, frozen=True):
+class PacketFault(msgspec.Struct, array_like=True, frozen=True):
     """The error that ended a call, on the rank that sends this or on the one that it heard of first."""
 
     rank: int
@@ -86,7 +86,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     body: object = None
     tensors: list[tuple[str, list[int]]] = []
     facts: Facts | None = None
-    fault: Fault | None = None
+    fault: PacketFault | None = None
     carried: list[tuple[str, list[int]]] = []
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from anabranch.pipeline.links.packet_codec import InputKind, describe, described
 from anabranch.pipeline.microbatch import open_whole
 from anabranch.pipeline.parts.signature import signature_of
-from anabranch.pipeline.parts.split import Source
+from anabranch.pipeline.parts.split import SplitSource
 from anabranch.tensors import Structure, flatten, unflatten
 
 __all__ = ["learn", "prepare"]
@@ -20,7 +20,7 @@ _Inputs = tuple[tuple[Structure, ...], dict[str, Structure]]
 
 
 def prepare(
-    source: Source,
+    source: SplitSource,
     args: tuple[Structure, ...],
     kwargs: Mapping[str, Structure],
     sizes: Sequence[int],
@@ -39,7 +39,7 @@ def prepare(
     return kinds
 
 
-def learn(source: Source, kinds: Sequence[InputKind]) -> None:
+def learn(source: SplitSource, kinds: Sequence[InputKind]) -> None:
     """Make the programs that the first stage's rank has made."""
     for key, spec, shapes, needs_grad in kinds:
         args, kwargs = cast(_Inputs, described(spec, shapes, needs_grad))

@@ -12,7 +12,7 @@ from typing import cast
 
 from torch import nn
 
-from anabranch.pipeline.parts.program import Held
+from anabranch.pipeline.parts.program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
 
 __all__ = ["ModelPart", "PartedModel", "has_state", "join_parts"]
@@ -36,7 +36,7 @@ class ModelPart(nn.Module, ABC):
         """Take up the modules and tensors that the model has now under this part's names."""
 
     def take_up(
-        self, model: nn.Module, units: Iterable[str], held: Iterable[Held], shared: Collection[str] = ()
+        self, model: nn.Module, units: Iterable[str], held: Iterable[HeldTensor], shared: Collection[str] = ()
     ) -> None:
         """Make the tree of these modules and tensors; other parts hold tensors of the modules in ``shared`` too."""
         self._modules.clear()

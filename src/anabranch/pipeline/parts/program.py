@@ -23,7 +23,7 @@ from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.trees import Tree, build, take_apart
 
-__all__ = ["Held", "Instruction", "Program", "Slot", "is_plain"]
+__all__ = ["HeldTensor", "Instruction", "PartProgram", "Slot", "is_plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A parameter, a buffer or another tensor that the model keeps: the module's name and the attribute's."""
 
     module: str
@@ -48,7 +48,7 @@ class Instruction:
     Attributes:
         target: the module's name or the function.
         tree: the containers of its arguments.
-        leaves: the arguments in them: ``Slot``, ``Held`` or a constant.
+        leaves: the arguments in them: ``Slot``, ``HeldTensor`` or a constant.
         out_tree: the containers of its result.
         out_leaves: the results in them: a ``Slot``, or the constant that it must be again.
         modes: the thread's modes, where they differ from those that the model was called in.
@@ -78,11 +78,13 @@ def is_plain(value: object) -> bool:
 
 def _shown(leaves: Sequence[object]) -> str:
     """Return a text that is the same in every process."""
-    return str([leaf if is_plain(leaf) or isinstance(leaf, Slot | Held) else type(leaf).__name__ for leaf in leaves])
+    return str(
+        [leaf if is_plain(leaf) or isinstance(leaf, Slot | HeldTensor) else type(leaf).__name__ for leaf in leaves]
+    )
 
 
 @dataclass(slots=True)
-class Program:
+class PartProgram:
     """A model's forward for inputs of one kind.
 
     Attributes:
@@ -91,7 +93,7 @@ class Program:
         parts: the instructions of each part.
         carried: for each part but the last the slots handed to the next.
         out_tree: the containers of the model's output.
-        out_leaves: what is in them: ``Slot``, ``Held`` or a constant.
+        out_leaves: what is in them: ``Slot``, ``HeldTensor`` or a constant.
         device: where it was traced; a part on another device puts its own in place of it.
     """
 
@@ -122,7 +124,7 @@ class Program:
         part: int,
         values: Sequence[object],
         modules: Mapping[str, Callable[..., object]],
-        held: Callable[[Held], object],
+        held: Callable[[HeldTensor], object],
     ) -> tuple[object, ...]:
         """Run one part on the values that it gets; returns those for the next, or the tensors of the output."""
         last = part == len(self.parts) - 1
@@ -132,7 +134,7 @@ class Program:
         def look_up(leaf: object) -> object:
             if isinstance(leaf, Slot):
                 return slots[leaf.index]
-            if isinstance(leaf, Held):
+            if isinstance(leaf, HeldTensor):
                 return held(leaf)
             return here if isinstance(leaf, torch.device) and leaf == self.device else leaf
 
@@ -143,13 +145,13 @@ class Program:
             with nullcontext() if instruction.modes is None else instruction.modes.entered():
                 _keep(instruction, target(*args, **kwargs), slots)
         if last:
-            return tuple(look_up(leaf) for leaf in self.out_leaves if isinstance(leaf, Slot | Held))
+            return tuple(look_up(leaf) for leaf in self.out_leaves if isinstance(leaf, Slot | HeldTensor))
         return tuple(slots[index] for index in self.carried[part])
 
     def output(self, values: Sequence[object]) -> object:
         """Return the model's output from the values of the last part."""
         given = iter(values)
-        leaves = [next(given) if isinstance(leaf, Slot | Held) else leaf for leaf in self.out_leaves]
+        leaves = [next(given) if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves]
         return build(self.out_tree, iter(leaves))
 
 

@@ -30,13 +30,13 @@ from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.glue import Glue, GluedModel
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
 from anabranch.pipeline.parts.names import lies_in
-from anabranch.pipeline.parts.program import Held, Program
+from anabranch.pipeline.parts.program import HeldTensor, PartProgram
 from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
 from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
 from anabranch.pipeline.parts.trees import take_apart
 from anabranch.pipeline.stage.keywords import taken_by
 
-__all__ = ["Example", "Part", "Source", "SplitModel", "split"]
+__all__ = ["Example", "SplitModel", "SplitPart", "SplitSource", "split"]
 
 Example = tuple[object, ...] | Mapping[str, object] | Tensor
 """Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
@@ -118,10 +118,10 @@ class SplitModel(PartedModel):
     """A model in parts by its own code; see ``split``."""
 
     def __init__(self, model: nn.Module, at: Sequence[str], example: Example | None) -> None:
-        self.__dict__["source"] = source = Source(model, _checked(model, at), example)
-        super().__init__(model, [Part(source, index) for index in range(len(source.at) + 1)])
+        self.__dict__["source"] = source = SplitSource(model, _checked(model, at), example)
+        super().__init__(model, [SplitPart(source, index) for index in range(len(source.at) + 1)])
 
-    source: Source
+    source: SplitSource
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the parts one after the other."""
@@ -145,17 +145,17 @@ def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
     return list(at)
 
 
-class Source:
+class SplitSource:
     """A model that was split, the parts that its modules and tensors belong to, and its programs."""
 
     def __init__(self, model: nn.Module, at: list[str], example: Example | None) -> None:
         self.model = model
         self.at = at
         self.units: list[list[str]] = [[] for _ in range(len(at) + 1)]
-        self.held: list[list[Held]] = [[] for _ in range(len(at) + 1)]
-        self._programs: OrderedDict[str, tuple[str, Program]] = OrderedDict()
-        self._by_token: dict[str, Program] = {}
-        self.pinned: dict[Signature, Program] = {}
+        self.held: list[list[HeldTensor]] = [[] for _ in range(len(at) + 1)]
+        self._programs: OrderedDict[str, tuple[str, PartProgram]] = OrderedDict()
+        self._by_token: dict[str, PartProgram] = {}
+        self.pinned: dict[Signature, PartProgram] = {}
         self._assign(_example_of(model, example))
 
     def __getstate__(self) -> dict[str, object]:
@@ -165,7 +165,7 @@ class Source:
 
     def _assign(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> None:
         parts_of: dict[str, list[int]] = {}
-        held: dict[Held, list[int]] = {}
+        held: dict[HeldTensor, list[int]] = {}
         for users in self._in_both_modes(example):
             _merge(parts_of, users.modules)
             _merge(held, users.held)
@@ -226,7 +226,7 @@ class Source:
                 self.units[part].append(path)
                 continue
             names = (*module._parameters, *module._buffers)
-            self.held[part] += [Held(path, name) for name in names if Held(path, name) not in taken]
+            self.held[part] += [HeldTensor(path, name) for name in names if HeldTensor(path, name) not in taken]
 
     def _device(self) -> torch.device:
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -238,7 +238,7 @@ class Source:
         """Return the model's state, as it decides what its code does."""
         return state_of(self.model, _plain_modes())
 
-    def prepare(self, signature: Signature, key: str | None = None) -> Program:
+    def prepare(self, signature: Signature, key: str | None = None) -> PartProgram:
         """Return the program for inputs of this kind, traced if it is the first time; ``key`` is another rank's."""
         state = self.state()
         name = key_of(signature, state) if key is None else key
@@ -274,7 +274,7 @@ class Source:
                         "lie; split the model with example= inputs of this kind"
                     )
 
-    def program(self, token: object) -> Program:
+    def program(self, token: object) -> PartProgram:
         """Return the program that an earlier part of this call ran."""
         found = self._by_token.get(cast(str, token))
         if found is None:
@@ -290,15 +290,15 @@ class Source:
         return self.program(token).output(tensors)
 
 
-class Part(ModelPart):
+class SplitPart(ModelPart):
     """The modules from one cut to the next, and the code between them."""
 
-    def __init__(self, source: Source, index: int) -> None:
+    def __init__(self, source: SplitSource, index: int) -> None:
         super().__init__()
         self.__dict__["source"] = source
         self.index = index
 
-    source: Source
+    source: SplitSource
 
     @property
     def name(self) -> str:
@@ -333,7 +333,7 @@ class Part(ModelPart):
             values = _tensors_of(args, kwargs)
         return program.token, *program.run(self.index, values, _Modules(source.model), self._held)
 
-    def _held(self, tensor: Held) -> object:
+    def _held(self, tensor: HeldTensor) -> object:
         holder = self.holders.get(tensor.module)
         for kind in ("_parameters", "_buffers"):
             if holder is not None and tensor.name in holder.__dict__[kind]:

@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.names import lies_in
-from anabranch.pipeline.parts.program import Held, Instruction, Program, Slot, is_plain
+from anabranch.pipeline.parts.program import HeldTensor, Instruction, PartProgram, Slot, is_plain
 from anabranch.pipeline.parts.signature import Signature, TensorFacts, seen_in
 from anabranch.pipeline.parts.trees import build, take_apart
 from anabranch.pipeline.stage.skips import SkipStore, using_store
@@ -59,9 +59,9 @@ class Users:
     """
 
     modules: dict[str, list[int]] = field(default_factory=dict)
-    held: dict[Held, list[int]] = field(default_factory=dict)
+    held: dict[HeldTensor, list[int]] = field(default_factory=dict)
 
-    def use(self, name: str | Held, part: int) -> None:
+    def use(self, name: str | HeldTensor, part: int) -> None:
         """Record a use by ``part``."""
         if isinstance(name, str):
             parts = self.modules.setdefault(name, [])
@@ -75,7 +75,7 @@ class Users:
 class Traced:
     """Results of a trace: the model's code, and the parts that use what the model has."""
 
-    program: Program
+    program: PartProgram
     users: Users
 
 
@@ -122,7 +122,7 @@ class _Recorder(TorchFunctionMode):
         self._slots: dict[int, Slot] = {}
         self._alive: list[object] = []
         self._count = 0
-        self._names: dict[int, Held] = {}
+        self._names: dict[int, HeldTensor] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(at) + 1)]
         self._storages = _Storages()
         self._users = Users()
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
             copied, self._names, named = _without_memory(self._model, device, fake)
             self._alive += named  # a module may drop its own, and another tensor would get that one's identity
             kept = [
-                (Held(path, name), tensor, tensor._version)
+                (HeldTensor(path, name), tensor, tensor._version)
                 for path, module in copied.named_modules()
                 for name, tensor in (*module._parameters.items(), *module._buffers.items())
                 if tensor is not None
@@ -153,7 +153,7 @@ class _Recorder(TorchFunctionMode):
         found: list[object] = []
         tree = take_apart(output, found)
         out_leaves = tuple(self._named(leaf, "the model's output") for leaf in found)
-        program = Program(key, inputs, tuple(map(tuple, self._parts)), tree, out_leaves, device)
+        program = PartProgram(key, inputs, tuple(map(tuple, self._parts)), tree, out_leaves, device)
         self._storages.check(program.carried, self._at)
         self._check_changed({held: tensor for held, tensor, version in kept if tensor._version != version}, program)
         return Traced(program, self._users)
@@ -310,7 +310,7 @@ class _Recorder(TorchFunctionMode):
                     "it in a module inside, change a buffer in place, or return it"
                 )
 
-    def _check_changed(self, changed: Mapping[Held, Tensor], program: Program) -> None:
+    def _check_changed(self, changed: Mapping[HeldTensor, Tensor], program: PartProgram) -> None:
         for held, tensor in changed.items():
             parts = set(self._users.held.get(held, ()))
             for path, users in self._users.modules.items():
@@ -326,10 +326,10 @@ class _Recorder(TorchFunctionMode):
 
 def _without_memory(
     model: nn.Module, device: torch.device, fake: FakeTensorMode
-) -> tuple[nn.Module, dict[int, Held], list[Tensor]]:
+) -> tuple[nn.Module, dict[int, HeldTensor], list[Tensor]]:
     """Return a copy of ``model`` whose parameters and buffers have no memory, its tensors' names, and the tensors."""
     memo: dict[int, object] = {}
-    names: dict[int, Held] = {}
+    names: dict[int, HeldTensor] = {}
     named: list[Tensor] = []
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -340,7 +340,7 @@ def _without_memory(
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = empty
-            names[id(empty)] = Held(path, name)
+            names[id(empty)] = HeldTensor(path, name)
             named.append(empty)
     try:
         copied = copy.deepcopy(model, memo)
@@ -350,7 +350,7 @@ def _without_memory(
         twin = vars(copied.get_submodule(path))
         for name, kept in list(vars(module).items()):
             if isinstance(kept, Tensor) and isinstance(twin.get(name), Tensor):
-                names[id(twin[name])] = Held(path, name)
+                names[id(twin[name])] = HeldTensor(path, name)
                 named.append(twin[name])
     return copied, names, named
 
@@ -404,7 +404,7 @@ def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
     for node in graph.nodes:
         if node.op == "get_attr":
             module, _, name = str(node.target).rpartition(".")
-            tracer.users.use(Held(module, name), tracer.part_of.get(node, 0))
+            tracer.users.use(HeldTensor(module, name), tracer.part_of.get(node, 0))
     return tracer.users
 
 

@@ -98,7 +98,11 @@ def _gpipe(n: int, m: int, p: int) -> _Made:
 
 def _one_f_one_b(n: int, m: int, p: int) -> _Made:
     return list(range(n)), [
-        _alternate([Action(Kind.F, j, i) for i in range(m)], [Action(Kind.B, j, i) for i in range(m)], warmup=n - j - 1)
+        _alternate(
+            [Action(Kind.F, j, i) for i in range(m)],
+            [Action(Kind.B, j, i) for i in range(m)],
+            warmup=n - j - 1,
+        )
         for j in range(n)
     ]
 

@@ -82,7 +82,12 @@ def _as_function(
     costs: Mapping[Kind, float] | Callable[[Action], float] | None, schedule: Schedule
 ) -> Callable[[Action], float]:
     if costs is None:
-        costs = {Kind.F: 1.0, Kind.B: 1.0 if schedule.splits_backward else 2.0, Kind.W: 1.0, Kind.R: 1.0}
+        costs = {
+            Kind.F: 1.0,
+            Kind.B: 1.0 if schedule.splits_backward else 2.0,
+            Kind.W: 1.0,
+            Kind.R: 1.0,
+        }
     if isinstance(costs, Mapping):
         table = costs
         return lambda action: table.get(action.kind, 0.0)

@@ -22,7 +22,7 @@ HITS, MISSES, REFRESHED, EVICTIONS, PUSHED = range(5)
 _AHEAD = 12  # ids
 
 
-class Held(NamedTuple):
+class CacheArrays(NamedTuple):
     """The index of each table, then the contents of its slots; ``RowCache`` describes them."""
 
     keys: Any
