@@ -19,18 +19,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from anabranch.launch.forks.main_script import run_as_main
-from anabranch.launch.program import PythonProgram as Runnable
-from programs import PIPE, PythonProgram, start
+from anabranch.launch.python_program import PythonProgram as Runnable
+from programs import PIPE, Program, start
 
 __all__ = ["run", "start_launcher", "start_run"]
 
 
-def start_launcher(script: Path, *arguments: object) -> PythonProgram:
+def start_launcher(script: Path, *arguments: object) -> Program:
     """Starts a script whose first fork server is a fork of it; it is to have no other."""
     return start(Path(__file__), script, *arguments)
 
 
-def start_run(*arguments: object, stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE) -> PythonProgram:
+def start_run(*arguments: object, stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE) -> Program:
     """Starts ``anabranch run`` with these arguments."""
     return start(Path(__file__), "run", *arguments, stdin=stdin, stdout=stdout, stderr=stderr)
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from anabranch.launch import program
+from anabranch.launch import python_program as program
 from anabranch.launch.forks import launcher_side
 from anabranch.launch.forks.conditions import why_no_fork_server
 from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
 from anabranch.launch.supervision.orphans import adopt_orphans
 
-__all__ = ["PartProgram", "Programs", "start"]
+__all__ = ["Program", "Programs", "start"]
 
 PIPE = subprocess.PIPE
 
@@ -62,7 +62,7 @@ launcher_side._CODE = launcher_side._CODE.replace(
 )
 
 
-class PartProgram:
+class Program:
     """A process that runs a program, in a session of its own; of ``subprocess.Popen`` what tests need.
 
     Left as a context manager, it is killed.
@@ -148,7 +148,7 @@ class PartProgram:
         self.wait(max(until - time.monotonic(), 0.0))
         return said[0], said[1]
 
-    def __enter__(self) -> PartProgram:
+    def __enter__(self) -> Program:
         return self
 
     def __exit__(
@@ -169,10 +169,10 @@ def start(
     stdin: int = PIPE,
     stdout: int = PIPE,
     stderr: int = PIPE,
-) -> PartProgram:
+) -> Program:
     """Starts a file of Python source with one thread to compute with; each stream is a pipe or a descriptor."""
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    return PartProgram(script, tuple(map(str, arguments)), everything, (stdin, stdout, stderr))
+    return Program(script, tuple(map(str, arguments)), everything, (stdin, stdout, stderr))
 
 
 class Programs:
@@ -188,7 +188,7 @@ class Programs:
         if why_no_fork_server(os.environ) is None:
             _server()  # so that no test is the one that starts it
 
-    def start(self, source: str, *arguments: object, stderr: int = 2) -> PartProgram:
+    def start(self, source: str, *arguments: object, stderr: int = 2) -> Program:
         """Runs Python source text with its arguments in ``sys.argv[1:]``; its input and output are pipes."""
         self._count += 1
         script = self._folder / f"program-{self._count}.py"
@@ -208,7 +208,7 @@ def _server() -> ForkServer:
 
 def _forked(script: Path, arguments: tuple[str, ...], environment: Mapping[str, str], streams: tuple[int, ...]) -> int:
     with adopt_orphans():
-        return _server().fork("program", program.PartProgram(str(script), arguments), environment, *streams)
+        return _server().fork("program", program.PythonProgram(str(script), arguments), environment, *streams)
 
 
 def _ends(stream: int, place: int) -> tuple[int, int]:

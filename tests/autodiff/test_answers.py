@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.autodiff.answers import Answers, AnswersDiffer
-from anabranch.autodiff.boundary import Form, cross
+from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
+from anabranch.autodiff.boundary.crossing import Form, cross
+from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.autodiff.call_threads import run_at_once
-from anabranch.autodiff.recorded_boundary import RecordedBoundary
 
 asked: list[float] = []
 FORM = Form((2,), torch.float32, torch.device("cpu"))

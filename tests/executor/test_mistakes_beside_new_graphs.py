@@ -16,7 +16,7 @@ import anabranch as ab
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.tape_engine import TapeEngine
-from anabranch.executor.fetching import Fetch
+from anabranch.executor.running.fetching import Fetch
 
 SGD = torch.optim.SGD
 ENGINES = ("auto", "graph")

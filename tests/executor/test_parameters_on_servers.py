@@ -369,7 +369,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing() -> None:
 
 
 def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.executor.remote import RemotePart
+    from anabranch.executor.running.remote import RemotePart
 
     class Two:
         size, rank = 2, 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.executor.run_facts import Curve, RunFacts
+from anabranch.executor.observing.run_facts import Curve, RunFacts
+from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.statistics import TableLoads
-from anabranch.executor.tracking import Progress
 from anabranch.status_file import PROGRESS_VARIABLE, STATUS_VARIABLE, StatusFile
 
 

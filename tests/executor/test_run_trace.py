@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch import spans
 from anabranch.deadline import Deadline
-from anabranch.executor import run_trace
-from anabranch.executor.run_trace import RunTrace, nested_in
+from anabranch.executor.observing import run_trace
+from anabranch.executor.observing.run_trace import RunTrace, nested_in
 from anabranch.parameter_server import ParameterServer
 from anabranch.pipeline import Pipe
 from anabranch.transport import Client, Request, Server, Verb

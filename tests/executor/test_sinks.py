@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.executor import sinks as sinks_module
-from anabranch.executor.sinks import SinkFeed
+from anabranch.executor.observing import sinks as sinks_module
+from anabranch.executor.observing.sinks import SinkFeed
 
 
 class Kept:

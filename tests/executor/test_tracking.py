@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from anabranch.executor.tracking import Progress
+from anabranch.executor.observing.tracking import Progress
 
 
 class Seconds:

@@ -21,7 +21,7 @@ from anabranch.experts import (
     Task,
     TaskPool,
 )
-from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.batching.device_copies import DeviceCopies
 from anabranch.tensors import TensorSpec
 
 on_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from anabranch.deadline import Deadline
 from anabranch.errors import RemoteError, SchemaError, SessionGone
 from anabranch.experts import ExpertBackend, RemoteExpert, SessionLimits
-from anabranch.experts.server import sessions as module
-from anabranch.experts.server.sessions import Sessions, Step
-from anabranch.experts.server.step_tasks import bytes_held
+from anabranch.experts.server.sessions import open_sessions as module
+from anabranch.experts.server.sessions.open_sessions import Sessions, Step
+from anabranch.experts.server.sessions.step_tasks import bytes_held
 from anabranch.experts.wire import StepHeader
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock

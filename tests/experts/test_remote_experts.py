@@ -17,7 +17,7 @@ from expert_modules import (
 )
 from torch import Tensor, nn
 
-from anabranch.autodiff import boundary
+from anabranch.autodiff.boundary import crossing as boundary
 from anabranch.errors import (
     NotFound,
     RemoteError,

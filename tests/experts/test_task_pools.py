@@ -13,7 +13,7 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost
 from anabranch.experts import Runtime, Task, TaskPool
-from anabranch.experts.server.task_pool import Unrepeatable
+from anabranch.experts.server.batching.task_pool import Unrepeatable
 from anabranch.testing import FakeClock
 from waiting import wait_until
 

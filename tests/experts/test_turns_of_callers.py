@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.experts import ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
-from anabranch.experts.server.fair_order import FairOrder
+from anabranch.experts.server.batching.fair_order import FairOrder
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
 from waiting import join, wait_until

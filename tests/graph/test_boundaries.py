@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary import Crossed, Form, cross
-from anabranch.autodiff.recorded_boundary import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
+from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import Form, cross
-from anabranch.autodiff.recorded_boundary import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Form, cross
+from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.run import cuda_graphs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo import front as front_module
-from anabranch.graph.dynamo.watched_code import WatchedCode
+from anabranch.graph.dynamo.guards.watched_code import WatchedCode
 
 
 class Scaled(nn.Module):

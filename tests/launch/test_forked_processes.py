@@ -16,7 +16,7 @@ from process_marks import wait_until
 from anabranch.launch import launch
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.orphans import adopt_orphans
 from anabranch.testing import LocalJob
 from launched import start_launcher
@@ -272,7 +272,7 @@ def test_a_fork_dies_with_its_launcher_and_not_with_the_fork_server(tmp_path: Pa
 import os, sys, time
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.supervision.orphans import adopt_orphans
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 with adopt_orphans(), ForkServer(os.environ) as server:
     pid = server.fork("worker-0", PythonProgram(sys.argv[1]), os.environ, 0, 1, 2)
     print(pid, flush=True)

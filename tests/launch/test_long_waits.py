@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.launch.job_status import JobStatus, RoleStatus, State, status_of
 from anabranch.launch.output.long_waits import LongWaits
-from anabranch.launch.status import JobStatus, RoleStatus, State, status_of
 from launched import start_run
 from waiting import wait_until
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
 from anabranch.launch.output.picture import drawn, picture, sparkline
-from anabranch.launch.status import JobStatus, RoleStatus, TrackedLoop
 
 WORKER = RoleStatus(
     "worker",

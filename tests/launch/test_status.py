@@ -19,7 +19,7 @@ import anabranch as ab
 from anabranch.launch import launch
 from anabranch.launch.address_status import Addresses
 from anabranch.launch.job_file import JobFile
-from anabranch.launch.status import RoleStatus, job_of, latest_job, status_of
+from anabranch.launch.job_status import RoleStatus, job_of, latest_job, status_of
 from anabranch.parameter_server import ParameterServer
 from launched import start_run
 from waiting import wait_until

@@ -37,7 +37,7 @@ def mapped_from(directory: Path) -> int:
 def test_a_table_in_a_file_is_the_table_in_memory(
     budget: int | None, name: str, rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.tables.storage._WINDOW", 1)  # windows of 4096 rows, the least there are
+    monkeypatch.setattr("anabranch.tables.row_storage._WINDOW", 1)  # windows of 4096 rows, the least there are
     rule = RowOptimizer.from_factory(RULES[name])
     capacity = None if rows else 2000
     make = functools.partial(TableSpec, "t", rows, 8, every_row_moves=rows is not None, capacity=capacity)

@@ -358,8 +358,8 @@ def test_a_bit_changed_in_a_header_on_plain_tcp_costs_a_retry(
     direction: str, position: int, bit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was a ``ProtocolError``, or a wait until the deadline for a rest that never comes."""
-    monkeypatch.setattr("anabranch.transport.connection._HALF_A_HEADER", 0.05)
-    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.02)
+    monkeypatch.setattr("anabranch.transport.server.connection._HALF_A_HEADER", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.02)
     done: list[float] = []
     box = FlipsHeaders(SocketTransport(insecure=True), direction, position, bit)
     with (

@@ -17,7 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded
 from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import FrameWriter, Hello, encode
-from anabranch.transport.streams import Stream
+from anabranch.transport.network.streams import Stream
 
 # More than the buffers of a Unix socket take.
 NUMBERS = 2 << 20
@@ -129,7 +129,7 @@ def test_whoever_has_not_read_for_long_makes_room(monkeypatch: pytest.MonkeyPatc
     with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
         idle = [stack.enter_context(asker(server)) for _ in range(2)]
         until(lambda: server.statistics().served == 2)
-        monkeypatch.setattr("anabranch.transport.server._UNREAD", 0.0)
+        monkeypatch.setattr("anabranch.transport.server.server._UNREAD", 0.0)
         assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
         # The one that waited longest was cut, the other may still read.
         until(lambda: server.statistics().connections == 2)
@@ -154,7 +154,7 @@ def test_one_answer_may_be_larger_than_the_budget() -> None:
 def test_a_long_call_leaves_its_client_time_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence was counted from the request, so an answer that took long was cut off before it could be read."""
     calls: list[Call] = []
-    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.02)
+    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.02)
     with Server([Verb("large", calls.append, quick=True)]) as server, asker(server) as sock:
         until(lambda: len(calls) == 1)
         (connection,) = server._connections
@@ -274,8 +274,8 @@ def read_frames(sock: socket.socket, least: int) -> int:
 
 def test_memory_of_answers_nobody_read_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[int] = []
-    monkeypatch.setattr("anabranch.transport.server._GIVEN_BACK", 4 * NBYTES)
-    monkeypatch.setattr("anabranch.transport.server.give_memory_back", lambda: returned.append(large.held()))
+    monkeypatch.setattr("anabranch.transport.server.server._GIVEN_BACK", 4 * NBYTES)
+    monkeypatch.setattr("anabranch.transport.server.server.give_memory_back", lambda: returned.append(large.held()))
     large = Large(quick=True)
     with Server([large.verb], heartbeat=0.02) as server, ExitStack() as stack, Client() as client:
         for _ in range(4):

@@ -246,10 +246,10 @@ LARGE = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60
     ids=["nothing", "half a greeting", "half a request", "half of a request with a thread of its own"],
 )
 def test_who_stalls_in_the_middle_is_let_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.connection._GREETING", 0.2)
-    monkeypatch.setattr("anabranch.transport.connection._STALLED", 0.2)
-    monkeypatch.setattr("anabranch.transport.connection._LINGER", 0.05)
-    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 0.2)
+    monkeypatch.setattr("anabranch.transport.server.connection._STALLED", 0.2)
+    monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.05)
     with Server([Verb("echo", echo, quick=True)]) as server, socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(server.endpoint.removeprefix("unix:"))
@@ -273,7 +273,7 @@ def test_what_is_done_once_must_be_numbered() -> None:
 
 
 def test_a_second_request_on_a_connection_whose_first_is_served_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.connection._LINGER", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
     gate = Gate("echo")
     with Server([gate.verb]) as server, socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
@@ -391,7 +391,7 @@ def test_a_handler_that_waits_holds_nobody_else_up() -> None:
 
 
 def test_a_connection_that_rests_gives_its_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.drivers._REST", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.drivers._REST", 0.05)
     with Server([ECHO]) as server, Client() as client:
         for _ in range(3):
             assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
@@ -462,7 +462,7 @@ def test_an_answer_after_the_end_touches_nothing() -> None:
 
 
 def test_a_fault_of_ours_with_one_connection_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.transport.connection import Connection
+    from anabranch.transport.server.connection import Connection
 
     original = Connection._greet
     faults = [RuntimeError("ours")]

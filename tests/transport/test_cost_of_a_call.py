@@ -13,8 +13,8 @@ import torch
 
 from anabranch.transport import Client, Deadline, Request, Server, Verb, client
 from anabranch.transport.frame import ReplyHeader, encode
-from anabranch.transport.sockets import _UNIX_BUFFER, SocketTransport
-from anabranch.transport.streams import Stream
+from anabranch.transport.network.sockets import _UNIX_BUFFER, SocketTransport
+from anabranch.transport.network.streams import Stream
 
 
 class Counting(SocketTransport):

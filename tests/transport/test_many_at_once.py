@@ -22,10 +22,10 @@ from anabranch.transport import (
     Server,
     Verb,
     client,
-    drivers,
 )
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.streams import Stream
+from anabranch.transport.network.streams import Stream
+from anabranch.transport.server import drivers
 from waiting import wait_until
 
 GREETING = b"".join(encode(Hello()))

@@ -16,7 +16,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.streams import Peer
+from anabranch.transport.network.streams import Peer
 from programs import Programs
 
 
@@ -262,7 +262,7 @@ def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs
 
 
 def test_a_unix_peer_of_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.transport import sockets
+    from anabranch.transport.network import sockets
 
     def stranger(owner: int) -> object:
         return original(owner + 1)

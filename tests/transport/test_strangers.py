@@ -59,8 +59,8 @@ def test_silent_peers_keep_no_one_out(keys: Path, secure: bool) -> None:
 
 def test_the_oldest_goes_first(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # None of them for standing still.
-    monkeypatch.setattr("anabranch.transport.connection._HANDSHAKE", 60.0)
-    monkeypatch.setattr("anabranch.transport.connection._GREETING", 60.0)
+    monkeypatch.setattr("anabranch.transport.server.connection._HANDSHAKE", 60.0)
+    monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 60.0)
     with Server([ECHO], listen=TCP, max_strangers=2, keys=keys) as server, silent(server, 3) as peers:
         # Closed from the other side; the others are still waited for.
         assert peers[0].recv(1) == b""
@@ -84,8 +84,8 @@ def test_those_who_are_known_have_room_of_their_own(keys: Path) -> None:
 
 
 def test_a_handshake_that_stands_still_is_closed(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.transport.connection._HANDSHAKE", 0.1)
-    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.02)
+    monkeypatch.setattr("anabranch.transport.server.connection._HANDSHAKE", 0.1)
+    monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.02)
     with Server([ECHO], listen=TCP, keys=keys) as server, silent(server, 1) as peers:
         assert peers[0].recv(1) == b""
         until(lambda: server.statistics().connections == 0)

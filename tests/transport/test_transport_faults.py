@@ -28,7 +28,7 @@ from anabranch.transport import (
     Verb,
 )
 from anabranch.transport.frame import Hello, encode
-from anabranch.transport.once import OnceTable
+from anabranch.transport.server.once import OnceTable
 from networks import Watched
 from programs import Program, Programs
 from waiting import wait_until

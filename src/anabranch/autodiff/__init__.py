@@ -2,16 +2,16 @@
 
 Not a tape and no engine: torch's records and sweeps; this package says when. Open ``grad_manager.py`` first; every
 hook that the package sets on tensors or modules is in ``hooks.py``, which sessions see one another is in
-``sessions.py``, what runs at once is in ``parallel.py``, and how an operation leaves the process, on the tape and in a
-captured graph alike, in ``boundary.py``.
+``grad_sessions.py``, what runs at once is in ``parallel.py``, and how an operation leaves the process, on the tape and
+in a captured graph alike, in ``boundary``.
 """
 
 from anabranch.autodiff.grad import Grad, get_grad_managers
 from anabranch.autodiff.grad_manager import GradManager, GradManagerGroup
+from anabranch.autodiff.grad_sessions import boundary_entry, boundary_exit
 from anabranch.autodiff.hooks import Callback, record_outputs
 from anabranch.autodiff.isolated import run_isolated_backward, run_isolated_forward
 from anabranch.autodiff.parallel import map_with_parallel_backward
-from anabranch.autodiff.sessions import boundary_entry, boundary_exit
 
 __all__ = [
     "Callback",

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from anabranch.autodiff.answers import answered_by, answers_of_thread
+from anabranch.autodiff.boundary.answers import answered_by, answers_of_thread
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 
 __all__ = ["run_at_once"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.autodiff import sessions
+from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.hooks import watch_result
 from anabranch.autodiff.roots import check_differentiable, roots_on_tape
 

@@ -13,8 +13,8 @@ import typer
 
 from anabranch.cli.standard_streams import say
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
-from anabranch.launch.program import PythonProgram
-from anabranch.launch.status import status_of
+from anabranch.launch.job_status import status_of
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
 from anabranch.status_file import PROGRESS_VARIABLE

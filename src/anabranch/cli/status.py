@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.mistakes import told_plainly
-from anabranch.launch.status import JobStatus, latest_job, status_of
+from anabranch.launch.job_status import JobStatus, latest_job, status_of
 
 __all__ = ["status"]
 

@@ -10,7 +10,7 @@ import typer
 from anabranch.cli.mistakes import told_plainly
 from anabranch.launch.job_file import JOB_FILE
 from anabranch.launch.job_page import job_data, trace_of
-from anabranch.launch.status import latest_job
+from anabranch.launch.job_status import latest_job
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
 from anabranch.view.trace_page import read_trace
@@ -78,7 +78,7 @@ def _run(title: str, **data: Any) -> str:
 def _graph(path: Path) -> str:
     from anabranch.errors import CheckpointError
     from anabranch.graph import Graph  # imports torch
-    from anabranch.graph.view.page import graph_data
+    from anabranch.graph.view.graph_page import graph_data
 
     try:
         graph = Graph.load(path)

@@ -20,30 +20,30 @@ from anabranch.checkpoint.storage import as_place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.executor.arguments import check_arguments, check_log_path
-from anabranch.executor.background_saves import MOST_IN_FLIGHT
-from anabranch.executor.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.choice import EngineChoice
 from anabranch.executor.engines.graph_engine import GraphEngine
-from anabranch.executor.evaluator import Evaluator
-from anabranch.executor.fetching import Fetch
 from anabranch.executor.likeness import check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
-from anabranch.executor.remote import RemotePart
-from anabranch.executor.remote_window import RemoteWindow
+from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
+from anabranch.executor.observing.run_facts import RunFacts
+from anabranch.executor.observing.run_trace import RunTrace
+from anabranch.executor.observing.sinks import Sink, check_sinks
+from anabranch.executor.observing.tracking import Progress
+from anabranch.executor.observing.watching import Watching
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
-from anabranch.executor.run_facts import RunFacts
-from anabranch.executor.run_trace import RunTrace
-from anabranch.executor.saving import HasState, Saver
-from anabranch.executor.sinks import Sink, check_sinks
+from anabranch.executor.running.evaluator import Evaluator
+from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
+from anabranch.executor.running.remote import RemotePart
+from anabranch.executor.running.remote_window import RemoteWindow
+from anabranch.executor.running.step_runs import StepRuns, StepTaken
+from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
+from anabranch.executor.saving.saving import HasState, Saver
 from anabranch.executor.statistics import Statistics, TableLoads
-from anabranch.executor.step_runs import StepRuns, StepTaken
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
-from anabranch.executor.tracking import Progress
-from anabranch.executor.watching import Watching
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency

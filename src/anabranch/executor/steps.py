@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.choices import choice
-from anabranch.executor.loss_module import ModelWithLoss, beside, model_of
+from anabranch.executor.running.loss_module import ModelWithLoss, beside, model_of
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 

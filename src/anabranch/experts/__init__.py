@@ -11,13 +11,13 @@ from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
 from anabranch.experts.schema import Schema
 from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
+from anabranch.experts.server.batching.runtime import Runtime
+from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
 from anabranch.experts.server.fleet_file import read_fleet
-from anabranch.experts.server.runtime import Runtime
 from anabranch.experts.server.services import make_backends, serve_directory, serve_experts, stopped_by_signals
-from anabranch.experts.server.sessions import SessionLimits
-from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
+from anabranch.experts.server.sessions.open_sessions import SessionLimits
 from anabranch.experts.uids import draw_uids, expand_uids
 
 __all__ = [

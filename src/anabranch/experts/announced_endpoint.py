@@ -10,7 +10,7 @@ import socket
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
 
 from anabranch.transport import Peer
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint
 
 __all__ = ["check_announced"]
 

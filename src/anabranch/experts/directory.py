@@ -31,7 +31,7 @@ from anabranch.experts.announced_endpoint import check_announced
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Server, ServerStatistics, Transport, Verb, pack, unpack
-from anabranch.transport.certificates import EVERY_JOB
+from anabranch.transport.network.certificates import EVERY_JOB
 from anabranch.transport.replicas import Replicas
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from anabranch.autodiff.boundary import (
+from anabranch.autodiff.boundary.crossing import (
     Boundary,
     Form,
     cross,

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
+from anabranch.graph.batch_kinds import kind_of
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark
+from anabranch.graph.dynamo.guards.weak_references import let_go_of_tensors
 from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
-from anabranch.graph.dynamo.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
-from anabranch.graph.kinds import kind_of
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.inductor import compiled

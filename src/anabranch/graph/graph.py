@@ -139,7 +139,7 @@ class Graph(OperationGraph):
         Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
         shows the time of each operation.
         """
-        from anabranch.graph.view.page import to_html
+        from anabranch.graph.view.graph_page import to_html
 
         to_html(self, path)
 

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.dynamo.changed_objects import changed_objects
+from anabranch.graph.batch_kinds import kind_of
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark, mistake
-from anabranch.graph.dynamo.weak_references import let_go_of_tensors
+from anabranch.graph.dynamo.guards.changed_objects import changed_objects
+from anabranch.graph.dynamo.guards.weak_references import let_go_of_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
-from anabranch.graph.kinds import kind_of
 from anabranch.graph.run.joint import Joint, JointKey
 from anabranch.graph.step_state import Between, Gate, Pass, SparseGradients, StepState
 from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss

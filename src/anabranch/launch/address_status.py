@@ -12,9 +12,9 @@ from typing import Any
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
-from anabranch.launch.status import JobStatus, RoleStatus, job_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, job_of
 from anabranch.transport import Answer, Client, Outcome, Request
-from anabranch.transport.server import STATUS
+from anabranch.transport.server.server import STATUS
 
 __all__ = ["Addresses"]
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anabranch.transport.certificates import KEYS_VARIABLE
+from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = ["expert_environment", "service_environment", "threads_each", "worker_environment"]
 

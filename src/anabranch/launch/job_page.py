@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.launch.job_file import JOB_FILE
-from anabranch.launch.status import JobStatus, RoleStatus, status_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
 
 __all__ = ["job_data", "trace_of"]
 

@@ -38,7 +38,7 @@ from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.output.slow_starts import SlowStarts
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
@@ -48,7 +48,7 @@ from anabranch.launch.supervision.supervisor import Looker, Patience, Supervisor
 from anabranch.launch.supervision.worker import Recipe, RoleProcess
 from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import PROGRESS_VARIABLE
-from anabranch.transport.certificates import KEYS_VARIABLE
+from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["Durability", "launch"]

@@ -27,7 +27,7 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_expe
 from anabranch.job import DirectoryLike, Job
 from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import EXPERT_MARK, expert_mark
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
+from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 
 __all__ = ["serve"]
 

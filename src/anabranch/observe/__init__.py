@@ -1,7 +1,7 @@
 """Looking at what runs: a training run's numbers for TensorBoard and Prometheus, and counts of running services.
 
 Not a log and no dashboard. Open ``metrics.py`` for services, where everything is read from the ``statistics()`` that
-servers have anyway, and ``anabranch.executor.sinks`` for how a training run hands its numbers to a ``Sink``.
+servers have anyway, and ``anabranch.executor.observing.sinks`` for how a training run hands its numbers to a ``Sink``.
 """
 
 from anabranch.executor import PeerLostRecord, RestartRecord, SaveRecord, Sink, StepRecord, Subscription

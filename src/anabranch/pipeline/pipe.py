@@ -26,7 +26,7 @@ from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
-from anabranch.pipeline.parts.kinds import learn, prepare
+from anabranch.pipeline.parts.input_kinds import learn, prepare
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.parts.split import SplitModel, SplitSource
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal

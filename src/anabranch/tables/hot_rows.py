@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.tables.id_index import make_index
-from anabranch.tables.storage import FileStorage, RowStorage
+from anabranch.tables.row_storage import FileStorage, RowStorage
 
 __all__ = ["HotRows"]
 

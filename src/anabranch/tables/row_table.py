@@ -30,8 +30,8 @@ from anabranch.tables.kernels.selection import KernelThreads, as_rows, kernels, 
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.squares import correct_second_moments, merged_squares
+from anabranch.tables.row_storage import FileStorage, RowStorage
 from anabranch.tables.shard_placement import Placement
-from anabranch.tables.storage import FileStorage, RowStorage
 from anabranch.tables.stored_rows import FirstValues, GradientMerge, MissedSteps, RowBlock, RowLayout
 from anabranch.tables.stored_rows.step_on_rows import step_on_rows
 from anabranch.tables.table_spec import TableSpec, state_dtype

@@ -53,8 +53,8 @@ from anabranch.transport.frame import (
     allocate,
     encode,
 )
-from anabranch.transport.sockets import SocketTransport
-from anabranch.transport.streams import Stream, Transport
+from anabranch.transport.network.sockets import SocketTransport
+from anabranch.transport.network.streams import Stream, Transport
 from anabranch.waits import LONG, begin, end
 
 __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]

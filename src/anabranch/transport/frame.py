@@ -37,7 +37,7 @@ from torch import Tensor
 
 from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
-from anabranch.transport.streams import Stream
+from anabranch.transport.network.streams import Stream
 from anabranch.transport.tensor_memory import bytes_of, check_bools, dense_on_cpu, plain_bytes
 
 __all__ = [

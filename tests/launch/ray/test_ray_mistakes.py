@@ -87,7 +87,7 @@ def test_numbers_of_processes_are_checked() -> None:
 
 def test_the_launcher_imports_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, anabranch.cli, anabranch.launch.ray.engine, anabranch.launch.ray.seat;"
+        "import sys, anabranch.cli, anabranch.launch.ray.ray_engine, anabranch.launch.ray.seat;"
         "print(sorted({'ray', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import seat as seat_module
 from anabranch.launch.ray.seat import Seat
 from waiting import wait_until

@@ -22,14 +22,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.answers import Answers
+from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
 from anabranch.executor.engines.worth import Worth
-from anabranch.executor.fetching import Fetch
+from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import StepProgram
 from anabranch.graph.dynamo.front import GuardMiss

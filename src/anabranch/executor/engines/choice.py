@@ -11,7 +11,7 @@ from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
-from anabranch.executor.evaluator import Evaluator
+from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.steps import EvalStep, TrainStep
 
 __all__ = ["EngineChoice"]

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from anabranch import spans
-from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.tape_engine import TapeEngine
-from anabranch.executor.fetching import Fetch
-from anabranch.executor.finite import all_finite, nonfinite_names
+from anabranch.executor.running.clipping import clip_gradients
+from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.running.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slowness import PATIENCE

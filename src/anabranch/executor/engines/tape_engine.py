@@ -14,11 +14,11 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
-from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
-from anabranch.executor.fetching import Fetch
-from anabranch.executor.finite import nonfinite_names
-from anabranch.executor.loss_scale import LossScale
+from anabranch.executor.running.clipping import clip_gradients
+from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.running.finite import nonfinite_names
+from anabranch.executor.running.loss_scale import LossScale
 from anabranch.executor.steps import TrainStep
 from anabranch.tensors import Structure
 

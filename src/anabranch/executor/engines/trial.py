@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anabranch.autodiff.answers import Answers, AnswersDiffer
+from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.optimizer_contents import Contents
 

@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.autodiff.boundary import Crossed, Form, cross
+from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, ProtocolError
 from anabranch.events import report

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary import Form, cross, outside_tracing
-from anabranch.autodiff.recorded_boundary import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Form, cross, outside_tracing
+from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search

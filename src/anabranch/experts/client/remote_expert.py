@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, outside_tracing
+from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_tracer, outside_tracing
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire

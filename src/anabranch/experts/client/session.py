@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 
 from torch import Tensor
 
-from anabranch.autodiff.boundary import current_tracer
+from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.deadline import LONGEST_SLEEP, Deadline, check_seconds
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError, SessionGone
 from anabranch.events import report

@@ -1,6 +1,7 @@
 """The server of experts: requests are checked, batched, computed one expert at a time, and answered.
 
-Open ``expert_server.py`` first, then follow a request: ``task_pool.py``, ``runtime.py``, ``backend.py``.
+Open ``expert_server.py`` first, then follow a request: ``batching/task_pool.py``, ``batching/runtime.py`` and
+``backend.py``.
 """
 
 __all__: list[str] = []

@@ -25,12 +25,12 @@ from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.batch_gradients import BatchGradients, WaitingGradients
-from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.batching.device_copies import DeviceCopies
+from anabranch.experts.server.batching.padding import cut, join_padded, make_mask, split_padded
+from anabranch.experts.server.batching.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.layers import check_steps
-from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
-from anabranch.experts.server.step_tasks import makes_caches, run_steps
-from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
+from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport.failures import ends_the_program

@@ -32,11 +32,11 @@ from anabranch.experts.compression import check_parts, count_parts
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
+from anabranch.experts.server.batching.runtime import Runtime
+from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.experts.server.persistence import Persistence
-from anabranch.experts.server.runtime import Runtime
-from anabranch.experts.server.session_verbs import SessionVerbs
-from anabranch.experts.server.sessions import SessionLimits, Sessions
-from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
+from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
+from anabranch.experts.server.sessions.session_verbs import SessionVerbs
 from anabranch.transport import (
     Answer,
     Call,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from anabranch.experts.server.padding import fill
+from anabranch.experts.server.batching.padding import fill
 
 __all__ = ["KeptActivations", "KeptBatch", "KeptRows", "ParameterCopy"]
 

@@ -20,7 +20,7 @@ from anabranch.events import fault_point, report
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.directory_lock import DirectoryLock
 from anabranch.transport.failures import note_failure
-from anabranch.transport.once import Identity
+from anabranch.transport.server.once import Identity
 
 __all__ = ["Persistence"]
 

@@ -20,7 +20,7 @@ from anabranch.experts.directory import DirectoryLike, DirectoryServer
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer
-from anabranch.experts.server.sessions import SessionLimits
+from anabranch.experts.server.sessions.open_sessions import SessionLimits
 from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["make_backends", "serve_directory", "serve_experts", "stopped_by_signals"]

@@ -36,26 +36,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.dynamo.added_guards import guard_emptiness, guard_signs
-from anabranch.graph.dynamo.caught_lookups import caught_lookups
-from anabranch.graph.dynamo.compiled_by_user import (
+from anabranch.graph.dynamo.guards.added_guards import guard_emptiness, guard_signs
+from anabranch.graph.dynamo.guards.caught_lookups import caught_lookups
+from anabranch.graph.dynamo.guards.compiled_by_user import (
     compiled_refusal,
     has_compiled_methods,
     refuse_compiled_code,
     refuse_compiled_parts,
 )
-from anabranch.graph.dynamo.faithful_values import faithful_values
-from anabranch.graph.dynamo.misread_calls import misread_calls
+from anabranch.graph.dynamo.guards.faithful_values import faithful_values
+from anabranch.graph.dynamo.guards.misread_calls import misread_calls
+from anabranch.graph.dynamo.guards.unseen import REGISTERED, Unseen
+from anabranch.graph.dynamo.guards.watched_code import WatchedCode
 from anabranch.graph.dynamo.origins import closed_over
 from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
 from anabranch.graph.dynamo.refusals import reason_here, refusal_of
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slowness import told_if_slow
-from anabranch.graph.dynamo.unseen import REGISTERED, Unseen
-from anabranch.graph.dynamo.watched_code import WatchedCode
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
 
 __all__ = ["Front", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]

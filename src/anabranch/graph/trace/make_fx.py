@@ -41,7 +41,7 @@ from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing

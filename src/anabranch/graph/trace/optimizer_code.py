@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.guards.watched_code import WatchedCode
 from anabranch.graph.dynamo.origins import LIBRARIES, closed_over, is_of_a_library
-from anabranch.graph.dynamo.watched_code import WatchedCode
 
 __all__ = ["OptimizerCode"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from anabranch.graph.operation_graph import OperationGraph
-from anabranch.graph.view.page import boundary_of
+from anabranch.graph.view.graph_page import boundary_of
 
 __all__ = ["to_dot"]
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 
 __all__ = ["why_no_fork_server", "why_not_forked"]
 

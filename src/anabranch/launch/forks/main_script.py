@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 
 __all__ = ["run_as_main"]
 

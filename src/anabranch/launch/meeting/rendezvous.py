@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.launch.forks.messages import receive, send
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.forks.fork_messages import receive, send
+from anabranch.launch.python_program import PythonProgram
 
 __all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark"]
 

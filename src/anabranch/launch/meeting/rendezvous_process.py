@@ -12,7 +12,7 @@ import socket
 from contextlib import ExitStack, suppress
 
 from anabranch.experts import DirectoryServer
-from anabranch.launch.forks.messages import Message, receive, send
+from anabranch.launch.forks.fork_messages import Message, receive, send
 from anabranch.launch.meeting.store import host_store
 
 __all__ = ["main"]

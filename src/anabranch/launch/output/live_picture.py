@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from anabranch.launch.job_status import JobStatus, status_of
 from anabranch.launch.output.picture import drawn, picture
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.status import JobStatus, status_of
 
 __all__ = ["LivePicture"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from anabranch.launch.status import JobStatus, RoleStatus, status_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
 
 __all__ = ["LongWaits"]
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.deadline import minutes_and_seconds
-from anabranch.launch.status import JobStatus, RoleStatus, TrackedLoop
+from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
 
 __all__ = ["drawn", "picture", "sparkline"]
 

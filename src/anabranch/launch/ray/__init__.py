@@ -1,6 +1,6 @@
 """Jobs on a Ray cluster: the same roles, decisions and exit codes as on one machine. Ray is imported when one is run.
 
-Open ``engine.py`` first; ``seat.py`` is what runs on the nodes.
+Open ``ray_engine.py`` first; ``seat.py`` is what runs on the nodes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray.cluster import RayError
-from anabranch.launch.ray.engine import launch_on_ray
+from anabranch.launch.ray.ray_engine import launch_on_ray
 from anabranch.launch.ray.resources import Resources, check_resources
 
 __all__ = ["RayError", "launch_on_ray", "run"]

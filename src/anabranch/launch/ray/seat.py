@@ -20,10 +20,10 @@ from pathlib import Path
 
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import leash
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
-from anabranch.transport.certificates import KEYS_VARIABLE
+from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["LEASE_SECONDS", "News", "Seat", "names_of_keys"]

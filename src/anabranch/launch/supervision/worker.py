@@ -13,7 +13,7 @@ from pathlib import Path
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.output.screen import Screen
-from anabranch.launch.program import PythonProgram
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import leash
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role

@@ -6,7 +6,7 @@ in place of a table. ``routing.py`` and ``row_messages.py`` say what is sent to 
 """
 
 from anabranch.parameter_server.client.embedding_bags import EmbeddingBagCollection
-from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled, Traffic, WorkerOfJob
+from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled, Traffic, Worker
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of, users_of
 from anabranch.parameter_server.client.whole_parameters import WholeParameters
@@ -19,7 +19,7 @@ __all__ = [
     "RemoteTables",
     "Traffic",
     "WholeParameters",
-    "WorkerOfJob",
+    "Worker",
     "merge_rows",
     "rule_of",
     "users_of",

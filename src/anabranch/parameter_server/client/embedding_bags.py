@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.boundary import current_tracer
+from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import read_together

@@ -71,7 +71,7 @@ from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
 from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
 
-__all__ = ["ParameterClient", "Pulled", "Traffic", "WorkerOfJob"]
+__all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
 _T = TypeVar("_T")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
@@ -82,7 +82,7 @@ _BLOCK = ("ids", "values", "stamps", "sums", "usage")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOfJob:
+class Worker:
     """A worker of a job, for a client whose reads and pushes are ordered with those of the other workers.
 
     Attributes:
@@ -179,7 +179,7 @@ class ParameterClient:
         self,
         endpoints: Sequence[str] | None = None,
         *,
-        worker: WorkerOfJob | None = None,
+        worker: Worker | None = None,
         timeout: float = 60.0,
         watch: Callable[[], None] | None = None,
         retries: int = 60,
@@ -241,7 +241,7 @@ class ParameterClient:
         return self._timeout
 
     @property
-    def worker(self) -> WorkerOfJob | None:
+    def worker(self) -> Worker | None:
         """This worker of a job; ``None`` for a bare client."""
         return self._worker
 

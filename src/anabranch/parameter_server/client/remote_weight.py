@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary import Crossed, Form, cross
-from anabranch.autodiff.recorded_boundary import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
+from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.events import report
 
 __all__ = ["RemoteWeight", "WeightSource", "Table", "look_up", "look_up_bags"]

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from anabranch.transport.once import Identity
+from anabranch.transport.server.once import Identity
 
 __all__ = ["Acknowledged"]
 

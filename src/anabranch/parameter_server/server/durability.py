@@ -39,7 +39,7 @@ from anabranch.parameter_server.server.push_log import PushLog
 from anabranch.parameter_server.server.recovery import LogReader
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.standing import Standing
-from anabranch.transport.once import Identity
+from anabranch.transport.server.once import Identity
 
 __all__ = ["Durability", "Keeper"]
 

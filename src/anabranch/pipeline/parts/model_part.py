@@ -12,7 +12,7 @@ from typing import cast
 
 from torch import nn
 
-from anabranch.pipeline.parts.program import HeldTensor
+from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
 
 __all__ = ["ModelPart", "PartedModel", "has_state", "join_parts"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
-from anabranch.pipeline.parts.program import is_plain
+from anabranch.pipeline.parts.part_program import is_plain
 from anabranch.pipeline.parts.trees import Tree, take_apart
 
 __all__ = ["Signature", "TensorFacts", "key_of", "seen_in", "signature_of", "state_of"]

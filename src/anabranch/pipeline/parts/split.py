@@ -30,7 +30,7 @@ from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.glue import Glue, GluedModel
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
 from anabranch.pipeline.parts.names import lies_in
-from anabranch.pipeline.parts.program import HeldTensor, PartProgram
+from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram
 from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
 from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
 from anabranch.pipeline.parts.trees import take_apart

@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.names import lies_in
-from anabranch.pipeline.parts.program import HeldTensor, Instruction, PartProgram, Slot, is_plain
+from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, is_plain
 from anabranch.pipeline.parts.signature import Signature, TensorFacts, seen_in
 from anabranch.pipeline.parts.trees import build, take_apart
 from anabranch.pipeline.stage.skips import SkipStore, using_store

@@ -1,14 +1,14 @@
-"""Work of ``RowTable`` on the rows in its storage, an idea a file; the storage itself is ``storage.py``.
+"""Work of ``RowTable`` on the rows in its storage, an idea a file; the storage itself is ``row_storage.py``.
 
-Open ``layout.py`` first: how weights and states lie in a row. ``first_values.py`` begins rows, ``merging.py`` adds up
-the gradients of each, ``step_on_rows.py`` moves them, ``missed_steps.py`` brings them up to date, and ``block.py`` is
-the form in which they are saved.
+Open ``layout.py`` first: how weights and states lie in a row. ``first_values.py`` begins rows, ``gradient_merge.py``
+adds up the gradients of each, ``step_on_rows.py`` moves them, ``missed_steps.py`` brings them up to date, and
+``block.py`` is the form in which they are saved.
 """
 
 from anabranch.tables.stored_rows.block import RowBlock
 from anabranch.tables.stored_rows.first_values import FirstValues
+from anabranch.tables.stored_rows.gradient_merge import GradientMerge
 from anabranch.tables.stored_rows.layout import RowLayout
-from anabranch.tables.stored_rows.merging import GradientMerge
 from anabranch.tables.stored_rows.missed_steps import MissedSteps
 
 __all__ = ["FirstValues", "GradientMerge", "MissedSteps", "RowBlock", "RowLayout"]

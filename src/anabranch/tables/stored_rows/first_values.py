@@ -12,7 +12,7 @@ from torch import Tensor
 from anabranch.tables.kernels._quantile import QUANTILE
 from anabranch.tables.kernels.selection import Kernels, KernelThreads, as_array
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
-from anabranch.tables.storage import RowStorage
+from anabranch.tables.row_storage import RowStorage
 from anabranch.tables.stored_rows.layout import RowLayout
 from anabranch.tables.table_spec import TableSpec
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anabranch.tables.kernels.selection import as_tensor
-from anabranch.tables.storage import RowStorage
+from anabranch.tables.row_storage import RowStorage
 
 __all__ = ["RowLayout"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.tables.kernels.selection import Kernels, KernelThreads
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
-from anabranch.tables.storage import RowStorage
+from anabranch.tables.row_storage import RowStorage
 from anabranch.tables.stored_rows.layout import RowLayout
 from anabranch.tables.stored_rows.step_on_rows import step_on_rows
 from anabranch.tables.table_spec import TableSpec

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from anabranch.tables.kernels.selection import Kernels, as_array
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.row_step import StepKernel, step_kernel
-from anabranch.tables.storage import RowStorage
+from anabranch.tables.row_storage import RowStorage
 from anabranch.tables.stored_rows.layout import RowLayout
 
 __all__ = ["step_on_rows"]

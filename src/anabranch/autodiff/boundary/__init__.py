@@ -1,0 +1,6 @@
+"""The one differentiable boundary, which lookups, expert calls, collectives and pipelines cross.
+
+Open ``crossing.py`` first.
+
+Not a transport: a boundary's ``forward`` and ``backward`` do what they like on the way.
+"""

@@ -1,0 +1,159 @@
+"""``Answers``: the answers of boundaries in one run, noted to be given again in a second run of the same step.
+
+They belong to a thread, and are carried to the threads that help it: crossings that another executor, or a server in
+this process, makes at the same time are not part of this step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from anabranch.autodiff.boundary.types import Boundary, Crossed
+
+__all__ = ["Answers", "AnswersDiffer", "answered_by", "answers_of_thread", "inside_a_boundary"]
+
+
+class AnswersDiffer(Exception):
+    """A second run asks a boundary for something else than the first one did."""
+
+
+class Answers:
+    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the far side.
+
+    A question is known by the boundary, the direction and the bits of the tensors that go there; calls at once may come
+    in any order.
+
+    Attributes:
+        active: whether a block notes or gives them now.
+        replaying: whether they are given.
+    """
+
+    def __init__(self) -> None:
+        self.active = self.replaying = False
+        self._kept: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
+        self._left: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the crossings of a block."""
+        with self._during(replaying=False):
+            yield
+
+    @contextmanager
+    def given_again(self) -> Iterator[None]:
+        """Answer a block with what was noted; nothing is crossed.
+
+        Raises:
+            AnswersDiffer: it asks for something else, or for less.
+        """
+        self._left = {key: list(kept) for key, kept in self._kept.items()}
+        with self._during(replaying=True):
+            yield
+        if any(self._left.values()):
+            raise AnswersDiffer("the second run crosses fewer boundaries")
+
+    @contextmanager
+    def _during(self, *, replaying: bool) -> Iterator[None]:
+        self.active, self.replaying = True, replaying
+        try:
+            with answered_by(self):
+                yield
+        finally:
+            self.active = False
+
+    def note_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], crossed: Crossed) -> None:
+        """Keep an answer."""
+        outputs = [output.detach().clone() for output in crossed.outputs]
+        self._note((boundary.kind, boundary.name, "forward"), inputs, (outputs, list(crossed.no_gradient)))
+
+    def note_backward(
+        self, boundary: Boundary, gradients: Sequence[Tensor | None], found: Sequence[Tensor | None]
+    ) -> None:
+        """Keep the gradients that came back."""
+        self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
+
+    def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
+        with self._lock:
+            self._kept.setdefault(key, []).append((_copied(asked), answer))
+
+    def replay_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None]) -> Crossed:
+        """Return the answer that was kept."""
+        kept = self._again((boundary.kind, boundary.name, "forward"), inputs)
+        outputs, no_gradient = cast("tuple[list[Tensor], list[int]]", kept)
+        return Crossed([output.clone() for output in outputs], None, no_gradient, fresh=True)
+
+    def replay_backward(
+        self, boundary: Boundary, gradients: Sequence[Tensor | None], wants: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients that were kept."""
+        kept = cast("list[Tensor | None]", self._again((boundary.kind, boundary.name, "backward"), gradients))
+        return [value.clone() if want and value is not None else None for value, want in zip(kept, wants, strict=True)]
+
+    def _again(self, key: tuple[str, str, str], asked: Sequence[Tensor | None]) -> object:
+        with self._lock:
+            left = self._left.get(key, [])
+            for index, (before, answer) in enumerate(left):
+                if _same_bits(asked, before):
+                    del left[index]
+                    return answer
+        raise AnswersDiffer(f"the second run asks {key[0]} {key[1]!r} for something else")
+
+
+def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if value is None else value.detach().clone() for value in values]
+
+
+def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if one is None or other is None:
+            if one is not other:
+                return False
+        elif (
+            one.shape != other.shape
+            or one.dtype != other.dtype
+            or not bool((torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))).all())
+        ):
+            return False
+    return True
+
+
+class _OfThread(threading.local):
+    answers: Answers | None = None
+    depth = 0  # boundaries that it is in the middle of: what one crosses inside is part of its answer
+
+
+_own = _OfThread()
+
+
+def answers_of_thread() -> Answers | None:
+    """Return those of the calling thread; ``None`` without any, and in the middle of a boundary."""
+    return None if _own.depth else _own.answers
+
+
+@contextmanager
+def answered_by(answers: Answers | None) -> Iterator[None]:
+    """Have the calling thread's crossings noted or answered until the block ends."""
+    before, _own.answers = _own.answers, answers
+    try:
+        yield
+    finally:
+        _own.answers = before
+
+
+@contextmanager
+def inside_a_boundary() -> Iterator[None]:
+    """Note nothing that the block crosses: it is part of the answer of the boundary that runs it."""
+    _own.depth += 1
+    try:
+        yield
+    finally:
+        _own.depth -= 1

@@ -1,0 +1,238 @@
+"""A boundary: one differentiable operation, written once, at which the tape or the graph leaves this process.
+
+::
+
+    inputs ──┐                                                     ┌──> outputs
+    entry ───┴──> [ forward: goes to the far side, and comes back ]┴╌╌> state ╌╌┐
+                                                                                ╎ belongs to this run alone
+    input gradients <── [ backward: goes there with the gradients ] <── output gradients
+
+The tape records ``cross`` as one node of autograd's graph. While a tracer captures a graph, ``cross`` goes nowhere: the
+tracer asks for the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
+whenever the graph runs. The entry token requires a gradient, so the far side learns of its gradients even where no
+input wants one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary.answers import Answers, answers_of_thread, inside_a_boundary
+from anabranch.autodiff.boundary.types import Boundary, Crossed, Form
+from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
+from anabranch.errors import CaptureError
+
+__all__ = [
+    "Boundary",
+    "Crossed",
+    "Form",
+    "Tracer",
+    "cross",
+    "current_tracer",
+    "outside_tracing",
+    "run_backward",
+    "run_forward",
+    "traced_by",
+]
+
+
+class Tracer(Protocol):
+    """The interface of a graph capture."""
+
+    def entry(self) -> Tensor:
+        """Return a leaf that requires a gradient, towards which the captured backward is to sweep."""
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Write the forward node."""
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        """Write the backward node."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a block that is not traced."""
+
+
+class _Capturing(threading.local):
+    """The tracer of this thread; a captured backward runs on the thread that captures."""
+
+    tracer: Tracer | None = None
+
+
+_capturing = _Capturing()
+
+
+@contextmanager
+def traced_by(tracer: Tracer | None) -> Iterator[None]:
+    """Boundaries that are crossed in the block are written down by ``tracer``, if there is one, and not crossed."""
+    before, _capturing.tracer = _capturing.tracer, tracer
+    try:
+        yield
+    finally:
+        _capturing.tracer = before
+
+
+def current_tracer() -> Tracer | None:
+    """Return the tracer that captures a graph on this thread."""
+    return _capturing.tracer
+
+
+def outside_tracing() -> AbstractContextManager[None]:
+    """Return a block whose operations are real ones even during a capture: asking what a graph must know."""
+    tracer = _capturing.tracer
+    return nullcontext() if tracer is None else tracer.outside()
+
+
+def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is
+    captured.
+
+    >>> def positive(entry, x):  # how many there are is nobody's business on this side
+    ...     return [x[x > 0].sum()[None]]
+    >>> form = Form((1,), torch.float32, torch.device("cpu"))
+    >>> far = RecordedBoundary("example", "positive", positive, lambda inputs: [form])
+    >>> x = torch.tensor([1.0, -2.0, 3.0], requires_grad=True)
+    >>> (total,) = cross(far, x)
+    >>> total.sum().backward()
+    >>> total.item(), x.grad
+    (4.0, tensor([1., 0., 1.]))
+
+    Args:
+        boundary: where to.
+        inputs: tensors, or ``None`` where there is none.
+        entry: a leaf that requires a gradient, if the caller has one that its sweep will reach; by default one that
+            every recording session's sweep does.
+
+    Raises:
+        CaptureError: somebody else than this package traces the model.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
+    tracer = _capturing.tracer
+    if tracer is None:
+        for value in inputs:
+            if isinstance(value, FakeTensor):
+                raise CaptureError(
+                    f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's "
+                    "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
+                )
+    if not torch.is_grad_enabled():
+        return tuple((run_forward if tracer is None else tracer.forward)(boundary, inputs, None).outputs)
+    if entry is None:
+        entry = boundary_entry() if tracer is None else tracer.entry()
+    return cast(tuple[Tensor, ...], _Crossing.apply(entry, boundary, tracer, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Crossing(torch.autograd.Function):
+    """The node of the tape; see the module's drawing."""
+
+    @staticmethod
+    def forward(
+        ctx: _CrossingContext, entry: Tensor, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.wants = ctx.needs_input_grad[3:]
+        ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, answers_of_thread()
+        crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
+        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
+        ctx.held = hold_on_tape(crossed.state)
+        ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
+        # Tells "no gradient" from zeros: an output that nobody used costs the far side nothing.
+        ctx.set_materialize_grads(False)
+        return tuple(crossed.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
+        inputs = ctx.saved_tensors  # an error if the graph has been freed
+        if not ctx.held:
+            raise RuntimeError(
+                f"what was kept for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} has been freed: its "
+                "session ended, or its backward has run without retain_graph=True"
+            )
+        (state,) = ctx.held
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.held.clear()
+        if ctx.tracer is not None:
+            found = ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants)
+        else:
+            found = run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers)
+        return None, None, None, *found
+
+
+class _CrossingContext(FunctionCtx):
+    boundary: Boundary
+    tracer: Tracer | None
+    answers: Answers | None
+    wants: tuple[bool, ...]
+    held: list[object]
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor | None, ...]
+
+
+def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    """Crosses, forward; the outputs, in order, have memory of their own, which their readers may reuse."""
+    answers = answers_of_thread()
+    if answers is not None and answers.replaying:
+        return answers.replay_forward(boundary, inputs)
+    with inside_a_boundary():
+        crossed = boundary.forward(inputs, wants)
+    if not crossed.fresh:
+        taken = _memory_of(inputs)
+        crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
+    if answers is not None:
+        answers.note_forward(boundary, inputs, crossed)
+    return crossed
+
+
+def run_backward(
+    boundary: Boundary,
+    state: object,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    wants: Sequence[bool],
+    *,
+    answers: Answers | None = None,
+) -> list[Tensor | None]:
+    """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order.
+
+    ``answers`` are those of the forward: autograd runs the backward of CUDA tensors on threads of its own.
+    """
+    if answers is None or not answers.active:
+        answers = answers_of_thread()
+    if answers is not None and answers.replaying:
+        return answers.replay_backward(boundary, gradients, wants)
+    with inside_a_boundary():
+        found = boundary.backward(state, inputs, gradients)
+    taken = _memory_of([*inputs, *gradients])
+    owned = [
+        _owned(gradient, taken) if want and gradient is not None else None
+        for gradient, want in zip(found, wants, strict=True)
+    ]
+    if answers is not None:
+        answers.note_backward(boundary, gradients, owned)
+    return owned
+
+
+def _memory_of(tensors: Sequence[Tensor | None]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and tensor.numel()}
+
+
+def _owned(tensor: Tensor, taken: set[int]) -> Tensor:
+    if tensor.numel() and tensor.untyped_storage().data_ptr() in taken:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()

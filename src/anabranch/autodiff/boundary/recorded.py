@@ -1,0 +1,80 @@
+"""``RecordedBoundary``: a boundary written as a differentiable function, on a tape of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary.crossing import cross
+from anabranch.autodiff.boundary.types import Crossed, Form
+from anabranch.autodiff.isolated import IsolatedCall
+
+__all__ = ["RecordedBoundary"]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class RecordedBoundary:
+    """A boundary that is written as a differentiable function, on a tape of its own.
+
+    The tape lies behind the one node, so whatever the function records (how many rows, who answered) may differ from
+    run to run without the graph around it noticing.
+
+    Attributes:
+        kind: as ``Boundary``.
+        name: as ``Boundary``.
+        function: takes the entry token (``None`` without a backward) and the inputs, returns the outputs. What it
+            crosses itself it gives the entry to.
+        output_forms: as ``Boundary.forms``.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Sequence[Tensor]]
+    output_forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
+    handle: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", opaque.handle_of(self))
+
+    def call_whole(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """``cross``, for a call that Dynamo leaves whole."""
+        return cross(self, *inputs)
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        """Return the outputs' forms."""
+        return self.output_forms(inputs)
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Run the function, recording it if a gradient may come."""
+        if wants is None:
+            with torch.no_grad():
+                return Crossed(self.function(None, *inputs))
+        entry = torch.empty((), requires_grad=True)
+        leaves, given = [entry], list(inputs)
+        for index, (value, want) in enumerate(zip(inputs, wants, strict=True)):
+            if value is not None:
+                given[index] = value.detach()
+            if value is not None and want:
+                leaves.append(given[index].requires_grad_())  # type: ignore[union-attr]
+        with torch.enable_grad():
+            outputs = self.function(entry, *given)
+        places = [index for index, want in enumerate(wants) if want]
+        call = IsolatedCall(leaves, outputs, [-1, *places], len(inputs))
+        dead = [index for index, output in enumerate(call.outputs) if output is None]
+        return Crossed([output.detach() for output in outputs], call, dead)
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Sweeps the function's own tape."""
+        assert isinstance(state, IsolatedCall)
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        found: list[Tensor | None] = [None] * len(inputs)
+        swept = state.backward(gradients, retain=retain)
+        for place, gradient in zip(state.places[1:], swept[1:], strict=True):
+            found[place] = gradient
+        return found

@@ -1,0 +1,126 @@
+"""``Watching``: an executor's sinks and callbacks, told of each step, checkpoint, loss of a peer and restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from anabranch.checkpoint.storage import Place
+from anabranch.errors import PeerLost, RolledBack
+from anabranch.executor.observing.callbacks import (
+    Callbacks,
+    PeerLostRecord,
+    Record,
+    RestartRecord,
+    SaveRecord,
+    StepRecord,
+)
+from anabranch.executor.observing.run_facts import RunFacts
+from anabranch.executor.observing.sinks import Sink, SinkFeed
+
+__all__ = ["Watching", "rates_of"]
+
+_LOOKED_AT = 0.25  # seconds between two losses for those who look at the job
+
+
+def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group, in order."""
+    return tuple(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group)
+
+
+class Watching:
+    """Those who look at one executor.
+
+    Args:
+        sinks: get numbers and events, once ``begin`` has said on which rank this is.
+        prefixed: whether a step's name stands before its numbers: there are several.
+
+    Attributes:
+        callbacks: get records.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
+        self.callbacks = Callbacks()
+        self._sinks = tuple(sinks)
+        self._feed = SinkFeed(self._sinks, 0)
+        self._prefixed = prefixed
+        self._facts: RunFacts | None = None
+        self._facts_feed = SinkFeed((), rank=0)
+
+    def begin(self, rank: int, facts: RunFacts | None) -> None:
+        """Tell sinks from now on, as those of this rank, and leave ``facts`` if a launcher wants them."""
+        self._feed = SinkFeed(self._sinks, rank)
+        self._facts = facts
+        if facts is not None:
+            self._facts_feed = SinkFeed([facts], rank, spacing=_LOOKED_AT)
+
+    def counted(self, step: int) -> None:
+        """Leave the number of steps where ``anabranch status`` finds it."""
+        if self._facts is not None:
+            self._facts.counted(step)
+
+    @property
+    def of_steps(self) -> bool:
+        """True if anybody looks at the next step."""
+        return self._feed.due or self._facts_feed.due or self.callbacks.has("step")
+
+    def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
+        """Tell of an optimizer step, of which sinks get the ``numbers`` that are single."""
+        if self._facts_feed.due and "loss" in numbers:
+            self._facts_feed.step(record.step, {"loss": cast(Tensor, numbers["loss"])}, record.rows)
+        if not self._feed.idle:
+            prefix = f"{record.name}/" if self._prefixed else ""
+            values: dict[str, Tensor | float] = {
+                prefix + name: value for name, value in numbers.items() if isinstance(value, Tensor) and _single(value)
+            }
+            values.update((prefix + name, rate) for name, rate in _named_rates(record.learning_rates))
+            self._feed.step(record.step, values, record.rows)
+        self.callbacks.call("step", record)
+
+    def saved(self, record: SaveRecord) -> None:
+        """Tell of a checkpoint."""
+        self._tell("save", record)
+
+    def loaded(self, step: int, path: Place) -> None:
+        """Tell of a restart if this job is one that was started again, and now has its checkpoint."""
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        if attempt:
+            self._tell("restart", RestartRecord(step, attempt, path))
+
+    def failed(self, error: BaseException, step: int) -> None:
+        """Tell of the loss of a peer, or of a server that came back with less, if that is what ``error`` says."""
+        if isinstance(error, PeerLost):
+            self._tell("peer_lost", PeerLostRecord(step, error.peer, error.operation, str(error)))
+        elif isinstance(error, RolledBack):
+            self._tell("restart", RestartRecord(step, peer=error.peer, lost=error.lost))
+
+    def _tell(self, event: str, record: Record) -> None:
+        for feed in (self._feed, self._facts_feed):
+            if not feed.idle:
+                facts = {
+                    key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()
+                }
+                feed.event(event, facts)
+        self.callbacks.call(event, record)
+
+    def close(self) -> None:
+        """Hand over the rest to the sinks, and close them."""
+        with ExitStack() as stack:
+            stack.callback(self._feed.close)
+            stack.callback(self._facts_feed.close)
+
+
+def _single(value: Tensor) -> bool:
+    return value.numel() == 1 and not value.is_complex() and not value.is_sparse and value.device.type != "meta"
+
+
+def _named_rates(rates: tuple[float, ...]) -> list[tuple[str, float]]:
+    if len(rates) == 1:
+        return [("learning_rate", rates[0])]
+    return [(f"learning_rate/{index}", rate) for index, rate in enumerate(rates)]

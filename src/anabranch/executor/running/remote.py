@@ -1,0 +1,375 @@
+"""An executor's side of the servers: what a step reads there before and during its forward, and pushes after backward.
+
+::
+
+    begin ──> copies refreshed ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release)
+      └ whose turn it is: bsp, ssp, asp                                            └ sums over accumulated runs
+
+The clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from anabranch.executor.routes import Place, Route, Routes
+from anabranch.executor.running.loss_module import model_of
+from anabranch.executor.statistics import TableLoads
+from anabranch.executor.steps import Step, TrainStep
+from anabranch.job import job
+from anabranch.parameter_server import (
+    Consistency,
+    ParameterClient,
+    RemoteEmbedding,
+    RemoteTables,
+    WholeParameters,
+    Worker,
+    users_of,
+)
+from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
+from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
+from anabranch.tensors import Compression
+
+__all__ = ["RemotePart", "ServedParameter", "Together"]
+
+
+class Together(Protocol):
+    """The processes that push together in each step: workers, or all ranks of a grid of pipelines."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+
+    @property
+    def size(self) -> int:
+        """The number of them."""
+
+    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        """Everyone's ``data``, in the order of ranks."""
+
+    def check_present(self) -> None:
+        """Raise ``PeerLost`` if somebody is known to be lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedParameter:
+    """A parameter of the model that lives on the servers while the executor does.
+
+    Attributes:
+        name: on the servers, and in the model.
+        names: all that it has in the models' state, if several modules share it.
+        parameter: what the optimizer holds; without memory if the servers have the only copy.
+        shape, dtype: of the whole.
+        place: where it lives.
+        rule: its optimizer's numbers, read anew at each call.
+        optimizer: which that is.
+    """
+
+    name: str
+    names: list[str]
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: Place
+    rule: Callable[[], RowOptimizer]
+    optimizer: torch.optim.Optimizer
+
+
+class RemotePart:
+    """The parameters of an executor that live on the servers.
+
+    Args:
+        routes: where everything lives; what is on the servers is taken over at once.
+        steps, models: whose parameters these are.
+        workers: whose steps are ordered with this one's; ``None`` is alone.
+        stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
+        consistency: how.
+        cache: how looked-up rows are cached here, if at all.
+        row_compression: how rows are rounded on the way, if at all.
+        timeout, heartbeat: as the executor's.
+
+    Attributes:
+        clock: the number of pushes so far.
+        moved: what was a parameter of the model on this rank.
+        embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
+        stages: as given.
+
+    Raises:
+        ValueError: several workers and no servers; clipping, a cache or stages on several ranks that do not go with
+            the consistency.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        steps: Mapping[str, Step],
+        models: Mapping[str, nn.Module],
+        workers: Together | None,
+        *,
+        stages: int = 1,
+        consistency: str = "bsp",
+        cache: Cache | None = None,
+        row_compression: Compression | None = None,
+        timeout: float = 600.0,
+        heartbeat: float = 1.0,
+    ) -> None:
+        self.consistency = Consistency.parse(consistency)
+        self.clock = 0
+        self._read_at = 0
+        self._workers = workers if workers is not None and workers.size > 1 else None
+        self.stages = stages
+        self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
+        self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
+        self._models = models
+        _check_steps(steps, self.consistency, cache)
+        world = 1 if self._workers is None else self._workers.size
+        if stages > 1 and not self.consistency.merges:
+            raise ValueError(
+                f"consistency={consistency!r} lets workers run apart, and the ranks of a Pipe make each step together; "
+                "use consistency='bsp', or a Pipe in one process"
+            )
+        if world > 1 and not job().servers:
+            raise ValueError(
+                f"{world} workers share parameters on servers, and this job has none; start it with `anabranch run "
+                f"--workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
+            )
+        rank = 0 if self._workers is None else self._workers.rank
+        self.client = ParameterClient(
+            worker=Worker(rank, world, consistency, leads=rank < stages),
+            timeout=timeout,
+            heartbeat=heartbeat,
+            compression=row_compression,
+            watch=None if self._workers is None else self._workers.check_present,
+        )
+        try:
+            self.tables = RemoteTables(self.client, cache=cache)
+            self.whole = WholeParameters(self.client)
+            everyone = self.gather([[moved.name for moved in self.moved], self.embeddings])
+            self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
+            self._served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
+            if rank == 0:
+                self.client.drop(self._served)
+            self._meet()
+            self._take_over(steps)
+            if cache is not None:
+                for spec, table_rule in self.client.made:
+                    compile_cache_kernels(cache, table_rule, spec.dtype)
+            self._meet()
+        except BaseException:
+            self.client.close()
+            raise
+
+    def _take_over(self, steps: Mapping[str, Step]) -> None:
+        everyone = list(self._models.values())
+        for step in sorted(steps.values(), key=lambda step: not isinstance(step, TrainStep)):
+            optimizers = step.optimizers if isinstance(step, TrainStep) else []
+            self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
+        for moved in self.moved:
+            users = users_of(moved.parameter, everyone)
+            state = moved.optimizer.state.pop(moved.parameter, {})
+            if moved.place is Place.ROWS:
+                self.tables.take_over(moved.name, moved.parameter, users, moved.rule, state)
+                continue
+            sparse = None
+            if moved.place is Place.WHOLE_TABLE:
+                sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
+            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse)
+
+    @property
+    def alone(self) -> bool:
+        """True if there are no other workers: the ranks of one pipeline are one."""
+        return self._workers is None or self._workers.size == self.stages
+
+    def gather(self, names: list[list[str]]) -> list[list[list[str]]]:
+        """Return what each rank gives, in the order of ranks."""
+        if self._workers is None:
+            return [names]
+        texts = self._workers.all_gather_bytes(msgspec.json.encode(names), operation="meet at the servers")
+        return [msgspec.json.decode(text, type=list[list[str]]) for text in texts]
+
+    def _meet(self) -> None:
+        self.gather([])
+
+    @property
+    def whole_parameters(self) -> dict[Tensor, str]:
+        """The parameters of which a copy is here, and their names."""
+        return {moved.parameter: moved.name for moved in self.moved if moved.place is not Place.ROWS}
+
+    def begin(
+        self,
+        *,
+        training: bool,
+        fresh: bool = True,
+        expected: Mapping[str, Tensor] | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        """Refresh the copies here if they may have changed, so that what follows reads the servers' state of now.
+
+        Args:
+            training: else nothing is changed, and no ids are admitted.
+            fresh: the first run of a window; the others go on with the same copies.
+            expected: ids by table that the run is expected to look up.
+            between: called when the step has read as often as the one before it did.
+        """
+        self.tables.begin(self.clock, training=training, between=between)
+        if self._read_at != self.clock or (fresh and not self.consistency.merges):
+            self.whole.refresh(self.clock)
+            self._read_at = self.clock
+            if training and not self.whole.names and not self.consistency.merges and self.consistency.lag is not None:
+                self.client.wait_for_turn(self.clock)  # all that the step reads may be cached
+        if expected:
+            self.tables.expect(expected)
+
+    def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
+        """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
+        self.tables.prefetch(ids)
+
+    def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
+        """Raise ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
+        prefix = next(prefix for prefix, other in self._models.items() if other is model_of(model))
+        served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
+        for name in names:
+            if name in served:
+                raise ValueError(
+                    f"fetch names {name!r}, and the workers' gradients of {served[name]} come together on the servers "
+                    f"only; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
+                )
+
+    def loads(self) -> dict[str, TableLoads]:
+        """Count of this worker's requests so far."""
+        caches = self.tables.statistics()
+        none = CacheStatistics(0, 0, 0, 0, 0)
+        return {
+            name: TableLoads(
+                traffic.pulls,
+                traffic.pushes,
+                traffic.bytes,
+                caches.get(name, none).hits,
+                caches.get(name, none).misses,
+                caches.get(name, none).evictions,
+                traffic.wait_seconds,
+            )
+            for name, traffic in self.client.traffic().items()
+        }
+
+    # Saving and loading; every worker calls these.
+
+    def settle(self) -> None:
+        """Flushes what waits here; once all workers have, the servers are as after the last step."""
+        self.tables.flush()
+
+    def read(self) -> dict[Tensor, ParameterState]:
+        """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
+        return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
+
+    def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Put a checkpoint's rows on the servers, and drop all else; one rank does so while the others wait."""
+        self.client.drop(self._served)
+        if self.embeddings:
+            self.client.restore_some(state, groups)
+
+    def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
+        """Then put its parameters there; one rank of each stage does so."""
+        for moved in self.moved:
+            self._tables_or_whole(moved, kept[moved.parameter])
+
+    def _tables_or_whole(self, moved: ServedParameter, kept: ParameterState) -> None:
+        if moved.place is Place.WHOLE:
+            self.client.write_dense(moved.name, kept, moved.rule())
+            return
+        spec = self.tables.spec(moved.name) if moved.place is Place.ROWS else self.whole.spec(moved.name)
+        self.client.init_table(spec, moved.rule())
+        self.client.write_rows(moved.name, kept, moved.rule())
+
+    def continue_from(self, clock: int) -> None:
+        """Goes on after ``clock`` pushes, with what is on the servers now."""
+        self.tables.drop_caches()
+        self.clock = clock
+        self.client.join(clock)
+        self._meet()
+        self.whole.refresh(None)
+        self._read_at = clock
+
+    # The end.
+
+    def close(self, *, clean: bool = True) -> None:
+        """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return."""
+        try:
+            if clean:
+                self.tables.close()
+                self.begin(training=False)
+                if self.client.in_process:
+                    self._give_back()
+                for model in self._models.values():
+                    for module in model.modules():
+                        if isinstance(module, RemoteEmbedding):
+                            module.close()
+        finally:
+            self.client.close()  # which ends what is still asked for ahead
+            self.tables.abandon()
+
+    def _give_back(self) -> None:
+        for moved in self.moved:
+            kept = self.client.read_kept(moved.name, moved.rule())
+            if state := to_torch(moved.rule(), kept):
+                moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
+            if moved.place is Place.ROWS:
+                self.tables.give_back(moved.name, kept.values)
+
+
+def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
+    """Return an optimizer's state as its ``load_state_dict`` would take it: servers keep float32 beside float16."""
+    if moved.dtype != torch.float16 or moved.rule().family is Family.ROW_WISE_ADAGRAD:
+        return dict(state)
+    return {
+        key: value.to(moved.dtype) if isinstance(value, Tensor) and key != "step" else value
+        for key, value in state.items()
+    }
+
+
+def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:
+    assert route.tensor is not None
+    assert route.rule is not None
+    assert route.optimizer is not None
+    names = [
+        f"{prefix}{name}"
+        for prefix, model in models.items()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is route.tensor
+    ]
+    shape = (route.shape, route.tensor.dtype)
+    return ServedParameter(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
+
+
+def _check_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:
+    for name, step in steps.items():
+        if not isinstance(step, TrainStep):
+            continue
+        if step.precision == "float16":
+            raise ValueError(
+                f"step {name!r} has precision='float16', whose scaled gradients servers would have to unscale; use "
+                "precision='bfloat16' with parameters on servers"
+            )
+        if step.clip_grad_value is not None:
+            raise ValueError(
+                f"step {name!r} has clip_grad_value, and what servers average is not here to be clipped; use "
+                "clip_grad_norm with parameters on servers"
+            )
+        if step.clip_grad_norm is None:
+            continue
+        if not consistency.merges:
+            raise ValueError(
+                f"step {name!r} clips gradients, and under {consistency.name!r} each worker's push counts as it comes, "
+                "so there is no gradient of the step to take a norm of; use consistency='bsp', or no clip_grad_norm"
+            )
+        if cache is not None and cache.push_bound:
+            raise ValueError(
+                f"step {name!r} clips gradients, and a cache with push_bound={cache.push_bound} keeps some back, so a "
+                "step has no norm; use push_bound=0, or no clip_grad_norm"
+            )

@@ -1,0 +1,137 @@
+"""A training step's gradients for the servers: summed over the runs of its window, then pushed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from torch import Tensor
+
+from anabranch.executor.running.finite import nonfinite_names
+from anabranch.executor.running.remote import RemotePart
+from anabranch.executor.steps import TrainStep
+from anabranch.parameter_server import merge_rows
+
+__all__ = ["RemoteWindow", "Sums"]
+
+
+class Sums(TypedDict):
+    """The weight of an open window so far on one worker, and its sums: of copies, and of the tables' rows."""
+
+    total: float
+    dense: dict[str, Tensor]
+    rows: dict[str, dict[str, Tensor]]
+
+
+class RemoteWindow:
+    """The gradients of one training step's window that go to the servers."""
+
+    def __init__(self, part: RemotePart, step: TrainStep) -> None:
+        self.part = part
+        self._step = step
+        mine = set(step.model.parameters())
+        self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
+        self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
+        self._weight = 1.0
+        self.start()
+
+    def start(self) -> None:
+        """Begins a new sum."""
+        self._total = 0.0
+        self._dense: dict[str, Tensor] = {}
+        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def start_run(self, weight: float) -> None:
+        """Begins a run whose gradients count ``weight`` times."""
+        self._weight = weight
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Return True if the gradient of ``parameter`` belongs here."""
+        return parameter in self._names
+
+    def ready(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take a final gradient of a copy."""
+        name = self._names[parameter]
+        if self._alone:
+            self._dense[name] = gradient
+        elif name in self._dense:
+            self._dense[name] = self._dense[name] + gradient * self._weight
+        else:
+            self._dense[name] = gradient * self._weight
+
+    @property
+    def _alone(self) -> bool:
+        """A window of one run sums nothing, so its gradients go as they are."""
+        return self._step.accumulate == 1
+
+    def end_run(self) -> None:
+        """Take what backward has left of the looked-up tables."""
+        self._total += self._weight
+        frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}
+        for name, (ids, grads) in self.part.tables.take().items():
+            if name in frozen:
+                continue
+            self._rows.setdefault(name, []).append((ids, grads if self._alone else grads * self._weight))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def push(self) -> None:
+        """Send the window's gradients; with clipping they wait for ``release``."""
+        mean = self._step.reduction == "mean"
+        divisor = self._total if mean and not self._alone and self._total else 1.0
+        if mean:  # every stage of a pipeline pushes with the weight of its rows, so they count once for each
+            divisor /= self.part.stages
+        given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
+        dense = self._dense
+        if divisor != 1.0:
+            given = {name: (ids, grads / divisor) for name, (ids, grads) in given.items()}
+            dense = {name: gradient / divisor for name, gradient in dense.items()}
+        self.part.tables.push(
+            self._total if mean else 1.0,
+            mean=mean,
+            hold=self._step.clip_grad_norm is not None,
+            given=given,
+            beside=self.part.whole.beside(dense),
+        )
+        self.start()
+        self.part.clock += 1
+
+    def nonfinite(self) -> list[str]:
+        """Return the names of what holds NaN or an infinity in the open window."""
+        rows = [(name, grads) for name, parts in self._rows.items() for _, grads in parts]
+        return nonfinite_names([*self._dense.items(), *rows], own=False)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters whose gradients this window may hold."""
+        return {*self.parameters, *self.part.tables.names}
+
+    def sums(self) -> Sums:
+        """Return the open window on this worker, for a checkpoint."""
+        rows = {name: merge_rows(parts) for name, parts in self._rows.items()}
+        return {
+            "total": self._total,
+            "dense": {name: gradient.to_dense() for name, gradient in self._dense.items()},
+            "rows": {name: {"ids": ids, "grads": grads} for name, (ids, grads) in rows.items()},
+        }
+
+    def restore(self, windows: Iterable[Sums]) -> None:
+        """Goes on with the open windows of several workers as one; what is of other stages is theirs."""
+        self.start()
+        here = self.names
+        for window in windows:
+            self._total += window["total"]
+            for name in window["dense"].keys() & here:
+                gradient = window["dense"][name]
+                self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
+            for name in window["rows"].keys() & here:
+                part = window["rows"][name]
+                self._rows.setdefault(name, []).append((part["ids"], part["grads"]))
+
+    def squared_norm(self) -> float:
+        """Return the sum of squares of the gradients just pushed, of all workers together."""
+        return self.part.client.squared_norm(self.part.clock - 1)
+
+    def release(self, scale: float) -> None:
+        """Apply the gradients just pushed, times ``scale``."""
+        self.part.client.release(self.part.clock - 1, scale)

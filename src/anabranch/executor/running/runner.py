@@ -1,0 +1,541 @@
+"""Runs a training step on either engine: gradients summed over runs and workers, then clipped, then applied.
+
+::
+
+    engine: batch ─> loss ─────────────> gradient final ┐
+    runner:           └ totals on their way             └> bucket ─> all_reduce ─> wait, divide, clip, optimizers
+
+With one worker and no accumulation there is nothing to sum, and the engine takes the whole step by itself. What lives
+on servers goes its own way (``remote.py``): read before forward, pushed once backward has ended, beside the buckets.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anabranch.collectives import GradientBuckets, Workers
+from anabranch.errors import BoundaryError, CaptureError
+from anabranch.executor.engines.auto_engine import AutoEngine
+from anabranch.executor.engines.checked_graph import CheckedGraph
+from anabranch.executor.engines.engine import Engine, StepOutput
+from anabranch.executor.engines.graph_engine import GraphEngine
+from anabranch.executor.engines.tape_engine import TapeEngine
+from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.executor.running.clipping import clip_gradients, clip_scale, clip_values, norm_of
+from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.running.finite import nonfinite_error, nonfinite_names
+from anabranch.executor.running.loss_scale import LossScale
+from anabranch.executor.running.remote_window import RemoteWindow
+from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
+from anabranch.executor.steps import TrainStep, parameters_of
+from anabranch.graph.run.joint import accumulate
+from anabranch.tensors import Structure
+
+__all__ = ["StepRunner"]
+
+
+class StepRunner:
+    """Runs one ``TrainStep``.
+
+    Args:
+        step: what to run.
+        engine: how its gradients are computed.
+        workers: whom to average with; ``None`` trains alone.
+
+    Attributes:
+        remote: what of the step is on servers, if anything is.
+        upcoming: learns which rows a batch looks up, if it is of use to know those of the next one.
+        between: called once the step has read what it looks up, while there is time to ask for the next one's rows.
+    """
+
+    remote: RemoteWindow | None = None
+    upcoming: UpcomingIds | None = None
+    between: Callable[[], None] | None = None
+
+    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
+        self.step = step
+        self.engine = engine
+        self._workers = workers if workers is not None and workers.size > 1 else None
+        self.runs = 0
+        self.steps = 0
+        self._in_window = 0
+        self._window_rows = 0.0
+        self._broken = False
+        self._parameters = list(step.model.parameters())
+        self._held = _held_by(step)
+        self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
+        first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
+        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
+        self._layout: tuple[bool, ...] | None = None
+        self._buckets: GradientBuckets | None = None
+        self._device = first.device
+        self.asked_to_stop = False
+        self.stopping = False
+        self.skipped = 0
+        self.scale: LossScale | None = None
+        self._nonfinite: list[str] | None = None
+        self._closing = False
+        self._aside: list[tuple[Tensor, Tensor]] = []
+        self.epoch_runs: int | None = 0
+        # Else something of Python's stands between gradients and optimizers.
+        self._whole = step.on_gradients is None and step.clip_grad_value is None and step.precision != "float16"
+        if isinstance(engine, TapeEngine) and step.precision == "float16":
+            self.scale = engine.scale = LossScale()
+
+    def _lay_out(self) -> None:
+        """Buckets for the parameters that require a gradient now; laid out anew when some were frozen or thawed."""
+        layout = tuple(parameter.requires_grad for parameter in self._parameters)
+        if layout == self._layout:
+            return
+        self._layout = layout
+        named = {name: value for name, value in self._named_parameters().items() if value.requires_grad}
+        summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
+        if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
+            raise ValueError(
+                f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency the "
+                "workers sum nothing among themselves: make a new Executor"
+            )
+        self._buckets = GradientBuckets(
+            summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
+        )
+        self.engine.attach(named, self._buckets.ready if self.remote is None else self._ready)
+
+    def _ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        assert self._buckets is not None
+        if self.remote is not None and self.remote.holds(parameter):
+            self.remote.ready(parameter, gradient)
+            return None
+        return self._buckets.ready(parameter, gradient)
+
+    def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
+        """One run on this worker's share of the batch, which has ``rows`` rows."""
+        if fetch.wants_norm and self.remote is not None and self.step.clip_grad_norm is None:
+            raise ValueError(
+                "fetch names 'grad_norm', and with parameters on servers only a step that clips by it knows it; give "
+                "the TrainStep clip_grad_norm"
+            )
+        alone = self._workers is None and self.step.accumulate == 1 and self.remote is None
+        if alone and self._whole and rows > 0 and not fetch.wants_norm:
+            return self._run_alone(batch, fetch)
+        if alone:
+            held = set(self._held)
+            others = [p for p in self._parameters if p.grad is not None and p not in held]
+            # Copies: what is there may lie in the buckets.
+            self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
+        try:
+            return self._run_in_parts(batch, rows, fetch)
+        finally:
+            self._put_back()
+
+    def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
+        """One run whose gradients are summed, or looked at, before the optimizers get them."""
+        self._begin_run()
+        if self.remote is not None:
+            expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
+            self.remote.part.begin(training=True, fresh=self._in_window == 0, expected=expected, between=self.between)
+        if not rows > 0:
+            ran = self._add_nothing(active=True, fetch=fetch)
+            assert ran is not None
+            return ran
+        assert self._buckets is not None
+        weight = rows if self._averages else 1.0
+        started: list[Totals] = []
+        with self._window_kept_whole(started):
+            ran = self._differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
+            self._loss_dtype = ran.loss.dtype
+            self._buckets.launch_rest()
+            self._push_early()
+            total = started[0].wait_for()
+            self._finish_run(total, fetch)
+        self._raise_nonfinite()
+        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
+
+    @property
+    def _averages(self) -> bool:
+        """True if gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
+        return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
+
+    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+        if self.upcoming is None or not self.upcoming.learning:
+            return self.engine.differentiate(batch, fetch, begin)
+        if isinstance(self.engine, GraphEngine):
+            ran = self.engine.differentiate(batch, fetch, begin)
+            self.upcoming.learn_from(self.engine.program.graph)
+            return ran
+        engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
+        with self.upcoming.watching(batch):
+            return engine.differentiate(batch, fetch, begin)
+
+    def _push_early(self) -> None:
+        """Hand the run's gradients to the servers' window, and push once it closes, beside what is summed here."""
+        if self.remote is not None:
+            self.remote.end_run()
+            if self._closes_window() and not self._looks_first:
+                self.remote.push()
+
+    @property
+    def _looks_first(self) -> bool:
+        """True if nothing is pushed before all workers know that the gradients are finite."""
+        assert self._buckets is not None
+        return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
+
+    def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
+        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
+        assert self._buckets is not None
+        last = self._closes_window()
+        if self.remote is not None:
+            self.remote.start_run(weight)
+        stopping = self._wants_to_stop()
+        vote = (False, False)
+        if self._workers is not None and isinstance(self.engine, AutoEngine):
+            vote = self.engine.vote()
+        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
+        if last and self._workers is not None and self._buckets.carries_header:
+            self._buckets.start_run(weight, last=last, header=share, step=self.runs)
+            return Totals(self._buckets.header, self._calls, self._workers.size)
+        self._buckets.start_run(weight, last=last, step=self.runs)
+        return Totals.alone(share, self._workers, self._calls)
+
+    def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
+        self.stopping = self.stopping or total.stopping > 0
+        if self._workers is not None and isinstance(self.engine, AutoEngine):
+            self.engine.decided(total.trying, total.rejecting)
+        self._end_run(total.rows, fetch)
+
+    def run_idle(self) -> StepOutput | None:
+        """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
+        self._begin_run()
+        if self.remote is not None:
+            self.remote.part.tables.begin(self.remote.part.clock)
+        return self._add_nothing(active=False)
+
+    def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
+        assert self._buckets is not None
+        with self._window_kept_whole([]) as started:
+            started.append(self._start_run(None, 0.0, active=active))
+            total = started[0].wait_for()
+            if not total.active:
+                return None
+            self._buckets.launch_rest()
+            self._push_early()
+            self._finish_run(total, fetch)
+        self._raise_nonfinite()
+        return StepOutput(self._loss_of(total), {})
+
+    @contextmanager
+    def _window_kept_whole(self, started: list[Totals]) -> Iterator[list[Totals]]:
+        """Drop the open window if the block fails once a run has ``started``: no half sums stay behind."""
+        try:
+            yield started
+        except BaseException as error:
+            if started:
+                self._broken = self._workers is not None
+                if self._in_window:
+                    error.add_note(f"the {self._in_window} runs accumulated before this one are dropped with it")
+                self._in_window = 0
+            raise
+
+    def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
+        """Run the whole step at once: nobody to sum with."""
+        self._follow_optimizers()
+        left = self._call_own_zero_grads()
+        for parameter in self._held:
+            parameter.grad = None
+        engine = self.engine
+        if left:
+            for parameter, gradient in left:
+                parameter.grad = gradient
+            engine = self._engine_that_accumulates()
+        ran = engine.step(batch, fetch)
+        self.runs += 1
+        self.stopping = self._wants_to_stop()
+        if ran.nonfinite:
+            self._drop_others(ran.nonfinite)
+            self._pass_over(list(ran.nonfinite))
+            self._raise_nonfinite()
+        else:
+            self._step_schedulers()
+        return ran
+
+    def _begin_run(self) -> None:
+        self._calls += 1
+        if self._broken:
+            raise BoundaryError(
+                "an earlier run failed in the middle of its communication, so this worker no longer knows where the "
+                "others stand; restart the job from its last checkpoint",
+                operation="run",
+                step=self.runs,
+            )
+        self._follow_optimizers()
+        if self._in_window == 0:
+            if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
+                raise ValueError(
+                    "zero_grad of an optimizer leaves gradients, which several workers, servers and accumulate=... "
+                    "cannot add to; let it clear them"
+                )
+            self._lay_out()
+            assert self._buckets is not None
+            self._buckets.start_window()
+            if self.remote is not None:
+                self.remote.start()
+            self._window_rows = 0.0
+        # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
+        self._clear_gradients()
+
+    def _follow_optimizers(self) -> None:
+        """Take up parameters of the model that an optimizer was given in place of others, or beside them.
+
+        Raises:
+            ValueError: a parameter that is not the model's, or one that others would have to know of.
+        """
+        held = _held_by(self.step)
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            return
+        known, now = set(self._parameters), list(self.step.model.parameters())
+        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
+        foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
+        alone = self._workers is None and self.remote is None and self._in_window == 0
+        if foreign or (added and not alone):
+            optimizer, parameter = (foreign or added)[0]
+            where = "has not" if foreign else "did not have when the Executor was made"
+            raise ValueError(
+                f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the model "
+                f"{where}; make a new TrainStep and Executor"
+            )
+        if added:
+            self._parameters, self._layout = now, None
+            self.engine.follow_model()
+        self._held = held
+
+    def _check_thawed(self) -> None:
+        """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
+        assert self._layout is not None
+        for parameter, laid_out in zip(self._parameters, self._layout, strict=True):
+            if not laid_out and parameter.grad is not None:
+                names = {value: name for name, value in self.step.model.named_parameters()}
+                raise ValueError(
+                    f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
+                    "window; do it between two optimizer steps"
+                )
+
+    def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
+        """Call ``zero_grad`` if an optimizer has one of its own; returns the gradients that are left."""
+        optimizers = self.step.optimizers
+        if all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers):
+            return []
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        own = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _engine_that_accumulates(self) -> Engine:
+        """Return the engine that adds to the gradients that are there."""
+        if isinstance(self.engine, AutoEngine):
+            self.engine.stay_on_tape("zero_grad of an optimizer keeps gradients, to which a graph would not add")
+        if isinstance(self.engine, (AutoEngine, CheckedGraph)):
+            return self.engine.tape
+        if isinstance(self.engine, GraphEngine):
+            raise CaptureError(
+                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
+            )
+        return self.engine
+
+    def _closes_window(self) -> bool:
+        return self._closing or self._in_window + 1 == self.step.accumulate
+
+    def _end_run(self, rows: float, fetch: Fetch | None) -> None:
+        self._window_rows += rows
+        self.runs += 1
+        if not self._closes_window():
+            self._in_window += 1
+            return
+        assert self._buckets is not None
+        divisor = self._window_rows if self._averages else 1.0
+        # Without any rows the sums are all zero, or there are none.
+        self._buckets.finish(divisor or 1.0)
+        self._check_thawed()
+        self._in_window = 0
+        if self._finish_window(fetch):
+            self._update()
+
+    def _finish_window(self, fetch: Fetch | None) -> bool:
+        """Bring the window's gradients into the form that the optimizers get; False if they are not to step."""
+        step, remote = self.step, self.remote
+        bad: list[str] = []
+        if self.scale is not None:
+            self.scale.unscale(p.grad for p in self._parameters if p.grad is not None)
+            bad = self._find_nonfinite()
+            self.scale.update(overflow=bool(bad))
+        self._put_back()
+        if step.on_gradients is not None and not bad:
+            named = self._named_parameters().items()
+            step.on_gradients({name: p.grad for name, p in named if p.grad is not None})
+        if step.skip_nonfinite is not None and (self.scale is None or step.on_gradients is not None):
+            bad = bad or self._find_nonfinite()
+        if bad:
+            self._drop_others(bad)
+            self._pass_over(bad)
+            if remote is not None:
+                remote.start()  # what was to be pushed; an empty push moves nothing
+        if remote is not None and self._looks_first:
+            remote.push()
+        if bad:
+            if remote is not None and self._looks_first and step.clip_grad_norm is not None:
+                remote.squared_norm()
+                remote.release(1.0)
+            return False
+        norm: Tensor | None = None
+        if step.clip_grad_norm is not None:
+            norm = self._clip(step.clip_grad_norm)
+        elif fetch is not None and fetch.wants_norm:
+            norm = self._norm()
+        if step.clip_grad_value is not None:
+            clip_values(self._parameters, step.clip_grad_value)
+        if fetch is not None:
+            fetch.norm = norm
+        return True
+
+    def _put_back(self) -> None:
+        """Add the run's gradients of parameters that no optimizer clears to those that they had."""
+        for parameter, earlier in self._aside:
+            new, parameter.grad = parameter.grad, earlier
+            if new is not None:
+                accumulate(parameter, new)
+        self._aside = []
+
+    def _find_nonfinite(self) -> list[str]:
+        """Return the parameters whose gradients are not finite, alike on all workers."""
+        named = self._named_parameters().items()
+        found = nonfinite_names((name, p.grad) for name, p in named if p.grad is not None)
+        if self.remote is None or not self.step.skip_nonfinite:
+            return found
+        found += self.remote.nonfinite()
+        if self._workers is None:
+            return found
+        bad = torch.tensor([float(len(found))], device=self._device)
+        if not self._workers.all_reduce(bad, operation="all_reduce of steps to pass over", step=self.runs).item():
+            return []
+        everyone = self._workers.all_gather_bytes(json.dumps(found).encode(), operation="names of gradients")
+        return sorted({name for names in everyone for name in json.loads(names)})
+
+    def _pass_over(self, names: list[str]) -> None:
+        if self.step.skip_nonfinite:
+            self.skipped += 1
+        else:
+            self._nonfinite = names
+
+    def _drop_others(self, names: Iterable[str]) -> None:
+        """Forget what is not finite of gradients that no optimizer clears, or no later step would be."""
+        named, held = self._named_parameters(), set(self._held)
+        for name in names:
+            if name in named and named[name] not in held:
+                named[name].grad = None
+
+    def _raise_nonfinite(self) -> None:
+        """Raise what the run ended with, once every worker has ended it alike."""
+        names, self._nonfinite = self._nonfinite, None
+        if names is not None:
+            raise nonfinite_error(names, self.steps)
+
+    def _update(self) -> None:
+        self.engine.update()
+        self._step_schedulers()
+
+    def _clip(self, max_norm: float) -> Tensor:
+        if self.remote is None:
+            return clip_gradients(self._parameters, max_norm)
+        norm = clip_gradients(self._parameters, max_norm, elsewhere=self.remote.squared_norm())
+        self.remote.release(clip_scale(norm, max_norm).item())
+        return norm
+
+    def _norm(self) -> Tensor:
+        return norm_of(self._parameters)
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.step.model.named_parameters())
+
+    def _wants_to_stop(self) -> bool:
+        return self.asked_to_stop
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self.step.schedulers:
+            scheduler.step()
+        self.steps += 1
+
+    def _loss_of(self, total: Total) -> Tensor:
+        value = total.loss / total.rows if self.step.reduction == "mean" and total.rows else total.loss
+        return torch.tensor(value, dtype=self._loss_dtype, device=self._device)
+
+    @contextmanager
+    def in_epoch(self, length: int | None) -> Iterator[None]:
+        """Count the run of the block, which takes a loader's batch, in an epoch of ``length``; the last may flush."""
+        last = length is not None and self.epoch_runs is not None and self.epoch_runs + 1 >= length
+        self._closing = last and self.step.flush == "step"
+        try:
+            yield
+        finally:
+            self._closing = False
+            if self.epoch_runs is not None:
+                self.epoch_runs += 1
+
+    def end_epoch(self) -> None:
+        """Let the optimizers step on what the open window has, or forget it, as the step's ``flush`` says."""
+        self.epoch_runs = 0
+        if self._in_window and self.step.flush == "step":
+            self._closing = True
+            try:
+                self._begin_run()
+                if self.remote is not None:
+                    self.remote.part.tables.begin(self.remote.part.clock)
+                self._add_nothing(active=True)
+            finally:
+                self._closing = False
+            self.runs -= 1  # it was none of the caller's
+        elif self.step.flush == "drop":
+            self._in_window = 0
+
+    # The window under way, for a checkpoint in the middle of it.
+
+    def window(self) -> tuple[int, float, dict[str, Tensor]]:
+        """Return the runs in the open window, their rows over all workers, and this worker's sums by parameter."""
+        sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
+        return self._in_window, self._window_rows, sums
+
+    def restore(self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor]) -> None:
+        """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
+        self.runs = runs
+        self.steps = steps
+        self._broken = False
+        self._in_window = 0
+        if in_window:
+            self._begin_run()
+            assert self._buckets is not None
+            self._buckets.restore_sums(sums)
+        self._in_window = in_window
+        self._window_rows = rows
+
+
+def _held_by(step: TrainStep) -> list[Tensor]:
+    """Return the parameters that the optimizers hold, in their order."""
+    return [parameter for optimizer in step.optimizers for parameter in parameters_of(optimizer)]
+
+
+def _sparse_tables(model: nn.Module) -> list[str]:
+    """Return the parameters whose gradients are known to be sparse before the first one arrives."""
+    found = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return [name for name, parameter in model.named_parameters() if parameter in found]

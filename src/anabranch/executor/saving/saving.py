@@ -1,0 +1,706 @@
+"""Saving an executor's state, and loading it again, on another number of workers too.
+
+::
+
+    group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
+    group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
+    group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as they lie on the shards
+    group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
+                          of an accumulation window that is open
+    state                 everything that is no tensor
+
+Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart. Parameters that
+live on servers are in "model" and "optimizer" like others, so that a checkpoint loads under any ``comm_mode``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, cast
+
+import msgspec
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from anabranch import checkpoint
+from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint.state import decode, encode
+from anabranch.checkpoint.storage import Place
+from anabranch.collectives import Workers
+from anabranch.deadline import Deadline
+from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
+from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.executor.running.pipe_runner import PipelineGrid
+from anabranch.executor.running.remote import RemotePart, ServedParameter
+from anabranch.executor.running.remote_window import Sums
+from anabranch.executor.running.runner import StepRunner
+from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, Started
+from anabranch.executor.saving.merged_stages import (
+    StagePart,
+    merge_optimizer_states,
+    merge_windows,
+    names_of,
+    restrict,
+    rows_of,
+)
+from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
+from anabranch.pipeline import Pipe
+from anabranch.tables import ParameterState, from_torch, to_torch
+
+__all__ = ["HasState", "Saver"]
+
+_log = logging.getLogger("anabranch.executor")
+
+_FORMAT = 1
+
+
+class HasState(Protocol):
+    """Anything whose state can be taken and put back: nested plain values and tensors."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state back."""
+
+
+class Saver:
+    """Saves and loads the state of one executor; made before parameters leave the models.
+
+    Attributes:
+        loaders: those whose positions are saved.
+        remote: what lives on servers.
+    """
+
+    loaders: Mapping[str, BoundLoader] = MappingProxyType({})
+    remote: RemotePart | None = None
+
+    def __init__(
+        self,
+        steps: Mapping[str, Step],
+        runners: Mapping[str, StepRunner],
+        workers: Workers | PipelineGrid | None,
+        objects: Mapping[str, HasState] | None = None,
+    ) -> None:
+        self._objects = dict(objects or {})
+        self._background: BackgroundSaves | None = None
+        self._begun: list[Started] = []
+        self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
+        self._runners = runners
+        self._workers = workers
+        self._models = distinct_models(steps)
+        # As they are before some leave the models for the servers.
+        self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
+        self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._workers is None else self._workers.rank
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._workers is None else self._workers.size
+
+    @property
+    def _row(self) -> int:
+        """This rank's place among those that hold the same part of the model."""
+        return self._rank // self._stages
+
+    def _pipes(self) -> dict[str, Pipe]:
+        return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
+
+    # Saving.
+
+    def save(self, path: Place, *, wait: bool = True) -> None:
+        """Write a checkpoint; on every worker, or raised on every worker. Not to ``wait`` leaves that to a thread."""
+        began = time.monotonic()
+        if self.remote is not None:
+            self.remote.settle()
+            if self._stages > 1:
+                self._gather(b"")  # stages read their parts once all have settled
+        mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
+        mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
+        if self._row == 0 < self._rank:  # another stage's part of the model
+            mine |= self._part()
+        ranks = self._gather_at_first(_pack(mine))
+        failure = ""
+        if self._rank == 0:
+            try:
+                snapshot = self._collected(ranks)
+                if wait:
+                    snapshot.write(path)
+                else:
+                    snapshot = snapshot.copied()
+                    self._background = self._background or BackgroundSaves()
+                    self._background.begin(lambda: snapshot.write(path))
+            except Exception as error:  # a server may be lost, an object of the user's may fail
+                if self._size == 1:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        failure = self._gather(failure.encode())[0].decode()
+        if failure:
+            raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
+        if not wait:
+            self._begun.append(Started(self._steps_taken(), path, began))
+
+    def settle(self, deadline: Deadline, *, leave: int = 0) -> list[Started]:
+        """Wait until at most ``leave`` of the saves begun before are not written; return those that are.
+
+        Raises:
+            CheckpointError: one has failed; on every worker.
+        """
+        if not self._begun:
+            return []
+        ended: list[str] = []
+        failed = ""
+        if self._background is not None:
+            try:
+                ended = self._background.wait(leave, deadline)
+            except DeadlineExceeded as error:
+                if self._size == 1:
+                    raise
+                failed = str(error)
+        answer = self._gather(msgspec.json.encode([failed, *ended]))[0]
+        failed, *ended = msgspec.json.decode(answer, type=list[str])
+        done, self._begun = self._begun[: len(ended)], self._begun[len(ended) :]
+        for started, failure in zip(done, ended, strict=True):
+            if failure:
+                raise CheckpointError(
+                    f"{started.path} of step {started.step} was not saved in the background: {failure}"
+                )
+        if failed:
+            raise CheckpointError(f"rank 0 still saves in the background: {failed}")
+        return done
+
+    def close(self, deadline: Deadline) -> None:
+        """Return once nothing is written any more; a failure that nobody was told of goes to the logger."""
+        if self._background is not None:
+            for failure in self._background.close(deadline):
+                _log.warning("a checkpoint was not saved in the background: %s", failure)
+
+    def _steps_taken(self) -> int:
+        return sum(runner.steps for runner in self._runners.values())
+
+    def _part(self) -> dict[str, object]:
+        """Return this stage's part of the model, or why it cannot be had."""
+        try:
+            kept = {} if self.remote is None else self.remote.read()
+        except AnabranchError as error:  # a server may be lost
+            return {"failure": f"{type(error).__name__}: {error}"}
+        tensors = self._model_tensors() | self._remote_tensors(lambda moved: kept[moved.parameter].values)
+        # Cloned: names of one tied tensor would share memory, which the format refuses.
+        model = {name: tensor.clone() for name, tensor in tensors.items()}
+        return {"part": {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states(kept)}}
+
+    def _collected(self, ranks: list[bytes]) -> CheckpointContent:
+        kept = {} if self.remote is None else self.remote.read()
+        model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
+        everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
+        for rank, stage in enumerate(everyone[1 : self._stages], 1):
+            if "failure" in stage:
+                raise CheckpointError(f"rank {rank}: {stage['failure']}")
+            part = cast(StagePart, stage.pop("part"))
+            model, extra = {**part["model"], **model}, {**part.get("extra", {}), **extra}
+            merge_optimizer_states(optimizer_states, part["optimizers"])
+        optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
+        groups: dict[str, checkpoint.Group] = {
+            "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
+            "optimizer": optimizer_tensors,
+        }
+        saved_extra, groups["extra"] = checkpoint.split(extra)
+        saved_objects, groups["objects"] = checkpoint.split({k: o.state_dict() for k, o in self._objects.items()})
+        servers: object = None
+        if self.remote is not None and self.remote.embeddings:
+            servers, tables = self.remote.client.collect(self.remote.embeddings)
+            groups |= {f"servers.{name}": tensors for name, tensors in tables.items()}
+        rank_states = []
+        for rank, mine in enumerate(everyone):
+            state, tensors = checkpoint.split(mine)
+            rank_states.append(state)
+            if tensors:
+                groups[f"rank{rank}"] = tensors
+        state = {
+            "format": _FORMAT,
+            "workers": self._size,
+            "stages": self._stages,
+            "optimizers": optimizers,
+            "schedulers": {
+                name: [
+                    {"scheduler": type(scheduler).__qualname__, "state": scheduler.state_dict()}
+                    for scheduler in step.schedulers
+                ]
+                for name, step in self._steps.items()
+            },
+            "ranks": rank_states,
+            "servers": servers,
+            "extra": saved_extra,
+            "objects": saved_objects,
+        }
+        groups = {name: tensors for name, tensors in groups.items() if tensors or name in ("model", "optimizer")}
+        return CheckpointContent(groups, state, self._steps_taken())
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}
+
+    def _extra(self) -> dict[str, object]:
+        """Return what modules keep beside tensors, by ``get_extra_state``."""
+        return {name: value for name, value in self._model_state() if not isinstance(value, Tensor)}
+
+    def _model_state(self) -> Iterator[tuple[str, object]]:
+        for prefix, model in self._models.items():
+            for name, value in model.state_dict().items():
+                yield prefix + name, value
+
+    def _remote_tensors(self, value: Callable[[ServedParameter], Tensor]) -> dict[str, Tensor]:
+        """One tensor for each name of what lives on servers."""
+        moved = [] if self.remote is None else self.remote.moved
+        return {name: value(entry) for entry in moved for name in entry.names}
+
+    def _optimizer_states(self, kept: Mapping[Tensor, ParameterState]) -> dict[str, list[object]]:
+        moved = [] if self.remote is None else self.remote.moved
+        elsewhere: dict[Tensor, dict[str, object]] = {
+            entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
+        }
+        return {
+            name: [
+                _by_parameter_name(optimizer, _names(optimizer, self._parameters[name]), elsewhere)
+                for optimizer in step.optimizers
+            ]
+            for name, step in self._steps.items()
+        }
+
+    def _windows(self) -> dict[str, dict[str, object]]:
+        """Every step's open window, with this worker's part of its sums."""
+        states: dict[str, dict[str, object]] = {}
+        for name, runner in self._runners.items():
+            in_window, rows, sums = runner.window()
+            states[name] = {
+                "runs": runner.runs,
+                "steps": runner.steps,
+                "in_window": in_window,
+                "rows": rows,
+                "epoch_runs": runner.epoch_runs,
+                "loss_scale": None if runner.scale is None else runner.scale.state(),
+                "sums": {key: _sum_to_save(total) for key, total in sums.items()},
+            }
+            if runner.remote is not None and in_window:
+                states[name]["remote"] = runner.remote.sums()
+        return states
+
+    def _positions(self) -> dict[str, object]:
+        return {name: loader.state() for name, loader in self.loaders.items()}
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        if self._workers is None or self._size == 1:
+            return [data]
+        return self._workers.all_gather_bytes(data, operation="save")
+
+    def _gather_at_first(self, data: bytes) -> list[bytes]:
+        if self._workers is None or self._size == 1:
+            return [data]
+        return self._workers.gather_bytes(data, operation="save")
+
+    # Loading.
+
+    def resume(self, path: Place) -> bool:
+        """Load the newest whole checkpoint under ``path``; ``False`` if there is none."""
+        return self._load_chosen(path, search=True)
+
+    def load(self, path: Place) -> None:
+        """Load the newest whole checkpoint in ``path``."""
+        self._load_chosen(path, search=False)
+
+    def _load_chosen(self, path: Place, *, search: bool) -> bool:
+        """Rank 0 chooses, so that all load the same generation even if another is being saved."""
+        if self.remote is not None:
+            self.remote.tables.come_to_rest()  # before any worker replaces what is on the servers
+        chosen: Checkpoint | None = None
+        answer: dict[str, object] = {}
+        if self._rank == 0:
+            try:
+                chosen = checkpoint.read_newest(path) if search else checkpoint.read(path)
+            except CheckpointError as error:
+                if self._size == 1:
+                    raise
+                answer = {"failure": str(error)}
+            if chosen is not None:
+                answer = {"path": getattr(chosen.path, "url", str(chosen.path)), "generation": chosen.generation}
+        answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
+        if "failure" in answer:
+            raise CheckpointError(cast(str, answer["failure"]))
+        if not answer:
+            return False
+        self._together(
+            lambda: self._plan(
+                chosen or checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
+            )
+        )()
+        return True
+
+    def _together(self, plan: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Return ``plan()`` if it fails on no worker; else raise its error, or one that names the worker."""
+        try:
+            planned = plan()
+        except (CheckpointError, OSError) as error:
+            self._gather(str(error).encode())
+            raise
+        failures = [text.decode() for text in self._gather(b"")]
+        for rank, failure in enumerate(failures):
+            if failure:
+                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so nobody does: {failure}")
+        return planned
+
+    def _plan(self, found: Checkpoint) -> Callable[[], None]:
+        """Read and check everything; what it returns changes things, and cannot fail for what the checkpoint is."""
+        state = _checked_state(found)
+        tensors = found.tensors("model")
+        for prefix, pipe in self._pipes().items():
+            for name in pipe.elsewhere:
+                tensors.pop(prefix + name, None)
+        here = self._model_tensors()
+        there = self._remote_tensors(lambda moved: torch.empty(moved.shape, dtype=moved.dtype, device="meta"))
+        checkpoint.fit({**here, **there}, tensors)
+        extra = self._plan_extra(found, state)
+        load_objects = self._plan_objects(found, state)
+        optimizer_tensors = found.tensors("optimizer")
+        saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
+        plans = self._plan_optimizers(saved)
+        replace = self._plan_remote(found, state, tensors, plans)
+        self._check_windows(found, state)
+        schedulers = cast("dict[str, list[dict[str, object]]]", state["schedulers"])
+        self._check_schedulers(schedulers)
+        loaders = self._positions_of(found, state)
+        for name, positions in loaders.items():
+            self.loaders[name].check(positions)
+        for name in self.loaders.keys() - loaders.keys():
+            _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
+
+        def change() -> None:
+            load_objects()  # which may fail
+            for prefix, model in self._models.items():
+                names = model.state_dict().keys()
+                values = {**tensors, **extra}
+                model.load_state_dict({name: values[prefix + name] for name in names})
+            for optimizer, plan in plans:
+                optimizer.load_state_dict(plan)
+            for name, step in self._steps.items():
+                for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
+                    scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
+            self._restore_windows(found, state)
+            self._restore_pipes(found, state)
+            replace()
+            for name, positions in loaders.items():
+                self.loaders[name].restore(positions)
+            if (state["workers"], state.get("stages", 1)) == (self._size, self._stages):
+                mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
+                restore_random_state(cast("dict[str, object]", mine["random"]))
+
+        return change
+
+    def _plan_extra(self, found: Checkpoint, state: Mapping[str, object]) -> dict[str, object]:
+        """Return the saved values of what modules keep beside tensors."""
+        saved = cast("dict[str, object]", checkpoint.join(state.get("extra", {}), _tensors(found, "extra")))
+        elsewhere = {prefix + name for prefix, pipe in self._pipes().items() for name in pipe.elsewhere}
+        here = self._extra()
+        if saved.keys() - elsewhere != here.keys():
+            raise CheckpointError(
+                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, this model of {sorted(here)}; "
+                "load with the modules that were saved"
+            )
+        return saved
+
+    def _plan_objects(self, found: Checkpoint, state: Mapping[str, object]) -> Callable[[], None]:
+        """Read the states of the user's own objects; what it returns hands them over."""
+        saved = cast("dict[str, object]", checkpoint.join(state.get("objects", {}), _tensors(found, "objects")))
+        if missing := self._objects.keys() - saved.keys():
+            raise CheckpointError(
+                f"the checkpoint has no state called {sorted(missing)}, only {sorted(saved)}; give Executor(state=...) "
+                "what was saved"
+            )
+        for name in saved.keys() - self._objects.keys():
+            _log.warning("the checkpoint in %s has a state %r that this Executor was not given", found.path, name)
+
+        def load() -> None:
+            for name, target in self._objects.items():
+                try:
+                    target.load_state_dict(saved[name])
+                except Exception as error:
+                    raise CheckpointError(
+                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) refused what was "
+                        f"saved: {type(error).__name__}: {error}"
+                    ) from error
+
+        return load
+
+    def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
+        plans = []
+        if saved.keys() != self._steps.keys():
+            raise CheckpointError(f"the checkpoint is of the steps {sorted(saved)}, these are {sorted(self._steps)}")
+        for name, step in self._steps.items():
+            if len(saved[name]) != len(step.optimizers):
+                raise CheckpointError(
+                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, this has "
+                    f"{len(step.optimizers)}"
+                )
+            for index, optimizer in enumerate(step.optimizers):
+                entry = restrict(cast("dict[str, object]", saved[name][index]), step.model)
+                names = _names(optimizer, self._parameters[name])
+                plans.append((optimizer, _by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
+        return plans
+
+    def _plan_remote(
+        self,
+        found: Checkpoint,
+        state: Mapping[str, object],
+        tensors: Mapping[str, Tensor],
+        plans: list[tuple[Optimizer, dict[str, object]]],
+    ) -> Callable[[], None]:
+        """Take the states of what lives on servers out of the ``plans``; what it returns puts them there."""
+        remote = self.remote
+        servers = cast("dict[str, list[dict[str, dict[str, object]]]] | None", state.get("servers"))
+        tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
+        mine = [] if remote is None else remote.embeddings
+        if sorted(tables) != sorted(mine):  # type: ignore[type-var]
+            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, this has {mine}")
+        if remote is None:
+            return lambda: None
+        kept: dict[Tensor, ParameterState] = {}
+        for optimizer, plan in plans:
+            everyone = list(parameters_of(optimizer))
+            states = cast("dict[int, dict[str, object]]", plan["state"])
+            for moved in remote.moved:
+                if moved.optimizer is not optimizer:
+                    continue
+                position = next(k for k, parameter in enumerate(everyone) if parameter is moved.parameter)
+                try:
+                    kept[moved.parameter] = from_torch(moved.rule(), tensors[moved.name], states.pop(position, {}))
+                except ValueError as error:
+                    raise CheckpointError(f"{moved.name}: {error}") from error
+
+        def replace() -> None:
+            groups = lambda group: found.tensors(f"servers.{group}")  # noqa: E731
+            self._put_there([0], lambda: remote.replace_embeddings(servers or {}, groups))
+            self._put_there(range(self._stages), lambda: remote.replace_moved(kept))
+            remote.continue_from(sum(runner.steps for runner in self._runners.values()))
+
+        return replace
+
+    def _put_there(self, ranks: Collection[int], put: Callable[[], None]) -> None:
+        """Let ``ranks`` put something on the servers while the others wait."""
+        failure = ""
+        if self._rank in ranks:
+            try:
+                put()
+            except AnabranchError as error:
+                failure = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(self._gather(failure.encode())):
+            if text:
+                raise CheckpointError(f"rank {rank} could not put the checkpoint on the servers: {text.decode()}")
+
+    def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
+        for name, step in self._steps.items():
+            if len(saved[name]) != len(step.schedulers):
+                raise CheckpointError(
+                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, this has "
+                    f"{len(step.schedulers)}"
+                )
+            for index, (entry, scheduler) in enumerate(zip(saved[name], step.schedulers, strict=True)):
+                if entry["scheduler"] != type(scheduler).__qualname__:
+                    raise CheckpointError(
+                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, the checkpoint's "
+                        f"{entry['scheduler']}; load with the scheduler that was saved"
+                    )
+
+    def _rank_state(self, found: Checkpoint, state: dict[str, object], rank: int) -> object:
+        group = f"rank{rank}"
+        tensors = found.tensors(group) if group in found.groups else {}
+        return checkpoint.join(cast("list[object]", state["ranks"])[rank], tensors)
+
+    def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[object]]:
+        """By loader, the position of each worker that saved."""
+        if not self.loaders:
+            return {}
+        ranks = [self._rank_state(found, state, row[0]) for row in rows_of(state)]
+        saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
+        return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
+
+    def _saved_windows(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
+        """By step, the windows that this worker goes on with: its own, or after another number of workers all or none.
+
+        A worker that goes on with none still gets one, for what all know alike.
+        """
+        rows = rows_of(state)
+        if self._as_many_rows(state):
+            rows = [rows[self._row]]
+        parts = [
+            [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in row] for row in rows
+        ]
+        return {
+            name: [
+                merge_windows([cast("dict[str, dict[str, object]]", part)[name] for part in row], step.model)
+                for row in parts
+            ]
+            for name, step in self._steps.items()
+        }
+
+    def _as_many_rows(self, state: dict[str, object]) -> bool:
+        return len(rows_of(state)) == self._size // self._stages
+
+    def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Raise ``CheckpointError`` for an open window whose sums belong elsewhere now."""
+        for name, windows in self._saved_windows(found, state).items():
+            remote = self._runners[name].remote
+            there = set() if remote is None else {*remote.names, *remote.part.embeddings}
+            here = set(self._parameters[name]) - there
+            for window in windows:
+                if not window["in_window"]:
+                    continue
+                elsewhere = cast("dict[str, dict[str, object]]", window.get("remote") or {"dense": {}, "rows": {}})
+                moved = {*elsewhere["dense"], *elsewhere["rows"]} - there
+                moved |= set(cast("dict[str, object]", window["sums"])) - here
+                if bool(window.get("loss_scale")) != (self._runners[name].scale is not None):
+                    raise CheckpointError(
+                        f"the checkpoint was saved while step {name!r} accumulated, under another precision; load it "
+                        "under the same, or save between two optimizer steps"
+                    )
+                if moved or ("total" in elsewhere) != (remote is not None):
+                    raise CheckpointError(
+                        f"the checkpoint was saved while step {name!r} accumulated, under another comm_mode or routes; "
+                        "load it under the same, or save between two optimizer steps"
+                    )
+
+    def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
+        mine = self._as_many_rows(state) or self._row == 0
+        for name, windows in self._saved_windows(found, state).items():
+            runner, parameters = self._runners[name], self._parameters[name]
+            sums: dict[str, Tensor] = {}
+            for window in windows if mine else ():
+                for key, saved in cast("dict[str, object]", window["sums"]).items():
+                    part = _saved_sum(saved, parameters[key])
+                    sums[key] = part if key not in sums else _add(sums[key], part)
+            first = cast("dict[str, int]", windows[0])
+            runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+            known = name in self.loaders and state["workers"] == self._size
+            runner.epoch_runs = first.get("epoch_runs") if known else None  # until the next epoch
+            if runner.scale is not None and (scale := windows[0].get("loss_scale")):
+                runner.scale.restore(cast("dict[str, float]", scale))
+            if runner.remote is not None and first["in_window"]:
+                runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
+
+    def _restore_pipes(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Pipes go on where their random streams were; on another number of pipelines, in their own streams."""
+        as_many = self._as_many_rows(state)
+        row = rows_of(state)[self._row if as_many else 0]
+        saved = cast("dict[str, object]", self._rank_state(found, state, row[0])).get("pipes", {})
+        for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", saved).items():
+            pipe = self._models.get(prefix)
+            if isinstance(pipe, Pipe):
+                pipe.calls = calls
+                if as_many:
+                    pipe.seed = seed
+
+
+def _tensors(found: Checkpoint, group: str) -> Mapping[str, Tensor]:
+    return found.tensors(group) if group in found.groups else {}
+
+
+def _sum_to_save(total: Tensor) -> object:
+    if total.layout is torch.strided:
+        return total
+    merged = total.coalesce()
+    return {"ids": merged._indices(), "rows": merged._values()}
+
+
+def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved.to(parameter.device)
+    rows = cast("dict[str, Tensor]", saved)
+    total = torch.sparse_coo_tensor(rows["ids"], rows["rows"], parameter.shape, check_invariants=True)
+    return total.coalesce().to(parameter.device)
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return b + a if a.is_sparse and not b.is_sparse else a + b
+
+
+def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each group's parameters."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _by_parameter_name(
+    optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
+) -> dict[str, object]:
+    """Return the optimizer's state with names in place of torch's running numbers, and what it keeps ``elsewhere``."""
+    state = optimizer.state_dict()
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    states = {name_of[number]: dict(values) for number, values in state["state"].items()}
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        if elsewhere.get(parameter):
+            states[name_of[number]] = elsewhere[parameter]
+    return {
+        "optimizer": type(optimizer).__qualname__,
+        "state": states,
+        "groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def _by_position(
+    saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str
+) -> dict[str, object]:
+    """Return the inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
+    if saved["optimizer"] != type(optimizer).__qualname__:
+        raise CheckpointError(
+            f"{what} is {type(optimizer).__qualname__}, the checkpoint's {saved['optimizer']}; load with the optimizer "
+            "that was saved"
+        )
+    groups = cast("list[dict[str, object]]", saved["groups"])
+    if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
+        raise CheckpointError(
+            f"{what} holds the parameter groups {names}, the checkpoint's has {[group['params'] for group in groups]}"
+        )
+    position = {name: index for index, name in enumerate(name for group in names for name in group)}
+    state = cast("dict[str, dict[str, object]]", saved["state"])
+    return {
+        "state": {position[name]: values for name, values in state.items()},
+        "param_groups": [
+            {**group, "params": [position[name] for name in group_names]}
+            for group, group_names in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _checked_state(found: Checkpoint) -> dict[str, object]:
+    state = found.state
+    if not isinstance(state, dict) or state.get("format") != _FORMAT or not {"model", "optimizer"} <= set(found.groups):
+        raise CheckpointError(f"the checkpoint in {found.path} was not saved by an Executor of this version")
+    return state
+
+
+# A worker's own state on its way to rank 0.
+
+
+def _pack(structure: object) -> bytes:
+    state, tensors = checkpoint.split(structure)
+    text = msgspec.json.encode(encode(state)).decode()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(tensors, metadata={"state": text})
+
+
+def _unpack(data: bytes) -> object:
+    tensors = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
+    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, object])
+    text = cast("dict[str, str]", header["__metadata__"])["state"]
+    return checkpoint.join(decode(msgspec.json.decode(text)), tensors)

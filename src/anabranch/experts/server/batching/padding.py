@@ -1,0 +1,85 @@
+"""Requests of unequal lengths in one batch: filled up with zeros to the longest, with a mask that tells the values.
+
+::
+
+    lengths 2 and 4     x x 0 0      mask  1 1 0 0      outputs and gradients are cut back to each request's length
+                        x x x x            1 1 1 1
+
+All dimensions that vary in a padded schema are this one length. Gradients of outputs are filled up with zeros too, so
+padding adds nothing to any gradient, if the module's outputs at values do not depend on what is behind the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import SchemaError
+from anabranch.experts.server.batching.task_pool import Task, join_tasks, split_outputs
+from anabranch.tensors import TensorSpec
+
+__all__ = ["cut", "fill", "join_padded", "make_mask", "split_padded"]
+
+
+def fill(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``tensor`` filled up with zeros at the ends to rows of ``shape``."""
+    if tuple(tensor.shape[1:]) == tuple(shape):
+        return tensor
+    filled = tensor.new_zeros(len(tensor), *shape)
+    filled[tuple(slice(size) for size in tensor.shape)] = tensor
+    return filled
+
+
+def cut(tensor: Tensor, spec: TensorSpec, length: int) -> Tensor:
+    """Return ``tensor`` with the dimensions that vary cut to ``length``."""
+    for dimension in spec.varying:
+        tensor = tensor.narrow(1 + dimension, 0, length)
+    return tensor
+
+
+def make_mask(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return the bool mask of a batch of requests of so many rows of such lengths."""
+    each = torch.tensor(lengths, device=device).repeat_interleave(torch.tensor(rows, device=device))
+    return torch.arange(max(lengths, default=0), device=device) < each[:, None]
+
+
+def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> list[Tensor | None]:
+    """Return the inputs of a batch, each as one tensor, of the longest request's length."""
+    longest = max(task.length for task in batch)
+    # The tasks keep theirs, to be run one by one if the batch fails.
+    filled = [
+        [
+            tensor
+            if tensor is None or spec is None or not spec.varying
+            else fill(tensor, spec.with_sizes([longest] * len(spec.varying)))
+            for tensor, spec in zip(task.inputs, specs, strict=True)
+        ]
+        for task in batch
+    ]
+    return join_tasks(batch, filled)
+
+
+def split_padded(
+    outputs: Sequence[Tensor | None], batch: Sequence[Task], specs: Sequence[TensorSpec | None], names: Sequence[str]
+) -> list[list[Tensor | None]]:
+    """Return the outputs of each task of a batch, of its own length.
+
+    Raises:
+        SchemaError: a size that varies is not the length of the batch.
+    """
+    longest = max(task.length for task in batch)
+    for output, spec, name in zip(outputs, specs, names, strict=True):
+        if output is not None and spec is not None and any(n != longest for n in spec.sizes_of(output.shape)):
+            raise SchemaError(
+                f"{name}: expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}; sizes of "
+                "outputs that vary must be those of the inputs"
+            )
+    return [
+        [
+            output if output is None or spec is None else cut(output, spec, task.length)
+            for output, spec in zip(mine, specs, strict=True)
+        ]
+        for task, mine in zip(batch, split_outputs(outputs, batch), strict=True)
+    ]

@@ -1,0 +1,4 @@
+"""Streams and addresses: Unix sockets, TCP under mutual TLS, a network inside the process, certificates.
+
+Knows no frames. Open ``streams.py`` first.
+"""

@@ -1,0 +1,423 @@
+"""Streams on sockets: Unix on one host, TCP under mutual TLS between hosts, plain TCP only on explicit request.
+
+OpenSSL forbids two threads in one connection at once, so a stream is used under its owner's lock; only
+``abort`` may be called from anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from errno import EINPROGRESS
+from typing import Literal
+
+from anabranch.errors import ProtocolError, Unauthorized
+from anabranch.transport.network.certificates import (
+    EVERY_JOB,
+    client_context,
+    job_of_keys,
+    names_of,
+    resolve_keys,
+    server_context,
+)
+from anabranch.transport.network.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
+from anabranch.transport.network.streams import Listener, Peer
+
+__all__ = ["SocketListener", "SocketStream", "SocketTransport"]
+
+# The kernel takes twice as much: two megabytes and their header leave in one go, so that neither side has to wait for
+# the other in between.
+_UNIX_BUFFER = 1088 << 10
+_BACKLOG = 512
+_MOST_BUFFERS = 16
+_CREDENTIALS = struct.Struct("3i")
+# OpenSSL's words when the far side refused our certificate, by the alert it sent.
+_REFUSALS = (
+    "ALERT_CERTIFICATE",
+    "ALERT_UNKNOWN_CA",
+    "ALERT_BAD_CERTIFICATE",
+    "ALERT_ACCESS_DENIED",
+    "HANDSHAKE_FAILURE",
+)
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "UNEXPECTED_MESSAGE")
+_FOREIGN = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE")
+
+Recognise = Callable[[socket.socket], Peer]
+
+
+class SocketStream:
+    """One connected socket, possibly under TLS; see ``Stream``."""
+
+    def __init__(
+        self, sock: socket.socket, recognise: Recognise, *, name: str, connecting: bool = False, secure: bool = False
+    ) -> None:
+        self._sock = sock
+        self._recognise = recognise
+        self._name = name
+        self._accepted = not connecting
+        self._connecting = connecting
+        self._secure = secure
+        self._want: Literal["read", "write"] = "write" if connecting else "read"
+        self._peer: Peer | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._sock.fileno()
+
+    def ready_at(self) -> float:
+        """Alway ready."""
+        return 0.0
+
+    def wants_write(self) -> bool:
+        """Return True if the handshake waits to write."""
+        return self._want == "write"
+
+    def peer(self) -> Peer:
+        """Return the identity of the far side."""
+        assert self._peer is not None, "the handshake is not done"
+        return self._peer
+
+    def handshake(self) -> bool:
+        """Goes on with connecting, TLS and recognising the peer."""
+        if self._peer is not None:
+            return True
+        if self._connecting:
+            if not _writable(self._sock):
+                return False
+            code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise ConnectionRefusedError(code, os.strerror(code))
+            self._connecting = False
+        if isinstance(self._sock, ssl.SSLSocket):
+            try:
+                self._sock.do_handshake()
+            except ssl.SSLWantReadError:
+                self._want = "read"
+                return False
+            except ssl.SSLWantWriteError:
+                self._want = "write"
+                return False
+            except ssl.SSLError as error:
+                # A peer that began without TLS is told so in the clear.
+                self._secure = error.reason not in _NO_TLS
+                if self._accepted and not self._secure:
+                    raise Unauthorized(
+                        f"this server speaks TLS 1.3 to peers with certificates alone ({error.reason}); give keys=DIR",
+                        peer=self._name,
+                    ) from None
+                raise _explain(error, self._name) from None
+        self._peer = self._recognise(self._sock)
+        return True
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        """Take what the kernel takes."""
+        try:
+            if self._secure:
+                return self._sock.send(buffers[0])
+            if len(buffers) > _MOST_BUFFERS:
+                buffers = buffers[:_MOST_BUFFERS]
+            return socket.socket.sendmsg(self._sock, buffers)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return 0
+        except ssl.SSLError as error:
+            raise _explain(error, self._name) from None
+
+    def receive_into(self, buffer: memoryview) -> int:
+        """Give what the kernel has."""
+        try:
+            count = self._sock.recv_into(buffer)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+        except ssl.SSLError as error:
+            raise _explain(error, self._name) from None
+        if not count:
+            raise ConnectionResetError("the far side closed the connection")
+        return count
+
+    def abort(self) -> None:
+        """Shuts the connection down, which wakes the thread that polls it."""
+        with suppress(OSError, ValueError):
+            # On the plain socket below: SSLSocket.shutdown would drop the TLS state under the reader's feet.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Frees the descriptor."""
+        self._sock.close()
+
+    def linger(self, seconds: float) -> None:
+        """End our side and wait until the far side has read what we sent: closing at once could destroy it."""
+        with suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+            until = time.monotonic() + seconds
+            while (left := until - time.monotonic()) > 0 and _poll(self._sock, select.POLLIN, left):
+                if not os.read(self._sock.fileno(), 1 << 16):
+                    break
+
+
+def _writable(sock: socket.socket) -> bool:
+    return _poll(sock, select.POLLOUT, 0.0)
+
+
+def _poll(sock: socket.socket, events: int, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, events)
+    return bool(poller.poll(seconds * 1000))
+
+
+def _explain(error: ssl.SSLError, name: str) -> Exception:
+    reason = error.reason or ""
+    if any(word in reason for word in _REFUSALS):
+        return Unauthorized(f"the far side turned our certificate down ({reason})", peer=name)
+    if any(word in reason for word in _FOREIGN):
+        return Unauthorized(f"the far side's certificate is not of our authority ({reason})", peer=name)
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
+        return ConnectionResetError("the far side closed the connection during TLS")
+    if reason in _NO_TLS:
+        return ProtocolError(f"the far side does not speak TLS 1.3 ({reason}); give both sides keys", peer=name)
+    return ProtocolError(f"TLS failed: {reason or error}", peer=name)
+
+
+class SocketListener:
+    """A listening socket; see ``Listener``."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: str,
+        context: ssl.SSLContext | None,
+        recognise: Recognise,
+        claim: ClaimedPath | None,
+        job: str | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.job = job
+        self._sock = sock
+        self._context = context
+        self._recognise = recognise
+        self._claim = claim
+
+    def fileno(self) -> int:
+        """Return the listening descriptor."""
+        return self._sock.fileno()
+
+    def accept(self) -> SocketStream | None:
+        """Return the next connection."""
+        try:
+            sock, address = self._sock.accept()
+        except (BlockingIOError, ConnectionError):
+            return None
+        name = "unix" if self._claim else f"{address[0]}:{address[1]}"
+        try:
+            # Raises if the far side has gone: wrap_socket would leave the socket open.
+            sock.getpeername()
+            return _prepare(sock, self._context, self._recognise, name, server_side=True)
+        except OSError:
+            # A client that has left already must not keep the others waiting.
+            sock.close()
+            return None
+
+    def close(self) -> None:
+        """Stop listening; removes the socket's file."""
+        self._sock.close()
+        if self._claim is not None:
+            self._claim.release()
+
+
+def _prepare(
+    sock: socket.socket,
+    context: ssl.SSLContext | None,
+    recognise: Recognise,
+    name: str,
+    *,
+    server_side: bool = False,
+    connecting: bool = False,
+) -> SocketStream:
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNIX_BUFFER)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if context is not None:
+        # wrap_socket asks whether the socket is connected, so a client wraps before it connects.
+        sock = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+    return SocketStream(sock, recognise, name=name, connecting=connecting, secure=context is not None)
+
+
+class SocketTransport:
+    """The network of this host and its neighbours; see ``Transport``.
+
+    Args:
+        role: the role of this process, which names its certificate.
+        keys: the directory with ``authority.pem`` and ``<role>.pem``; without it, the one in ``ANABRANCH_KEYS``.
+        insecure: allow TCP without certificates.
+
+    Raises:
+        ValueError: the directory lacks a file, or holds a damaged one.
+    """
+
+    def __init__(
+        self, role: str = "worker", *, keys: str | os.PathLike[str] | None = None, insecure: bool = False
+    ) -> None:
+        self._insecure = insecure
+        folder = None if insecure and keys is None else resolve_keys(keys)
+        self._server_context = None if folder is None else server_context(folder, role)
+        self._client_context = None if folder is None else client_context(folder, role)
+        self._job = None if folder is None else job_of_keys(folder, role)
+        self._certified = _certified(self._job or EVERY_JOB)
+
+    def listen(self, endpoint: str | None) -> Listener:
+        """Listen at ``endpoint``; ``None`` is a new Unix socket in a new directory.
+
+        Raises:
+            ValueError: TCP without keys, a path that is taken, or one whose directory is open to others.
+            OSError: the address cannot be bound.
+        """
+        parsed = None if endpoint is None else parse_endpoint(endpoint)
+        if isinstance(parsed, TcpEndpoint):
+            return self._listen_tcp(parsed)
+        return self._listen_unix(parsed)
+
+    def _listen_unix(self, endpoint: UnixEndpoint | None) -> SocketListener:
+        claim = ClaimedPath(None if endpoint is None else endpoint.path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(str(claim.path))
+            claim.path.chmod(0o600)
+            sock.listen(_BACKLOG)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            claim.release()
+            raise
+        return SocketListener(sock, f"unix:{claim.path}", None, _same_user(claim.owner), claim)
+
+    def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+        self._check_tcp(f"tcp://{host}:{endpoint.port}")
+        try:
+            sock = _bound(endpoint)
+        except OSError as error:
+            told = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
+            raise OSError(error.errno, told) from None
+        return SocketListener(
+            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, None, self._job
+        )
+
+    def connect(self, endpoint: str) -> SocketStream:
+        """Begins to connect to ``endpoint``; a host name is resolved at once, which may take the resolver's time."""
+        parsed = parse_endpoint(endpoint)
+        if isinstance(parsed, UnixEndpoint):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            return _connect(sock, str(parsed.path), None, _trusted(_trusted_users()), endpoint)
+        self._check_tcp(endpoint)
+        family, _, _, _, address = _look_up(parsed)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        return _connect(sock, address, self._client_context, self._certified, endpoint)
+
+    def _check_tcp(self, endpoint: str) -> None:
+        if self._server_context is None and not self._insecure:
+            raise ValueError(
+                f"{endpoint}: TCP without certificates would let anyone in; make keys with `anabranch keys DIR` and "
+                "give keys=DIR, or spell out insecure=True (on the command line --keys DIR, --insecure)"
+            )
+
+
+def _bound(endpoint: TcpEndpoint) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _look_up(endpoint: TcpEndpoint) -> tuple[int, int, int, str, tuple[object, ...]]:
+    try:
+        family, kind, protocol, name, address = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM
+        )[0]
+    except socket.gaierror as error:
+        raise ConnectionRefusedError(f"{endpoint.host} has no address: {error}") from None
+    return family, kind, protocol, name, address
+
+
+def _connect(
+    sock: socket.socket, address: object, context: ssl.SSLContext | None, recognise: Recognise, name: str
+) -> SocketStream:
+    try:
+        stream = _prepare(sock, context, recognise, name, connecting=True)
+        code = stream._sock.connect_ex(address)  # type: ignore[arg-type]
+        if code not in (0, EINPROGRESS):
+            raise ConnectionRefusedError(code, os.strerror(code))
+    except BaseException:
+        sock.close()
+        raise
+    return stream
+
+
+def _same_user(owner: int) -> Recognise:
+    def recognise(sock: socket.socket) -> Peer:
+        process, user = _credentials(sock)
+        if user != owner:
+            raise Unauthorized(f"user {user} does not own the socket's directory, user {owner} does")
+        return Peer(f"process {process}")
+
+    return recognise
+
+
+def _trusted_users() -> frozenset[int]:
+    """Return the users that may serve a Unix socket to this process: its own, and root, who can read its memory
+    anyway.
+    """
+    return frozenset({os.geteuid(), 0})
+
+
+def _trusted(users: frozenset[int]) -> Recognise:
+    def recognise(sock: socket.socket) -> Peer:
+        _, user = _credentials(sock)
+        if user not in users:
+            raise Unauthorized(f"user {user} serves this socket, not this process's user {os.geteuid()}")
+        return Peer("this host")
+
+    return recognise
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and the user on the far side, of the client or of the listener."""
+    found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(found[0]), int(found[1])
+
+
+def _certified(job: str) -> Recognise:
+    """Recognises peers of ``job`` by their certificates; without TLS, everyone."""
+
+    def recognise(sock: socket.socket) -> Peer:
+        try:
+            host, port = sock.getpeername()[:2]
+        except OSError:
+            raise ConnectionResetError("the far side closed the connection during the handshake") from None
+        name = f"{host}:{port}"
+        if not isinstance(sock, ssl.SSLSocket):
+            return Peer(name, plain=True)
+        names = names_of(sock)
+        if names is None:
+            raise Unauthorized("the certificate names no job and role; make it anew: anabranch keys DIR", peer=name)
+        if job not in (names[0], EVERY_JOB) and names[0] != EVERY_JOB:
+            raise Unauthorized(f"a {names[1]} of job {names[0]!r} is a stranger to job {job!r}", peer=name)
+        shown = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").hexdigest()
+        return Peer(f"{names[1]} {name}", names[1], names[0] if job == EVERY_JOB else job, shown)
+
+    return recognise
