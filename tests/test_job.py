@@ -48,11 +48,11 @@ def test_services_are_named_in_the_environment() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "two"}, "RANK='two' is no whole number"),
+        ({"RANK": "two"}, "RANK='two' is not a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 lies outside WORLD_SIZE=2"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 lies outside WORLD_SIZE=2"),
         ({"RANK": "1"}, "RANK=1 lies outside WORLD_SIZE=1"),
-        ({"ANABRANCH_ROLE": "boss"}, "ANABRANCH_ROLE='boss' is no role"),
+        ({"ANABRANCH_ROLE": "boss"}, "ANABRANCH_ROLE='boss' is not a role"),
     ],
 )
 def test_a_broken_environment_is_a_value_error_that_names_the_variable(

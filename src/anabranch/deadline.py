@@ -20,7 +20,7 @@ _LONGEST = 1e9  # seconds; threads can wait longer, peers are not asked to
 
 
 def check_seconds(**given: float) -> None:
-    """Raise for an argument that is no length of time to wait for.
+    """Raise for an argument that is not a length of time to wait for.
 
     >>> check_seconds(timeout=30.0, heartbeat=0)
     Traceback (most recent call last):

@@ -213,7 +213,7 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
         raise ValueError(f"RANK={rank} lies outside WORLD_SIZE={world_size}; set both, as torchrun does, or neither")
     role = env.get("ANABRANCH_ROLE", "worker")
     if role not in ("worker", "expert"):
-        raise ValueError(f"ANABRANCH_ROLE={role!r} is no role; roles are 'worker' and 'expert'")
+        raise ValueError(f"ANABRANCH_ROLE={role!r} is not a role; roles are 'worker' and 'expert'")
     return Job(
         rank=rank,
         world_size=world_size,
@@ -233,4 +233,4 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is no whole number; unset it or set it as torchrun does") from None
+        raise ValueError(f"{name}={text!r} is not a whole number; unset it or set it as torchrun does") from None

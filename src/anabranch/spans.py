@@ -248,7 +248,7 @@ def process_name() -> str:
 
 
 def as_lines(items: Iterable[object]) -> bytes:
-    """Return each item as a line of JSON; what is no plain value becomes its text."""
+    """Return each item as a line of JSON; what is not a plain value becomes its text."""
     import msgspec  # here: the launcher does without
 
     encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -322,7 +322,7 @@ def flush() -> None:
 
 
 def _forget() -> None:
-    """In a fork: what it does is no work of the process that it was."""
+    """In a fork: what it does is not work of the process that it was."""
     global _adds, _lock, _file
     _adds, _lock, _file = (), threading.Lock(), None
 

@@ -90,7 +90,7 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a trace to be written, absolute.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: it is not a path.
         ValueError: no file can be written there; says why.
     """
     try:

@@ -73,7 +73,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
 
 @functools.cache
 def templates() -> list[list[str]]:
-    """The texts in the sources that are no docstrings, each as the pieces between what is filled in."""
+    """The texts in the sources that are not docstrings, each as the pieces between what is filled in."""
     found: list[list[str]] = []
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -105,7 +105,7 @@ def test_a_job_that_was_started_again_is_told_once_it_has_its_checkpoint(
         executor.run(batch=BATCH)
         executor.save(tmp_path)
         executor.load(tmp_path)
-        assert not seen  # the first time it is no restart
+        assert not seen  # the first time it is not a restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     with ab.Executor(make_step(), engine="tape") as executor:
         executor.on("restart", seen.append)

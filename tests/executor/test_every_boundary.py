@@ -37,7 +37,7 @@ def test_one_job_across_every_boundary_trains_as_one_process(workers: int):
             assert far(values, plain["values"][name]) < 1e-12, name
 
 
-# Models that are no nn.Sequential.
+# Models that are not nn.Sequential.
 
 
 class Looks(nn.Module):

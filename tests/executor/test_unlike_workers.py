@@ -260,7 +260,7 @@ dist.destroy_process_group()
 def test_only_members_of_a_process_group_use_it() -> None:
     results = LocalJob(3).run_source(STRANGER).check().results
     assert [found and found["error"] for found in results[:2]] == ["", ""]
-    assert "rank 2 is no member" in str(results[2] and results[2]["error"])
+    assert "rank 2 is not a member" in str(results[2] and results[2]["error"])
 
 
 def test_workers_that_are_in_different_runs_say_so() -> None:

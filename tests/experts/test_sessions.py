@@ -535,7 +535,7 @@ def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:
         session.step(torch.ones(1, 1, 8))
 
 
-# --- what is no session
+# --- what is not a session
 
 
 @pytest.mark.parametrize("max_length", [0, -1, True, 2.5, "8", None, 1 << 70])

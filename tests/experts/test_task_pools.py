@@ -212,7 +212,7 @@ def test_what_is_known_to_be_quick_runs_where_it_is_submitted_and_all_else_on_th
         quick.finished()
         quick.known_as_quick(runtime)
         quick.submit(runtime, 1)
-        assert quick.nothing_finished()  # too few rows are no batch, whoever looks
+        assert quick.nothing_finished()  # too few rows are not a batch, whoever looks
         quick.submit(runtime, 1)
         quick.finished(2)
         quick.known_as_quick(runtime)

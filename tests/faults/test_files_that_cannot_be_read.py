@@ -1,4 +1,4 @@
-"""A durable directory with files that are no files, are damaged, or may not be read by the shard's user."""
+"""A durable directory with files that are not files, are damaged, or may not be read by the shard's user."""
 
 from __future__ import annotations
 

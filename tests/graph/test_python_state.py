@@ -103,7 +103,7 @@ LOST: dict[str, tuple[Callable[[], object], Callable[[Any, Tensor], Any]]] = {
     "a generator of Python's numbers": (lambda: random.Random(0), draw),
     "a generator of numpy's numbers": (lambda: np.random.default_rng(0), draw),
     "a generator of torch's numbers": (lambda: torch.Generator().manual_seed(0), draw_apart),
-    "a tensor that is no buffer": (lambda: torch.zeros(1), rebind),
+    "a tensor that is not a buffer": (lambda: torch.zeros(1), rebind),
     "the mode of a module": (lambda: None, switch),
     "a backward within": (lambda: None, backward),
     "the memory of a parameter": (lambda: None, replace_data),

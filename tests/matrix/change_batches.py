@@ -369,7 +369,7 @@ def two_classes_of_one_form(patch: pytest.MonkeyPatch) -> Play:
 
 
 def _values(name: str, values: Callable[[int], Any], read: Callable[[Any], Any]) -> None:
-    """A dict batch with one leaf that is no tensor."""
+    """A dict batch with one leaf that is not a tensor."""
     BATCHES[name] = lambda patch: _play(
         lambda i: {"x": x_of(i), "extra": values(i)},
         lambda m, b: m(b["x"]).square().mean() * read(b["extra"]),

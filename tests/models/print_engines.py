@@ -19,7 +19,7 @@ from plain_loop import Build, check, run
 
 
 def row_of(build: Build) -> list[str]:
-    """The engines of the last steps, and why one is no graph or not one whole."""
+    """The engines of the last steps, and why one is not a graph or not one whole."""
     wanted = run(build, None)
     engines, reasons = [], []
     for engine in ("auto", "graph"):

@@ -16,7 +16,7 @@ from plain_loop import STEPS, check, frozen, make_executor, run
 ENGINES = ("tape", "auto", "graph")
 
 
-# Who is no graph, with the words of the refusal; everybody else is one.
+# Who is not a graph, with the words of the refusal; everybody else is one.
 ON_THE_TAPE = {
     "packed_lstm": "it packs sequences",
     "geometric_gcn": "the shape of a result depends on values",

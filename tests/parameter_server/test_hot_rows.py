@@ -81,7 +81,7 @@ def test_hits_and_misses_are_of_rows_read() -> None:
 
     assert read(1, 2, 1) == (0, 2)
     assert read(2, 3) == (1, 1)
-    table.push(torch.tensor([4]), torch.ones(1, 4))  # takes the place of 1, unused longest; a push is no read
+    table.push(torch.tensor([4]), torch.ones(1, 4))  # takes the place of 1, unused longest; a push is not a read
     assert read(4, 2) == (2, 0)
     assert read(1) == (0, 1)
     assert read(5, 6, 7, 8) == (0, 4)  # more than there is room for: copied, and none leaves for them

@@ -43,7 +43,7 @@ def make_rows(rows: int, width: int, rule: RowOptimizer, dtype: torch.dtype) -> 
     return storage
 
 
-# torch 2.13's fused SGD leaves bfloat16 parameters on the CPU where they are, so it is no reference there.
+# torch 2.13's fused SGD leaves bfloat16 parameters on the CPU where they are, so it is not a reference there.
 REFERENCES = [
     (name, dtype)
     for name, factory in OPTIMIZERS.items()

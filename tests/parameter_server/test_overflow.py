@@ -70,7 +70,7 @@ def state(client: ParameterClient, rule: str) -> list[torch.Tensor]:
 CASES = [
     ("sgd", {"size": 3e38, "ids": torch.tensor([1, 1])}),  # two duplicates of 3e38
     ("momentum", {"size": 3e38, "ids": torch.tensor([1, 1])}),
-    ("adagrad", {"size": 3e30}),  # its square is no float32
+    ("adagrad", {"size": 3e30}),  # its square is not a float32
     ("adam", {"size": 3e30}),
     ("adam", {"size": 1.0, "bias": 3e30}),
     ("adagrad", {"size": 1.0, "bias": 3e30}),

@@ -100,7 +100,7 @@ def test_what_was_asked_ahead_is_not_asked_about_again(monkeypatch: pytest.Monke
                 tables.begin(step)
                 found = model(ids)
                 tables.prefetch({"0.weight": batches[step + 1]})
-                if name == "sgd":  # of the others a sum of gradients is no sum of steps
+                if name == "sgd":  # of the others a sum of gradients is not a sum of steps
                     torch.testing.assert_close(found, plain(ids), rtol=1e-4, atol=1e-5)
                 for rows in (found, plain(ids)):
                     rows.sum().backward()

@@ -210,7 +210,7 @@ def ties_of_some() -> dict:
 
 
 def split_model() -> dict:
-    """A model that is no nn.Sequential, embeddings tied over the ranks, a mask and a skip that cross all cuts."""
+    """A model that is not an nn.Sequential, embeddings tied over the ranks, a mask and a skip that cross all cuts."""
     torch.manual_seed(1)
     model = Language(layers=2 * WORLD, dropout=0.0).double()
     plain = reference(model)

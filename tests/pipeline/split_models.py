@@ -1,4 +1,4 @@
-"""Models that are no nn.Sequential, small, each with something that is hard to cut."""
+"""Models that are not nn.Sequential, small, each with something that is hard to cut."""
 
 from __future__ import annotations
 

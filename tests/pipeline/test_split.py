@@ -492,7 +492,7 @@ def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], 
 def test_a_module_called_in_two_parts_is_refused():
     with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
         split(Frame(shares), ["c"], example=torch.randn(4, 4))
-    with pytest.raises(TypeError, match="at='h.1' is no list"):
+    with pytest.raises(TypeError, match="at='h.1' is not a list"):
         split(Language(), "h.1")
 
 

@@ -281,7 +281,7 @@ def test_memory_of_answers_nobody_read_goes_back_to_the_system(monkeypatch: pyte
         for _ in range(4):
             stack.enter_context(asker(server))
         until(lambda: server.statistics().served == 4)
-        for _ in range(4):  # an answer that was read is none of them: its memory is used again
+        for _ in range(4):  # an answer that was read is not one of them: its memory is used again
             client.call(Request(server.endpoint, "large"), soon())
         assert returned == []
         stack.close()

@@ -135,5 +135,5 @@ def test_a_trace_of_another_tool_is_shown_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "{}", "[3]", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}', "nul"])
 def test_a_file_that_is_no_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(text)
-    with pytest.raises(ValueError, match=r"wrong\.json is no trace in Chrome's format: "):
+    with pytest.raises(ValueError, match=r"wrong\.json is not a trace in Chrome's format: "):
         read_trace(tmp_path / "wrong.json")

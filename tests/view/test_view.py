@@ -115,7 +115,7 @@ def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("absent.json", None, "there is no"),
-        ("text.json", "{}", "is no trace in Chrome's format"),
+        ("text.json", "{}", "is not a trace in Chrome's format"),
         ("graph.safetensors", "nonsense", "no graph that Graph.save wrote"),
         ("folder", "", "there is no job.json in"),
     ],

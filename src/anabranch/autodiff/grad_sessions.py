@@ -4,7 +4,7 @@ All sessions of a thread record one torch graph, so a sweep must leave it whole 
 it, and must itself be recorded if an outer session watches:
 
 - ``retain_graph`` if any other session is recording: a sweep that frees the graph would end it for all;
-- ``create_graph`` if a session that began earlier, and is no sibling of the sweeping one, is recording.
+- ``create_graph`` if a session that began earlier, and is not a sibling of the sweeping one, is recording.
 
 For the same reason the memory of the tape is freed when the last of the sessions that overlap has ended. Boundary
 operations hand their tokens to every session that records: a rank whose loss lies elsewhere starts its

@@ -69,7 +69,7 @@ def manifest_path(directory: Path, generation: int) -> Path:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation that a file of this name belongs to; ``None`` if it is none of a checkpoint."""
+    """Return the generation that a file of this name belongs to; ``None`` if it is not one of a checkpoint."""
     match = _OURS.fullmatch(name)
     return int(match[1] or match[2]) if match else None
 

@@ -1,9 +1,9 @@
 """``read`` and ``read_newest``: the newest generation that is whole, to the last bit.
 
-A save that was killed leaves files without a manifest, which are no checkpoint and are passed over in silence. A
+A save that was killed leaves files without a manifest, which are not a checkpoint and are passed over in silence. A
 generation that has a manifest and does not match it is damaged: it is passed over with a warning in the log of
-``anabranch.checkpoint`` that says which and why, and the one before is taken. One that this user may not read is no
-damaged one: nothing is taken in its place.
+``anabranch.checkpoint`` that says which and why, and the one before is taken. One that this user may not read is not
+a damaged one: nothing is taken in its place.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _read_stored(storage: Storage, *, below: bool, generation: int | None = None
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    """Pass over what is gone or is no directory, and what a file system keeps for itself."""
+    """Pass over what is gone or is not a directory, and what a file system keeps for itself."""
     place = Path(error.filename)
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)) and place.name != "lost+found":
         raise unreadable(place, error) from error

@@ -38,7 +38,7 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
 
     Raises:
         Unreadable: it may not be read by this user, or not now.
-        CheckpointError: it is not there, or is no regular file; says what is there instead.
+        CheckpointError: it is not there, or is not a regular file; says what is there instead.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

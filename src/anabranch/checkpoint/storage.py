@@ -57,7 +57,7 @@ class Storage:
         except ImportError as error:
             raise ModuleNotFoundError(f"{self} cannot be reached: {error}", name=error.name) from None
         except ValueError as error:
-            raise ValueError(f"{self} is no place to save to: {error}; give a folder or a URL of fsspec") from None
+            raise ValueError(f"{self} is not a place to save to: {error}; give a folder or a URL of fsspec") from None
 
     def __str__(self) -> str:
         return re.sub(r"://[^/@]*@", "://", self.url)
@@ -184,7 +184,7 @@ def as_place(given: object, name: str = "path") -> Place:
     """Return ``given`` as a folder, or as a directory of a storage if it is a URL; ``file://`` is a folder.
 
     Raises:
-        TypeError: it is no path; names the argument and its value.
+        TypeError: it is not a path; names the argument and its value.
         ValueError, ModuleNotFoundError: as of ``Storage``.
     """
     if isinstance(given, Storage):

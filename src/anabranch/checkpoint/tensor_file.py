@@ -13,7 +13,7 @@ names for one storage. And a checksum taken in the same pass is over the bytes t
 thread does to the tensor meanwhile.
 
 The checksum is CRC-32 (zlib): 4.8 GB/s here against 1.2 for BLAKE2b and 1.9 for SHA-256. It finds every single flipped
-bit and every burst of up to 32, and misses other damage once in four billion; it is no defence against forgery.
+bit and every burst of up to 32, and misses other damage once in four billion; it is not a defence against forgery.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _check_writable(name: object, tensor: object, group: str) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"group {group!r} has a tensor whose name is no Unicode text: {name!r}") from None
+            raise ValueError(f"group {group!r} has a tensor whose name is not Unicode text: {name!r}") from None
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(

@@ -37,7 +37,7 @@ def view(
 
     One page that loads nothing from elsewhere, at an address of this machine until Ctrl-C, or in a file.
 
-    Exit code: 0, 1 if the page cannot be written or served, or 2 if PATH is none of these.
+    Exit code: 0, 1 if the page cannot be written or served, or 2 if PATH is not one of these.
     """
     with told_plainly("PATH"):
         page = _page(latest_job() if path is None else path)
@@ -83,5 +83,5 @@ def _graph(path: Path) -> str:
     try:
         graph = Graph.load(path)
     except CheckpointError as error:
-        raise ValueError(f"{path} is no trace, and no graph that Graph.save wrote: {error}") from error
+        raise ValueError(f"{path} is not a trace, and no graph that Graph.save wrote: {error}") from error
     return page_of("graph", path.name, graph_data(graph))

@@ -79,7 +79,7 @@ class Workers:
 
     Raises:
         ValueError: the environment names no job (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), or this
-            process is no member of ``group``.
+            process is not a member of ``group``.
         DeadlineExceeded, PeerLost: not everyone came.
     """
 
@@ -102,7 +102,7 @@ class Workers:
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is no member of the process group; only its members use it")
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only its members use it")
         self.size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0

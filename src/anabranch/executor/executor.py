@@ -75,7 +75,7 @@ class Executor:
 
     On servers are those of the job (``anabranch run --servers N``, ``ANABRANCH_SERVERS``); a worker alone needs none,
     and runs the same in its own process. While the executor lives, a table that is only looked up is replaced by a
-    stand-in without memory, and is no parameter of the model; a dense parameter on the servers has a copy here.
+    stand-in without memory, and is not a parameter of the model; a dense parameter on the servers has a copy here.
 
     Args:
         steps: steps by name, or a lone one, called ``"default"``.
@@ -114,7 +114,7 @@ class Executor:
             or any ``anabranch.observe.Sink``. Closed with the executor.
 
     Raises:
-        ValueError, TypeError: an argument that is none of the above, models or optimizers that differ between the
+        ValueError, TypeError: an argument that is not one of the above, models or optimizers that differ between the
             workers, or what servers cannot do: an optimizer, a dtype, ``max_norm``; names it and what would do.
         PeerLost, DeadlineExceeded: the other workers did not come.
     """
@@ -312,7 +312,7 @@ class Executor:
             of the whole batch over all workers; everything else is this worker's own.
 
         Raises:
-            ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is no
+            ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is not a
                 scalar; no parameter has changed.
             NonFinite: a gradient holds NaN or an infinity, and the step is not one that passes over it
                 (``TrainStep(skip_nonfinite=True)``); no parameter has changed, on any worker.
@@ -565,7 +565,7 @@ class Executor:
             label: a word before the count.
 
         Raises:
-            TypeError, ValueError: neither, or a label that is no text.
+            TypeError, ValueError: neither, or a label that is not a string.
         """
         self._check_open()
         return self._progress.track(over, label)

@@ -338,7 +338,7 @@ def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[
     """Return ``steps`` by name; a lone step is called ``"default"``.
 
     Raises:
-        TypeError, ValueError: no steps, a name that is no text, or a value that is no step.
+        TypeError, ValueError: no steps, a name that is not a string, or a value that is not a step.
     """
     if isinstance(steps, TrainStep | EvalStep):
         return {"default": steps}

@@ -24,7 +24,7 @@ _EVERYWHERE = "*"
 
 
 def check_announced(endpoint: str, peer: Peer) -> None:
-    """Refuse a file of this host from a peer elsewhere, and from every peer what is no address of one host.
+    """Refuse a file of this host from a peer elsewhere, and from every peer what is not an address of one host.
 
     Raises:
         ValueError: tells what to announce instead.

@@ -157,7 +157,7 @@ def find_class(kind: Kind, module: str, name: str, keys: tuple[str, ...]) -> typ
     """Return the class of that name, or the plainest one with these keys.
 
     Raises:
-        ProtocolError: the keys of a named tuple are no names.
+        ProtocolError: the keys of a named tuple are not names.
     """
     found: object = sys.modules.get(module)
     for part in name.split("."):

@@ -166,7 +166,7 @@ class Graph(OperationGraph):
         tensor([1., 1.])
 
         Raises:
-            CheckpointError: the file is no whole graph, or names an operator that this process has not.
+            CheckpointError: the file is not a whole graph, or names an operator that this process has not.
             FileNotFoundError: there is none.
         """
         from anabranch.graph.stored import load

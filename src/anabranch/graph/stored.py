@@ -194,7 +194,7 @@ def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "")
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
         described = msgspec.json.decode(text, type=dict[str, Any])
         if described.get("format") != _FORMAT:
             raise CheckpointError(f"{path} holds {described.get('format')!r}; this version reads {_FORMAT!r}")
@@ -258,7 +258,7 @@ def _target(name: str) -> Callable[..., Any]:
             "that does"
         ) from error
     if not isinstance(found, OpOverload):
-        raise CheckpointError(f"{name!r} is no operator")
+        raise CheckpointError(f"{name!r} is not an operator")
     return found
 
 

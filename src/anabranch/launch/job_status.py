@@ -1,6 +1,6 @@
 """A job's processes as they are now, read from its ``job.json``, from ``/proc`` and from what they leave there.
 
-Nothing is asked of the processes themselves, so a frozen one is no reason to wait.
+Nothing is asked of the processes themselves, so a frozen one is not a reason to wait.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def launch(
         raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
     program = PythonProgram(str(script), tuple(arguments), is_module, looks_here=is_module)
     program.check()
-    # A job inside a process that is recorded is none of that process's job.
+    # A job inside a process that is recorded is not one of that process's job.
     base = {
         name: value
         for name, value in (os.environ if environment is None else environment).items()

@@ -74,7 +74,7 @@ class NeighborSampler:
         world_size: the number of workers that share the batches.
 
     Raises:
-        ValueError, TypeError: what is no graph, or an argument out of range; names it.
+        ValueError, TypeError: what is not a graph, or an argument out of range; names it.
     """
 
     def __init__(

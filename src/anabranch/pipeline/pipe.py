@@ -780,7 +780,7 @@ def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGro
     if group is None:
         return None if devices is None else len(devices)
     if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to those that are not in it
-        raise ValueError("process_group= is no group that this process is a rank of; only its ranks make the pipe")
+        raise ValueError("process_group= is not a group that this process is a rank of; only its ranks make the pipe")
     size = dist.get_world_size(group)
     if devices is not None and len(devices) != size:
         raise ValueError(f"devices= names {len(devices)} devices for {size} ranks; name one for each rank")

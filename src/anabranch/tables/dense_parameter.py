@@ -32,7 +32,7 @@ class DenseParameter:
 
     def __init__(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         if value.dtype not in ALLOWED_DTYPES:
-            raise SchemaError(f"parameter {name}: {value.dtype} is none of {', '.join(map(str, ALLOWED_DTYPES))}")
+            raise SchemaError(f"parameter {name}: {value.dtype} is not one of {', '.join(map(str, ALLOWED_DTYPES))}")
         self.name = name
         self.value = value.detach().cpu().clone().contiguous()
         self.step = 0

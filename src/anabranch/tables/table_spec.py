@@ -29,7 +29,7 @@ def check_name(name: str) -> str:
     """Return ``name`` if it is valid: letters, digits, dots, dashes and underscores, never a path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no table name; use at most 200 letters, digits, '_', '-' and '.', the first no '-' or '.'"
+            f"{name!r} is not a table name; use at most 200 letters, digits, '_', '-' and '.', the first no '-' or '.'"
         )
     return name
 
@@ -94,9 +94,11 @@ class TableSpec:
         self._require(self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None")
         self._require(_counts(self.width), f"width={self.width!r} must be at least 1")
         self._require(
-            self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is none of {', '.join(map(str, ALLOWED_DTYPES))}"
+            self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is not one of {', '.join(map(str, ALLOWED_DTYPES))}"
         )
-        self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
+        self._require(
+            isinstance(self.initial, Initial), f"initial={self.initial!r} is not a Constant, Uniform or Normal"
+        )
         kind, low, high = self.initial.numbers()
         most = max(abs(low), abs(high)) if kind < 2 else abs(low) + 9 * abs(high)
         self._require(
@@ -144,6 +146,6 @@ class TableSpec:
         dtype = dtype_named(str(found.pop("dtype")), among=ALLOWED_DTYPES)
         initial = found.pop("initial")
         if not isinstance(initial, Mapping) or initial.get("kind") not in _INITIALS:
-            raise ValueError(f"{initial!r} is no description of how rows begin")
+            raise ValueError(f"{initial!r} is not a description of how rows begin")
         numbers = {str(key): value for key, value in initial.items() if key != "kind"}
         return cls(dtype=dtype, initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]

@@ -72,5 +72,5 @@ def dtype_named(name: str, among: Collection[torch.dtype] | None = None) -> torc
     dtype = _BY_NAME.get(name)
     if dtype is None or (among is not None and dtype not in among):
         known = _BY_NAME if among is None else map(dtype_name, among)
-        raise ValueError(f"dtype {name!r} is none of {', '.join(known)}")
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
     return dtype

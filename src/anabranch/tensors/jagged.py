@@ -70,7 +70,7 @@ class KeyedJagged:
                 raise ValueError(f"offsets begin with 0, got {offsets[:3].tolist()}")
             lengths = offsets.diff()
         if len(lengths) % len(self._keys):
-            raise ValueError(f"{len(lengths)} lengths are no whole number of rows of {len(self._keys)} features")
+            raise ValueError(f"{len(lengths)} lengths are not a whole number of rows of {len(self._keys)} features")
         if bool((lengths < 0).any()):
             raise ValueError(
                 f"lengths are at least 0, and offsets never fall; the least length is {int(lengths.min())}"

@@ -84,7 +84,7 @@ def count_rows(batch: Structure) -> int:
     >>> count_rows({"x": torch.zeros(4, 2), "y": torch.zeros(4)})
     4
 
-    Tensors of no dimensions, and leaves that are no tensors, have no rows and no say. A ``KeyedJagged`` has the rows of
+    Tensors without dimensions, and leaves that are not tensors, are ignored. A ``KeyedJagged`` has the rows of
     its features.
 
     Raises:
@@ -112,7 +112,7 @@ def _is_jagged(node: object) -> bool:
 
 
 def _opened(leaf: object) -> object:
-    """Return a mapping of a type that is none of ``flatten``'s, such as a tokenizer's, as a dict."""
+    """Return a mapping of a type that is not one of ``flatten``'s, such as a tokenizer's, as a dict."""
     return map_structure(_opened, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
 

@@ -9,7 +9,7 @@
                                               until its retries or its deadline are used up
 
 A frame whose header was damaged on the way, which only happens on plain TCP, is such a loss too, once for each request:
-what comes twice is no accident.
+what comes twice is not an accident.
 
 A connection carries one request at a time and a pool keeps the idle ones, so a request is cancelled by closing its
 connection. A server that waits or computes sends beats; one that is silent for two beats is lost, and one that keeps

@@ -27,7 +27,7 @@ def read_trace(path: Path) -> TraceData:
     """Return what ``run.js`` draws of a trace file.
 
     Raises:
-        ValueError: it is no trace; says what is wrong.
+        ValueError: it is not a trace; says what is wrong.
         OSError: it cannot be read.
     """
     try:
@@ -35,7 +35,7 @@ def read_trace(path: Path) -> TraceData:
         events, other = (read, {}) if isinstance(read, list) else (read["traceEvents"], read.get("otherData", {}))
         return _data_of(events, other if isinstance(other, dict) else {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no trace in Chrome's format: {_said(error)}") from error
+        raise ValueError(f"{path} is not a trace in Chrome's format: {_said(error)}") from error
 
 
 def _said(error: Exception) -> str:

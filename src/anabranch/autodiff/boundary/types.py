@@ -61,7 +61,7 @@ class Boundary(Protocol):
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Return a gradient for each input. ``None`` is no gradient, on both sides."""
+        """Return a gradient for each input. ``None`` is not a gradient, on both sides."""
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""

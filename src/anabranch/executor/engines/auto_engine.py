@@ -166,7 +166,7 @@ class AutoEngine:
     def update(self) -> None:
         """Step the optimizers on what ``.grad`` holds."""
         if self._graph is None or not self._on_graph:
-            # What the optimizers replace in their own step is no change; what was replaced before it is one.
+            # What the optimizers replace in their own step is not a change; what was replaced before it is one.
             known = self._graph is not None and self._graph.program.knows_state()
             self._tape.update()
             if known and self._graph is not None:
@@ -247,7 +247,7 @@ class AutoEngine:
         if self._after is not None or len(self._graph_seconds) < _KEPT_TIMES or not self._tape_seconds:
             return
         if statistics.median(self._graph_seconds) > 1.02 * statistics.median(self._tape_seconds):
-            self._give_up("the graph gave the same bits and was no quicker than the tape")
+            self._give_up("the graph gave the same bits and was not quicker than the tape")
 
     def _give_up(self, why: str) -> None:
         if not self._gives_up:
@@ -396,7 +396,7 @@ class AutoEngine:
     def _judge(self, seconds: float, tape_seconds: float) -> None:
         usual = min([tape_seconds, *([statistics.median(self._tape_seconds)] if self._tape_seconds else [])])
         if self._after is None and seconds >= usual:
-            self._refuse("the graph gave the same bits and was no quicker than the tape")
+            self._refuse("the graph gave the same bits and was not quicker than the tape")
             return
         self._taken = True
         self._update_checked = False
@@ -431,7 +431,7 @@ class AutoEngine:
         after = Snapshot(step.model, step.optimizers, since=before)
 
         def run() -> Mapping[str, object]:
-            graph.program.note_update()  # what was put back is no change
+            graph.program.note_update()  # what was put back is not a change
             graph.update()
             return {}
 

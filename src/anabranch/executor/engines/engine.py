@@ -75,7 +75,7 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Check the result of the user's loss function, and split it into loss and further tensors.
 
     Raises:
-        TypeError, ValueError: it is no scalar tensor that depends on a parameter, with or without a dict.
+        TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
     """
     returned: object = _NOTHING
     loss = answer

@@ -118,7 +118,7 @@ class Progress:
         """Return an iterator over ``over`` that shows how far it is.
 
         Raises:
-            TypeError, ValueError: no number of at least 0, and nothing to iterate over; a label that is no text.
+            TypeError, ValueError: no number of at least 0, and nothing to iterate over; a label that is not a string.
         """
         if isinstance(over, bool) or not isinstance(over, int | Iterable):
             raise TypeError(f"track takes something to iterate over, or a number of rounds, got {over!r}")

@@ -224,7 +224,7 @@ class Evaluator:
     def _judge(self, found: _Both) -> None:
         usual = min([found.eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
         if self._after is None and found.seconds >= usual:
-            self._refuse("the graph gave the same bits and was no quicker")
+            self._refuse("the graph gave the same bits and was not quicker")
             return
         self._taken = True
         self._why = f"a graph gave the same bits in {found.seconds * 1e3:.2f} ms, eager mode {usual * 1e3:.2f} ms"

@@ -501,7 +501,7 @@ class StepRunner:
                 self._add_nothing(active=True)
             finally:
                 self._closing = False
-            self.runs -= 1  # it was none of the caller's
+            self.runs -= 1  # it was not one of the caller's
         elif self.step.flush == "drop":
             self._in_window = 0
 

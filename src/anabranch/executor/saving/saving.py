@@ -7,7 +7,7 @@
     group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as they lie on the shards
     group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
                           of an accumulation window that is open
-    state                 everything that is no tensor
+    state                 everything that is not a tensor
 
 Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart. Parameters that
 live on servers are in "model" and "optimizer" like others, so that a checkpoint loads under any ``comm_mode``.

@@ -695,7 +695,7 @@ class RemoteMixtureOfExperts(_Mixture):
 
     Raises:
         ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
-        TypeError: a count, time or probability that is no number.
+        TypeError: a count, time or probability that is not a number.
 
     Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
     many rows; returns what an expert returns. The gate is one ``nn.Linear``. Dimensions before those of the experts'

@@ -307,7 +307,7 @@ def _make_expert(
     given: dict[str, Any] = {"module": made} if isinstance(made, nn.Module) else dict(made)
     if unknown := [name for name in given if name not in _OF_BACKEND]:
         raise ValueError(
-            f"{group.module!r} returned {unknown[0]!r}, which is no argument of ExpertBackend; those are: "
+            f"{group.module!r} returned {unknown[0]!r}, which is not an argument of ExpertBackend; those are: "
             f"{', '.join(_OF_BACKEND)}"
         )
     module = given["module"] = _placed(given["module"], group.device)

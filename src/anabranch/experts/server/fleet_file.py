@@ -35,7 +35,7 @@ def read_fleet(path: str | os.PathLike[str]) -> list[ExpertGroup]:
         path: ends in ``.toml``, ``.yaml`` or ``.yml``.
 
     Raises:
-        ValueError: the file is no fleet; the message names file, group, key and value, and says what to give.
+        ValueError: the file is not a fleet; the message names file, group, key and value, and says what to give.
         ModuleNotFoundError: YAML without the ``yaml`` extra.
         OSError: the file cannot be read.
     """

@@ -84,7 +84,7 @@ def find_factory(name: str) -> Factory:
     elif ":" in name:
         factory = _import(name)
     else:
-        raise ValueError(f"{name!r} is no module to serve; name {', '.join(_NAMED)} or package.module:function")
+        raise ValueError(f"{name!r} is not a module to serve; name {', '.join(_NAMED)} or package.module:function")
 
     def make(*args: object, **kwargs: object) -> nn.Module | Mapping[str, object]:
         try:
@@ -129,7 +129,7 @@ def make_optimizer(
         given |= {"lr": 1e-3 if lr is None else lr}
     else:
         raise ValueError(
-            f"{name!r} is no optimizer here; there are: {', '.join(_OPTIMIZERS)}, none, or package.module:class"
+            f"{name!r} is not an optimizer here; there are: {', '.join(_OPTIMIZERS)}, none, or package.module:class"
         )
     made = _call(name, factory, module.parameters(), given)
     if not isinstance(made, Optimizer):
@@ -155,7 +155,7 @@ def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] |
     factory = _import(name) if ":" in name else getattr(torch.optim.lr_scheduler, name, None)
     if not callable(factory) or factory is LRScheduler:
         raise ValueError(
-            f"{name!r} is no scheduler; name a class of torch.optim.lr_scheduler, such as StepLR, or "
+            f"{name!r} is not a scheduler; name a class of torch.optim.lr_scheduler, such as StepLR, or "
             "package.module:function"
         )
     made = _call(name, factory, optimizer, dict(args or {}))

@@ -29,7 +29,7 @@ _REASONS = (
     ("scope of this HOP", "a checkpointed region, or a branch, changes a variable that lives outside of it"),
     ("tolist()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
     ("torch.nn.Parameter()", "it makes an nn.Parameter in the middle of the step"),
-    ("ops that return a non-Tensor", "it asks PyTorch for something that is no tensor"),
+    ("ops that return a non-Tensor", "it asks PyTorch for something that is not a tensor"),
     ("Cannot trace class definition", "it defines a class in the middle of the step"),
     ("sparse Tensors", "it computes with sparse tensors"),
     ("copy.deepcopy()", "it copies a tensor or a module (copy.deepcopy)"),

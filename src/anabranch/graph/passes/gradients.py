@@ -50,7 +50,7 @@ def gradients(
 
     Raises:
         NotFound: for a name that is not in the graph.
-        TypeError: for what is no graph, and an output or ``wrt`` of an integer dtype.
+        TypeError: for what is not a graph, and an output or ``wrt`` of an integer dtype.
         ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
         SchemaError: for gradients of the wrong number or shape.
     """
@@ -159,7 +159,7 @@ class _Tape:
             if name in self._lookups:
                 if gradient is not None:
                     raise CaptureError(
-                        f"the table {name!r} is looked up sparsely and used densely too, so that its gradient is no "
+                        f"the table {name!r} is looked up sparsely and used densely too, so that its gradient is not a "
                         "list of rows; make it sparse=False"
                     )
                 pairs = [(computed[node.args[1]], rows[node]) for node in self._lookups[name]]  # type: ignore[index]

@@ -425,7 +425,7 @@ def _dispatches(candidate: Callable[..., object], node: fx.Node) -> bool:
             candidate(*args, **kwargs)
     except _Dispatched as seen:
         return seen.op is op and _same_arguments(op, seen, args, kwargs)
-    except Exception:  # noqa: BLE001 - whatever the stand-in dislikes, it is no stand-in
+    except Exception:  # noqa: BLE001 - whatever the stand-in dislikes, it is not a stand-in
         return False
     return False
 

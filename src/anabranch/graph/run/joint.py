@@ -438,7 +438,7 @@ def _fitted(graph: Graph, budget_bytes: int) -> Graph:
 
 
 def _own_memory(graph: Graph) -> bool:
-    """Return True if every gradient that the graph yields has been computed in it, and is no view of an input."""
+    """Return True if every gradient that the graph yields has been computed in it, and is not a view of an input."""
     effects = graph.effects()
     outputs = zip(graph.outputs, cast("Sequence[fx.Node]", graph.fx.output_node().args[0]), strict=True)
     return all(effects.root[node].op == "call_function" for name, node in outputs if name.endswith(".grad"))

@@ -159,7 +159,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
         for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
             if gradient is not None:
                 raise CaptureError(
-                    f"a gradient reaches {name!r}, which is no parameter of the model, and a graph would lose it; "
+                    f"a gradient reaches {name!r}, which is not a parameter of the model, and a graph would lose it; "
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
         found = {
@@ -209,7 +209,7 @@ def check_loss(call: TracedCall) -> None:
     """
     loss = call.marks().get("loss")
     if loss is None:
-        raise UserMistake("the loss is no tensor that the model computes; nothing would be trained")
+        raise UserMistake("the loss is not a tensor that the model computes; nothing would be trained")
     value = loss.meta.get("example_value")
     if not isinstance(value, Tensor):
         return

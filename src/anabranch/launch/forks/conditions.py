@@ -92,7 +92,7 @@ def why_not_forked(program: PythonProgram, environment: Mapping[str, str], serve
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         text = environment.get(name)
         if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):
-            return f"{name}={text!r} is no plain number"
+            return f"{name}={text!r} is not a plain number"
     if not program.is_source:
-        return f"{os.fspath(program.target)!r} is no file of Python source"
+        return f"{os.fspath(program.target)!r} is not a file of Python source"
     return None

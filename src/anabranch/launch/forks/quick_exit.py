@@ -1,7 +1,7 @@
 """Ends a fork without tearing down what it shares with its server: that would copy and walk half a gigabyte.
 
 At its end the interpreter takes every module apart, and the C library every global object of every library. Those that
-a fork found loaded are no concern of its script's, and all of them together take longer than many a script. So they are
+a fork found loaded do not concern its script's, and all of them together take longer than many a script. So they are
 left alone, behind everything that the script may have registered or made: its ``atexit`` functions have run, its own
 modules are taken apart, its libraries' global objects destroyed, what C code has printed is written.
 """

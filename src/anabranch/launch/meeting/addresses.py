@@ -86,7 +86,7 @@ def held_port(host: str) -> Iterator[int]:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{host!r} is no address of this machine: {error}") from None
+        raise ValueError(f"{host!r} is not an address of this machine: {error}") from None
     with sock:
         if ipaddress.ip_address(str(address[0])).is_unspecified:
             raise ValueError(
@@ -96,7 +96,7 @@ def held_port(host: str) -> Iterator[int]:
         try:
             sock.bind(address)
         except OSError as error:
-            raise ValueError(f"{host!r} is no address of this machine: {error.strerror}") from None
+            raise ValueError(f"{host!r} is not an address of this machine: {error.strerror}") from None
         yield int(sock.getsockname()[1])
 
 

@@ -45,7 +45,7 @@ class EmbeddingBagCollection(nn.Module):
         bags: for each feature an ``nn.EmbeddingBag``, or a ``RemoteEmbedding`` with a ``mode``; features may share one.
 
     Raises:
-        TypeError, ValueError: a module that is no bag, or a feature's name that no submodule can have.
+        TypeError, ValueError: a module that is not a bag, or a feature's name that no submodule can have.
     """
 
     def __init__(self, bags: Mapping[str, nn.Module]) -> None:

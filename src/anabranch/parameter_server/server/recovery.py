@@ -9,7 +9,7 @@ Three ends are distinguished. The log is whole. Or its last write was cut short 
 and no acknowledged record is missing, so it is cut off, and reported. Or the log is *damaged*: valid records lie
 behind the place, a file is missing or empty or no file at all, or the log ends before its last durable position. Then
 acknowledged changes are lost, and the shard refuses to start without them; ``repair`` keeps the records before the
-damage. A file that this user may not read is none of these, and is refused with and without ``repair``.
+damage. A file that this user may not read is not one of these, and is refused with and without ``repair``.
 
 The owner's position has the checksum of its last record, and the log must have the same one there: an owner file of
 another directory, or one that was begun anew beside an old log, would otherwise let a shortened log pass.

@@ -1127,7 +1127,7 @@ def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
     try:
         return RowOptimizer.from_dict(values)
     except (ValueError, TypeError, KeyError) as error:
-        raise SchemaError(f"{values!r} is no optimizer: {error}") from None
+        raise SchemaError(f"{values!r} is not an optimizer: {error}") from None
 
 
 def _squares(given: Sequence[_Given]) -> float:

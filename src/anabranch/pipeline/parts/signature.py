@@ -43,7 +43,7 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
     """Return the kind of these inputs.
 
     Raises:
-        TypeError: one that is no tensor, number, string or ``None``.
+        TypeError: one that is not a tensor, number, string or ``None``.
     """
     found: list[object] = []
     tree = take_apart((tuple(args), dict(sorted(kwargs.items()))), found)

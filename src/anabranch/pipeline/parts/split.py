@@ -130,7 +130,7 @@ class SplitModel(PartedModel):
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
     if isinstance(at, str) or not all(isinstance(name, str) for name in at):
-        raise TypeError(f"at={at!r} is no list of names of submodules; say at=['h.3', 'h.7']")
+        raise TypeError(f"at={at!r} is not a list of names of submodules; say at=['h.3', 'h.7']")
     named = dict(model.named_modules())
     for name in at:
         if name not in named or not name:

@@ -278,7 +278,7 @@ class _Recorder(TorchFunctionMode):
                 "that a copy of the model does too; call it as self.<name>"
             )
         if tensor.requires_grad:
-            raise CaptureError(f"{_place()} trains a tensor that is no parameter of the model; register it as one")
+            raise CaptureError(f"{_place()} trains a tensor that is not a parameter of the model; register it as one")
         self._alive.append(tensor)
         return tensor
 

@@ -75,7 +75,7 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
     elif name == "Interleaved1F1B":
         if ranks < 1 or stages % ranks:
             fitting = [count for count in range(1, stages + 1) if stages % count == 0]
-            raise ValueError(f"{name} lays the same number of stages on every rank, but {stages} is no multiple of "
+            raise ValueError(f"{name} lays the same number of stages on every rank, but {stages} is not a multiple of "
                              f"{ranks} ranks; use one of {fitting} ranks")  # fmt: skip
     elif ranks != stages:
         raise ValueError(

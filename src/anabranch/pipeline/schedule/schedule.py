@@ -50,7 +50,9 @@ class Schedule:
     def __post_init__(self) -> None:
         faults = list(_faults(self))
         if faults:
-            raise ValueError(f"{self.name} is no schedule of {self.stages} stages x {self.microbatches}: {faults[0]}")
+            raise ValueError(
+                f"{self.name} is not a schedule of {self.stages} stages x {self.microbatches}: {faults[0]}"
+            )
         stuck = SimulatedRun(self.with_transfers().actions, lambda action: 0.0).stuck
         if stuck:
             raise ValueError(f"{self.name} never ends, its ranks wait for one another: {stuck}; change their order")
@@ -201,5 +203,5 @@ def _from_record(record: _Record) -> Schedule:
 def _parse(text: str) -> Action:
     stage, dot, microbatch = text[1:].partition(".")
     if text[:1] not in ("F", "B", "W") or not dot or not (stage.isdecimal() and microbatch.isdecimal()):
-        raise ValueError(f"{text!r} is no action; actions read like F0.3 (kind, stage, microbatch)")
+        raise ValueError(f"{text!r} is not an action; actions read like F0.3 (kind, stage, microbatch)")
     return Action(Kind(text[0]), int(stage), int(microbatch))

@@ -107,7 +107,7 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
         balance = [operator.index(size) for size in balance]
     except TypeError:
         raise TypeError(
-            f"balance={balance!r} is no list of the number of layers of each stage, like [2, 3], nor 'time' or 'size'"
+            f"balance={balance!r} is not a list of the number of layers of each stage, like [2, 3], 'time' or 'size'"
         ) from None
     if not balance or min(balance) < 1:
         raise ValueError(f"balance={balance!r} must give every stage at least 1 layer")

@@ -89,7 +89,9 @@ def make_keys(
     _need_cryptography()
     folder = Path(directory)
     if not _JOB.fullmatch(job):
-        raise ValueError(f"job={job!r} is no name of a job; write letters, digits, '_', '-' and '.', up to 64, or '*'")
+        raise ValueError(
+            f"job={job!r} is not a name of a job; write letters, digits, '_', '-' and '.', up to 64, or '*'"
+        )
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
         raise ValueError(f"unknown roles {unknown}; roles are {', '.join(ROLES)}")
@@ -97,9 +99,9 @@ def make_keys(
     if existing:
         raise ValueError(f"{folder} already holds {', '.join(existing)}; remove them first, or give a new directory")
     if not abs(days) <= _MOST_DAYS:
-        raise ValueError(f"days={days!r} is no time of validity; give a number up to {_MOST_DAYS}")
+        raise ValueError(f"days={days!r} is not a time of validity; give a number up to {_MOST_DAYS}")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is no directory; name one, which need not exist yet")
+        raise ValueError(f"{folder} is not a directory; name one, which need not exist yet")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     signer = folder if authority is None else Path(authority)
     if authority is not None and not (signer / "authority.pem").exists():
@@ -135,7 +137,7 @@ def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCur
         _check_private(key_path)
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{key_path} is no key that make_keys wrote")
+            raise ValueError(f"{key_path} is not a key that make_keys wrote")
         return x509.load_pem_x509_certificate(certificate_path.read_bytes()), key
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"authority {os.urandom(4).hex()}")

@@ -51,7 +51,7 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
         host, colon, port = text.removeprefix("tcp://").rpartition(":")
         if colon and host and port.isascii() and port.isdecimal() and int(port) < 65536:
             return TcpEndpoint(host.removeprefix("[").removesuffix("]"), int(port))
-    raise ValueError(f"{text!r} is no endpoint; write unix:PATH or tcp://HOST:PORT")
+    raise ValueError(f"{text!r} is not an endpoint; write unix:PATH or tcp://HOST:PORT")
 
 
 def split_endpoints(text: str) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def _check_directory(directory: Path) -> int:
     except FileNotFoundError:
         raise ValueError(f"{directory} does not exist; make it with mode 0700") from None
     if not stat.S_ISDIR(facts.st_mode):
-        raise ValueError(f"{directory} is no directory")
+        raise ValueError(f"{directory} is not a directory")
     if stat.S_IMODE(facts.st_mode) & 0o077:
         mode = stat.S_IMODE(facts.st_mode)
         raise ValueError(f"{directory} has mode {mode:04o}, open to other users; a socket's directory must be 0700")

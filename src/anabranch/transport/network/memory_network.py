@@ -85,7 +85,7 @@ class MemoryTransport:
         with self._lock:
             name = f"memory:{next(self._numbers)}" if endpoint is None else endpoint
             if not name.startswith("memory:"):
-                raise ValueError(f"{name!r} is no endpoint of this network; write memory:NAME")
+                raise ValueError(f"{name!r} is not an endpoint of this network; write memory:NAME")
             if name in self._listeners:
                 raise ValueError(f"{name} is served already; choose another name")
             self._listeners[name] = MemoryListener(self, name)

@@ -1,6 +1,6 @@
 """Parts that the user has given to ``torch.compile``: Dynamo would read through them, and a graph run them plainly.
 
-Inductor's kernels differ from those in the last bits, so such a step is no graph.
+Inductor's kernels differ from those in the last bits, so such a step is not a graph.
 """
 
 from __future__ import annotations
