@@ -1,8 +1,8 @@
 """``SharedMemory``: tensors that a graph writes to must share no memory with others that it is given.
 
-A graph treats its inputs as separate tensors, as they were when it was traced, and orders its operations by that. Dynamo
-does not guard which of them share memory later: two views of one batch, a buffer that is given another's ``.data``. Eager
-mode is right then, and takes the step.
+A graph treats its inputs as separate tensors, as they were when it was traced, and orders its operations by that.
+Dynamo does not guard which of them share memory later: two views of one batch, a buffer that is given another's
+``.data``. Eager mode is right then, and takes the step.
 """
 
 from __future__ import annotations
