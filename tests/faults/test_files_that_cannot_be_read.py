@@ -16,7 +16,7 @@ import torch
 from anabranch.checkpoint.generations import manifest_path
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.log_format import log_path
+from anabranch.parameter_server.server.durable.log_format import log_path
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 

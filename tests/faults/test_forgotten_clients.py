@@ -10,14 +10,14 @@ import torch
 
 from anabranch.errors import RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.acknowledged import Acknowledged
+from anabranch.parameter_server.server.durable.acknowledged import Acknowledged
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 from anabranch.transport.failures import error_of, failure_of
 
 SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
 SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
-MODULE = "anabranch.parameter_server.server.acknowledged"
+MODULE = "anabranch.parameter_server.server.durable.acknowledged"
 HERE = "memory:shard"
 OTHERS = 4
 

@@ -17,10 +17,10 @@ from anabranch.checkpoint.file_lock import FileLock
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.log_format import Record
-from anabranch.parameter_server.server.ownership import Ownership
-from anabranch.parameter_server.server.push_log import PushLog
-from anabranch.parameter_server.server.recovery import LogReader
+from anabranch.parameter_server.server.durable.log_format import Record
+from anabranch.parameter_server.server.durable.ownership import Ownership
+from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.testing import MemoryTransport
 from programs import Programs
 
@@ -46,7 +46,7 @@ def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: P
         """
         import sys
         from pathlib import Path
-        from anabranch.parameter_server.server.ownership import Ownership
+        from anabranch.parameter_server.server.durable.ownership import Ownership
 
         owner = Ownership(Path(sys.argv[1]))
         print(owner.epoch, flush=True)

@@ -15,10 +15,10 @@ from anabranch.checkpoint.generations import manifest_path
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server.log_format import Preamble, Record, log_path
-from anabranch.parameter_server.server.ownership import Ownership
-from anabranch.parameter_server.server.push_log import PushLog
-from anabranch.parameter_server.server.recovery import LogReader
+from anabranch.parameter_server.server.durable.log_format import Preamble, Record, log_path
+from anabranch.parameter_server.server.durable.ownership import Ownership
+from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 

@@ -18,11 +18,11 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.events import on_fault_point
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
-from anabranch.parameter_server.server import push_log
-from anabranch.parameter_server.server.log_format import Preamble, Record, encode_record
-from anabranch.parameter_server.server.ownership import Ownership
-from anabranch.parameter_server.server.push_log import PushLog
-from anabranch.parameter_server.server.recovery import LogReader
+from anabranch.parameter_server.server.durable import push_log
+from anabranch.parameter_server.server.durable.log_format import Preamble, Record, encode_record
+from anabranch.parameter_server.server.durable.ownership import Ownership
+from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tensors.packing import Compression

@@ -27,8 +27,8 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
 )
 from anabranch.parameter_server.server import shard as shard_module
-from anabranch.parameter_server.server.log_format import Record
-from anabranch.parameter_server.server.push_log import PushLog
+from anabranch.parameter_server.server.durable.log_format import Record
+from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack

@@ -57,8 +57,8 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     RestoreMessage,
 )
-from anabranch.parameter_server.server.shard import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
+from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.standing import Ledger, Standing
 from anabranch.tables.initial import Constant, Initial, table_key
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer

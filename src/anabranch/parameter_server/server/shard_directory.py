@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from anabranch.errors import CheckpointError
-from anabranch.parameter_server.server.ownership import holds_changes
+from anabranch.parameter_server.server.durable.ownership import holds_changes
 
 __all__ = ["shard_directory"]
 

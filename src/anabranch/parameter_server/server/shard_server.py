@@ -39,9 +39,10 @@ from anabranch.parameter_server.messages import (
     check_kinds,
 )
 from anabranch.parameter_server.server.announcing import Announces, ServedDirectory
-from anabranch.parameter_server.server.durability import Durability, Keeper
-from anabranch.parameter_server.server.shard import Shard, ShardStatistics
+from anabranch.parameter_server.server.durable.durability import Durability, Keeper
+from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
+from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.standing import Standing
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from anabranch.parameter_server.server.durability import Durability
+from anabranch.parameter_server.server.durable.durability import Durability
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.transport.heap import keep_one_heap
 

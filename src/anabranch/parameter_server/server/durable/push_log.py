@@ -24,7 +24,7 @@ from anabranch.checkpoint.generations import sync_directory
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
-from anabranch.parameter_server.server.log_format import (
+from anabranch.parameter_server.server.durable.log_format import (
     Preamble,
     Record,
     encode_record,
@@ -33,7 +33,7 @@ from anabranch.parameter_server.server.log_format import (
     log_path,
     write_all,
 )
-from anabranch.parameter_server.server.ownership import DirectoryContents, Ownership
+from anabranch.parameter_server.server.durable.ownership import DirectoryContents, Ownership
 
 __all__ = ["PushLog"]
 
@@ -42,7 +42,7 @@ class PushLog:
     """The log files of one directory, the newest of which is written; a context manager.
 
     >>> import tempfile, torch
-    >>> from anabranch.parameter_server.server.recovery import LogReader
+    >>> from anabranch.parameter_server.server.durable.recovery import LogReader
     >>> directory = Path(tempfile.mkdtemp())
     >>> with PushLog(directory) as log:
     ...     log.commit(log.append(Record("push", b"facts"), [torch.ones(2)]), Deadline.after(5.0))

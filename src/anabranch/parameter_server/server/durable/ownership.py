@@ -31,7 +31,7 @@ from anabranch.checkpoint.file_lock import FileLock
 from anabranch.checkpoint.generations import complete_generations, set_aside, sync_directory
 from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
-from anabranch.parameter_server.server.log_format import is_numbered, log_numbers, log_path
+from anabranch.parameter_server.server.durable.log_format import is_numbered, log_numbers, log_path
 
 __all__ = ["Ownership", "DirectoryContents", "holds_changes"]
 

@@ -32,11 +32,11 @@ from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.events import fault_point, report
-from anabranch.parameter_server.server.acknowledged import Acknowledged
-from anabranch.parameter_server.server.log_format import Record
-from anabranch.parameter_server.server.ownership import DirectoryContents, Ownership
-from anabranch.parameter_server.server.push_log import PushLog
-from anabranch.parameter_server.server.recovery import LogReader
+from anabranch.parameter_server.server.durable.acknowledged import Acknowledged
+from anabranch.parameter_server.server.durable.log_format import Record
+from anabranch.parameter_server.server.durable.ownership import DirectoryContents, Ownership
+from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.standing import Standing
 from anabranch.transport.server.once import Identity

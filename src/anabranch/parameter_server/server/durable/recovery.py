@@ -28,8 +28,15 @@ from anabranch.checkpoint.generations import set_aside, sync_directory
 from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.events import report
-from anabranch.parameter_server.server.log_format import Frames, Preamble, Record, log_numbers, log_path, write_all
-from anabranch.parameter_server.server.ownership import DirectoryContents
+from anabranch.parameter_server.server.durable.log_format import (
+    Frames,
+    Preamble,
+    Record,
+    log_numbers,
+    log_path,
+    write_all,
+)
+from anabranch.parameter_server.server.durable.ownership import DirectoryContents
 
 __all__ = ["LogReader"]
 

@@ -1,0 +1,184 @@
+"""One optimizer step for everything that the pushes of a step name, or none for any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch import spans
+from anabranch.errors import NonFinite
+from anabranch.parameter_server.messages import PushMessage
+from anabranch.parameter_server.server.contents import Contents
+from anabranch.parameter_server.server.message_checks import gradients_of
+from anabranch.parameter_server.server.worker_order import CheckedPush
+from anabranch.tables.dense_parameter import DenseParameter
+from anabranch.tables.optimizers.overflow import Bounds
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.row_table import RowTable
+from anabranch.tables.table_group import side_by_side
+
+__all__ = ["apply", "squared_sum", "weighted_shares"]
+
+_Given = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
+
+
+def apply(contents: Contents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None) -> None:
+    """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
+
+    ``total`` is the sum of weights of which the pushes' are shares, by default that of these pushes.
+
+    Raises:
+        NonFinite: a row would overflow; all are unchanged.
+    """
+    rules: dict[str, RowOptimizer] = {}
+    for push in pushes:
+        kinds = [RowOptimizer.from_dict(rule) for rule in push.message.rules]
+        for part in push.message.parts:
+            if kinds:
+                rules.setdefault(part.name, kinds[part.rule])
+    shares, peak = weighted_shares(contents, pushes, scale, total)
+    holders = {name: contents.holder(name) for name in shares}
+    before = {name: holders[name].rule for name in rules}
+    ids: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
+    squares: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    for name, given in shares.items():
+        holder = holders[name]
+        if name in rules:
+            holder.rule = rules[name]
+        if isinstance(holder, RowTable):
+            ids[name] = side_by_side([some for some, _, _ in given])
+            grads[name] = side_by_side([grad for _, grad, _ in given])
+            if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
+                squares[name] = torch.cat([torch.ones(len(some)) if own is None else own for some, _, own in given])
+        else:
+            dense[name] = given[0][1]
+            for _, grad, _ in given[1:]:
+                dense[name] = dense[name] + grad
+    bounds = _bounds_after(holders, peak)
+    with spans.span("optimizer", "compute", pushes=len(pushes)):
+        if bounds is not None:
+            for name, bound in bounds.items():
+                holders[name].bounds = bound
+            for name, grad in dense.items():
+                contents.dense[name].push(grad)
+            _push_rows(contents, ids, grads, squares)
+        else:
+            try:
+                _push_guarded(contents, ids, grads, squares, dense)
+            except NonFinite:
+                for name, rule in before.items():
+                    holders[name].rule = rule
+                raise
+    for name, given in shares.items():
+        counts = contents.counts[name]
+        counts.pushes += len(given)
+        if name in ids:
+            counts.rows_pushed += ids[name].shape[0]
+
+
+def weighted_shares(
+    contents: Contents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
+) -> tuple[dict[str, list[_Given]], float]:
+    """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``.
+
+    And a bound for any sum of them.
+    """
+    total = sum(push.message.weight for push in pushes) if total is None else total
+    shares: dict[str, list[_Given]] = {}
+    peak = 0.0
+    for message, tensors, own_peak in pushes:
+        share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
+        peak += abs(share) * own_peak
+        counts = [part.count for part in message.parts]
+        ids = torch.split(tensors[0], counts)
+        squares = _squares_of(message, tensors)
+        for part, some, grad, own in zip(
+            message.parts, ids, gradients_of(contents, message, tensors), squares, strict=True
+        ):
+            shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share, own))
+    return shares, peak
+
+
+def _push_guarded(
+    contents: Contents,
+    ids: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor],
+    squares: Mapping[str, Tensor],
+    dense: Mapping[str, Tensor],
+) -> None:
+    """As ``_push_rows`` and each parameter's ``push``; if one would overflow, all of it is undone."""
+    done: list[Callable[[], None]] = []
+    try:
+        for name, grad in dense.items():
+            done.append(contents.dense[name].push_guarded(grad))
+        for name, some in ids.items():
+            done.append(contents.tables[name].push_guarded(some, grads[name], squares.get(name)))
+    except NonFinite:
+        for take_back in reversed(done):
+            take_back()
+        raise
+
+
+def _push_rows(
+    contents: Contents, ids: Mapping[str, Tensor], grads: Mapping[str, Tensor], squares: Mapping[str, Tensor]
+) -> None:
+    for group, names in contents.groups(ids):
+        if group is None:
+            for name in names:
+                contents.tables[name].push(ids[name], grads[name], squares.get(name))
+        else:
+            everyone = side_by_side([ids[name] for name in names])
+            own = None
+            if any(name in squares for name in names):
+                own = torch.cat([squares.get(name, torch.ones(len(ids[name]))).float() for name in names])
+            counts = [len(ids[name]) for name in names]
+            group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
+
+
+def squared_sum(given: Sequence[_Given]) -> float:
+    """Return the sum of squares of gradients that are added up by id first; those of a dense parameter have no ids."""
+    ids = torch.cat([some for some, _, _ in given])
+    if not len(ids):
+        return float(torch.stack([grad.double() for _, grad, _ in given]).sum(0).square().sum())
+    grads = torch.cat([grad for _, grad, _ in given]).double()
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    return float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
+
+
+def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Of each part the squares of its gradients, 1 for those of one step; ``None`` if all gradients are."""
+    counts = [part.count for part in message.parts]
+    if not message.sums():
+        return [None] * len(counts)
+    sums = np.array([part.sums for part in message.parts])
+    everyone = torch.ones(sum(counts))
+    kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([np.array(counts) - sums, sums], 1).reshape(-1))
+    everyone[torch.from_numpy(kinds)] = tensors[1].float()
+    return torch.split(everyone, counts)
+
+
+def _bounds_after(holders: Mapping[str, RowTable | DenseParameter], peak: float) -> dict[str, Bounds] | None:
+    """Return the largest magnitude of each after a step; ``None`` if a row may overflow.
+
+    Tables of one rule in the same state share the answer.
+    """
+    known: dict[tuple[Bounds, int, int], Bounds] = {}
+    found: dict[str, Bounds] = {}
+    for name, holder in holders.items():
+        key = (holder.bounds, id(holder.rule), holder.width)
+        bounds = known.get(key)
+        if bounds is None:
+            bounds = holder.bounds_after(peak)
+            if not bounds.safe:
+                holder.measure()
+                bounds = holder.bounds_after(peak)
+                if not bounds.safe:
+                    return None
+            known[key] = bounds
+        found[name] = bounds
+    return found

@@ -1,0 +1,266 @@
+"""``Contents``: the tables and parameters of one shard by name. ``Shard`` adds the lock and the order of changes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.checkpoint import Group
+from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage
+from anabranch.parameter_server.server.shard_statistics import Counts, TableStatistics
+from anabranch.tables.dense_parameter import DenseParameter
+from anabranch.tables.kernels.selection import KernelThreads
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.row_table import RowTable
+from anabranch.tables.stored_rows import RowBlock
+from anabranch.tables.table_group import Grouping, TableGroup
+from anabranch.tables.table_spec import TableSpec
+from anabranch.tensors.packing import all_finite
+
+__all__ = ["Contents"]
+
+_BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
+
+
+class Contents:
+    """The tables and parameters of one shard.
+
+    Args:
+        shard, shards: the shard's number, and the number of shards.
+        pool: threads that share a table's work.
+        scratch: where memory-mapped tables have their files.
+
+    Attributes:
+        tables, dense, counts: by name.
+        generation: a random id, drawn again when rows change other than by steps: clients must read them anew.
+    """
+
+    def __init__(
+        self, shard: int, shards: int, pool: KernelThreads, scratch: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.shard, self.shards = shard, shards
+        self.tables: dict[str, RowTable] = {}
+        self.dense: dict[str, DenseParameter] = {}
+        self.counts: dict[str, Counts] = {}
+        self.generation = _new_generation()
+        self._pool, self._scratch = pool, scratch
+        self._grouping = Grouping(pool)
+        self._rules: dict[RowOptimizer, RowOptimizer] = {}
+
+    def is_there(self, message: InitMessage, tensors: Sequence[Tensor]) -> bool:
+        """Return True for one of that name and form; raise if its form is another one."""
+        if message.table is None:
+            found = self.dense.get(message.name)
+            if message.name in self.tables:
+                raise SchemaError(f"{message.name} is a table of rows here, not a dense parameter")
+            if found is None:
+                return False
+            shape, rule = tuple(found.value.shape), found.rule
+            if len(tensors) != 1 or tensors[0].shape != found.value.shape or tensors[0].dtype != found.value.dtype:
+                raise SchemaError(f"parameter {message.name} has shape {shape} {found.value.dtype} here")
+        else:
+            table = self.tables.get(message.name)
+            if message.name in self.dense:
+                raise SchemaError(f"{message.name} is a dense parameter here, not a table of rows")
+            if table is None:
+                return False
+            spec, rule = TableSpec.from_dict(message.table), table.rule
+            if spec != table.spec:
+                raise SchemaError(f"table {message.name} is {table.spec} here, not {spec}")
+        if not rule.same_layout(RowOptimizer.from_dict(message.rule)):
+            raise SchemaError(f"{message.name} is kept for {rule.family} here, not for {message.rule.get('family')}")
+        return True
+
+    def build(self, message: InitMessage, tensors: Sequence[Tensor]) -> RowTable | DenseParameter:
+        """Return a new table or parameter, without adding it."""
+        rule = RowOptimizer.from_dict(message.rule)
+        rule = self._rules.setdefault(rule, rule)  # one object, by which tables find what they may share
+        if message.table is None:
+            if len(tensors) != 1:
+                raise SchemaError(f"parameter {message.name} begins with one tensor, got {len(tensors)}")
+            if not torch.isfinite(tensors[0]).all():
+                raise NonFinite(f"parameter {message.name} begins with NaN or Inf")
+            return DenseParameter(message.name, tensors[0], rule)
+        spec = TableSpec.from_dict(message.table)
+        if spec.name != message.name:
+            raise SchemaError(f"a table {spec.name} under the name {message.name}")
+        return RowTable(
+            spec, rule, shard=self.shard, shards=self.shards, pool=self._pool, scratch=self._scratch
+        )  # fmt: skip
+
+    def make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
+        """Add a table or a parameter."""
+        made = self.build(message, tensors)
+        self._grouping.forget()
+        if isinstance(made, RowTable):
+            self.tables[message.name] = made
+        else:
+            self.dense[message.name] = made
+        self.counts[message.name] = Counts()
+
+    def check_name(self, name: str) -> None:
+        """Raise ``NotFound`` for a name that is not here."""
+        if name not in self.tables and name not in self.dense:
+            known = ", ".join([*self.tables, *self.dense]) or "none"
+            raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
+
+    def holder(self, name: str) -> RowTable | DenseParameter:
+        """Return the table or the parameter of this name."""
+        table = self.tables.get(name)
+        return table if table is not None else self.dense[name]
+
+    def admits(self, name: str) -> bool:
+        """Return True for a table whose ids are not fixed: reading may add rows."""
+        return name in self.tables and self.tables[name].spec.rows is None
+
+    def groups(self, ids: Mapping[str, Tensor]) -> list[tuple[TableGroup | None, list[str]]]:
+        """Return the tables of these ids in groups that share their work."""
+        return self._grouping.of(self.tables, {name: some.shape[0] for name, some in ids.items()})
+
+    def drop(self, name: str) -> None:
+        """Drop a table or a parameter."""
+        self.forget_rows()
+        self.tables.pop(name, None)
+        self.dense.pop(name, None)
+        self.counts.pop(name, None)
+
+    def forget_rows(self) -> None:
+        """Take rows that clients know as unknown."""
+        self._grouping.forget()
+        self.generation = _new_generation()
+
+    def step(self) -> int:
+        """Return the most steps of any table or parameter."""
+        steps = [table.step for table in self.tables.values()]
+        return max([*steps, *(dense.step for dense in self.dense.values())], default=0)
+
+    # --- saving and loading -----------------------------------------------------------------------------------------
+
+    def export(
+        self, message: ExportMessage, make_room: Callable[[int], None] = lambda nbytes: None
+    ) -> tuple[int, list[Tensor]]:
+        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
+        self.check_name(message.name)
+        holder = self.holder(message.name)
+        if isinstance(holder, DenseParameter):
+            make_room(holder.value.nbytes + sum(state.nbytes for state in holder.states))
+            return holder.step, [holder.value, *(state.clone() for state in holder.states)]
+        rows = max(0, min(message.rows, holder.used - message.first))
+        make_room(rows * holder.stride * holder.spec.dtype.itemsize)
+        block = holder.block(message.first, message.rows)
+        return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
+
+    def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
+        """Raise for tensors that do not fit their table or parameter."""
+        self.check_name(message.name)
+        holder = self.holder(message.name)
+        if isinstance(holder, RowTable):
+            if len(tensors) != 1 + len(fields(RowBlock)):
+                raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
+            *block, history = tensors
+            holder.check_block(RowBlock(*block), message.step, history)
+        else:
+            holder.check_restored(tensors)
+        if not all_finite(tensors):
+            raise NonFinite(f"the checkpoint of {message.name} holds NaN or Inf; nothing was changed")
+
+    def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
+        """Take what ``export`` gave, checked."""
+        self.generation = _new_generation()
+        holder = self.holder(message.name)
+        if isinstance(holder, RowTable):
+            *block, history = tensors
+            if len(block[0]):
+                holder.restore(RowBlock(*block))
+            holder.resume(message.step, history)
+        else:
+            holder.restore(tensors, message.step)
+
+    def snapshot(self, rows_of: Callable[[ExportMessage], list[Tensor]]) -> tuple[dict[str, object], dict[str, Group]]:
+        """Return plain values, and groups of tensors; a table in a file is read by ``rows_of``, group by group."""
+        groups: dict[str, Group] = {}
+        tables: list[object] = []
+        dense: list[object] = []
+        for name, table in self.tables.items():
+            used = max(table.used, 1)
+            each = table.rows_at_once if table.in_file else used
+            mine: dict[str, Group] = {
+                f"table-{len(tables)}.{number}": functools.partial(_named, rows_of, ExportMessage(name, first, each))
+                for number, first in enumerate(range(0, used, each))
+            }
+            groups |= mine if table.in_file else {key: read() for key, read in mine.items() if callable(read)}
+            tables.append(
+                {
+                    "spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "step": table.step,
+                    "groups": list(mine),
+                }
+            )  # fmt: skip
+        for name, parameter in self.dense.items():
+            parts = [parameter.value, *parameter.states]
+            groups[f"dense-{len(dense)}"] = {str(k): tensor.clone() for k, tensor in enumerate(parts)}
+            dense.append({"name": name, "rule": parameter.rule.to_dict(), "step": parameter.step})
+        return {"tables": tables, "dense": dense}, groups
+
+    def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Make and fill what ``snapshot`` described."""
+        for entry in state["tables"]:
+            spec = entry["spec"]
+            self.make(InitMessage(spec["name"], entry["rule"], spec), ())
+            for group in entry["groups"]:
+                tensors = groups(group)
+                self.restore(RestoreMessage(spec["name"], entry["step"]), [tensors[name] for name in _BLOCK])
+        for number, entry in enumerate(state["dense"]):
+            parts = groups(f"dense-{number}")
+            tensors_of = [parts[str(k)] for k in range(len(parts))]
+            self.make(InitMessage(entry["name"], entry["rule"]), tensors_of[:1])
+            self.restore(RestoreMessage(entry["name"], entry["step"]), tensors_of)
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, TableStatistics]:
+        """Return the counters of each table and parameter since the start."""
+        tables = {}
+        for name, counts in self.counts.items():
+            table = self.tables.get(name)
+            tables[name] = TableStatistics(
+                counts.pulls,
+                counts.pushes,
+                counts.rows_pulled,
+                counts.rows_pushed,
+                table.used if table else 0,
+                table.evictions if table else 0,
+                table.bytes() if table else self.dense[name].value.nbytes,
+                table.step if table else self.dense[name].step,
+                table.hot_hits if table else 0,
+                table.hot_misses if table else 0,
+            )
+        return tables
+
+    def describe(self) -> dict[str, object]:
+        """Tables and parameters, their optimizers and steps, without the numbers."""
+        return {
+            "tables": [
+                {"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "rows": table.used, "step": table.step}
+                for table in self.tables.values()
+            ],
+            "dense": [
+                {"name": name, "rule": dense.rule.to_dict(), "step": dense.step} for name, dense in self.dense.items()
+            ],
+        }
+
+
+def _named(rows_of: Callable[[ExportMessage], list[Tensor]], message: ExportMessage) -> dict[str, Tensor]:
+    return dict(zip(_BLOCK, rows_of(message), strict=True))
+
+
+def _new_generation() -> int:
+    """Return a random id, unlikely to repeat across restarts."""
+    return 1 + secrets.randbelow((1 << 32) - 1)

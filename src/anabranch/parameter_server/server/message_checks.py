@@ -1,0 +1,134 @@
+"""Checks of pulls and pushes against the tables and parameters that they name, before anything changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.parameter_server.messages import PullMessage, PullPart, PushMessage, PushPart, check_kinds
+from anabranch.parameter_server.server.contents import Contents
+from anabranch.tables.optimizers.overflow import peak_of
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.row_table import RowTable
+from anabranch.tables.table_group import side_by_side
+from anabranch.tensors.packing import Share, all_finite, expected, split
+
+__all__ = ["check_pull", "check_push", "gradients_of", "numbers_of", "shares_of"]
+
+
+def _check_parts(contents: Contents, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts: Sequence[PullPart | PushPart] = message.parts
+    names = [part.name for part in parts]
+    if len(set(names)) != len(names):
+        raise SchemaError("a message names a table twice; merge its ids")
+    for name in names:
+        contents.check_name(name)
+    check_kinds(message)
+    counts = [part.count for part in parts]
+    if not tensors or tensors[0].dtype != torch.int64 or tensors[0].shape != (sum(counts),):
+        raise SchemaError(f"{sum(counts)} int64 ids expected as the first tensor")
+    ids = list(torch.split(tensors[0], counts))
+    wanted: dict[str, Tensor] = {}
+    for part, some in zip(parts, ids, strict=True):
+        if part.name in contents.tables:
+            # A fixed table checks ids when it reads them, and reading has no effect that others see.
+            if isinstance(message, PushMessage) or contents.admits(part.name):
+                wanted[part.name] = some
+        elif part.count:
+            raise SchemaError(f"{part.name} is a dense parameter and has no ids")
+    for group, together in contents.groups(wanted):
+        if group is None:
+            for name in together:
+                contents.tables[name].check(wanted[name])
+        else:
+            some_of = [wanted[name] for name in together]
+            group.check(side_by_side(some_of), [len(some) for some in some_of])
+    return ids
+
+
+def check_pull(
+    contents: Contents, message: PullMessage, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor | None]:
+    ids = _check_parts(contents, message, tensors)
+    known = message.knows()
+    if len(tensors) != 1 + (known > 0):
+        raise SchemaError(f"{1 + (known > 0)} tensors expected, got {len(tensors)}")
+    if not known:
+        return ids, None
+    if tensors[1].dtype != torch.int16 or tensors[1].shape != (known,):
+        raise SchemaError(f"int16 ages of {known} known rows expected, got {_told(tensors[1])}")
+    return ids, tensors[1]
+
+
+def check_push(contents: Contents, message: PushMessage, tensors: Sequence[Tensor]) -> float:
+    """Raise if a push is invalid; returns its peak."""
+    _check_parts(contents, message, tensors)
+    flat = _check_numbers(contents, message, tensors)
+    if not (math.isfinite(message.weight) and message.weight >= 0):
+        raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
+    rules = [_rule_of(rule) for rule in message.rules]
+    peak = peak_of(flat, tensors[1] if message.sums() else None)
+    if not math.isfinite(peak) and not all_finite(flat):
+        for part, grad in zip(message.parts, gradients_of(contents, message, tensors), strict=True):
+            if not torch.isfinite(grad).all():
+                raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
+    for part in message.parts:
+        if rules:
+            if not 0 <= part.rule < len(rules):
+                raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
+            if not contents.holder(part.name).rule.same_layout(rules[part.rule]):
+                raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
+    return peak
+
+
+def _check_numbers(contents: Contents, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors that hold the numbers, if they and the squares have the sizes that the message gives."""
+    sums = message.sums()
+    flat = tensors[1 + (sums > 0) :]
+    came, wanted = [(one.dtype, one.numel()) for one in flat], numbers_of(contents, message)
+    if came != wanted or any(one.ndim != 1 for one in flat):
+        raise SchemaError(f"numbers of {wanted} expected, got {came}")
+    if sums:
+        squares = tensors[1]
+        if squares.dtype != torch.bfloat16 or squares.shape != (sums,):
+            raise SchemaError(f"bfloat16 squares of {sums} sums expected, got {_told(squares)}")
+        if not bool((squares >= 0).all()) or not all_finite([squares]):
+            raise NonFinite("squares are finite numbers >= 0; nothing was changed")
+    return flat
+
+
+def gradients_of(contents: Contents, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return split(tensors[1 + (message.sums() > 0) :], shares_of(contents, message), message.compression)
+
+
+def shares_of(contents: Contents, message: PullMessage | PushMessage) -> list[Share]:
+    """Dtype and shape of each part's numbers."""
+    shares: list[Share] = []
+    for part in message.parts:
+        contents.check_name(part.name)
+        holder = contents.holder(part.name)
+        if isinstance(holder, RowTable):
+            shares.append(Share(holder.spec.dtype, (part.count, holder.spec.width), "rows"))
+        else:
+            shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
+    return shares
+
+
+def numbers_of(contents: Contents, message: PushMessage) -> list[tuple[torch.dtype, int]]:
+    """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
+    return expected(shares_of(contents, message), message.compression)
+
+
+def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
+    try:
+        return RowOptimizer.from_dict(values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchemaError(f"{values!r} is not an optimizer: {error}") from None
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
