@@ -31,7 +31,7 @@ def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_p
         client.sparse_push(NAMES[-1], torch.tensor([1]), torch.ones(1, 2))
         rows = client.sparse_pull(NAMES[-1], torch.arange(4))
         assert client.statistics()[0].tables[NAMES[-1]].pushes == 1
-        assert sum(len(described["tables"]) for described in client._describe()) == MANY
+        assert sum(len(described["tables"]) for described in client._calls.describe()) == MANY
         client.save(tmp_path / "kept")
         client.drop(None)
         assert client.statistics()[0].tables == {}
@@ -52,5 +52,5 @@ def test_peers_of_earlier_versions_are_answered_in_the_header(earlier: str, monk
         ParameterClient([server.endpoint], transport=network) as client,
     ):
         client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), ADAM)
-        assert client._describe()[0]["tables"][0]["spec"]["name"] == "t"
+        assert client._calls.describe()[0]["tables"][0]["spec"]["name"] == "t"
         assert list(client.statistics()[0].tables) == ["t"]

@@ -4,21 +4,19 @@ A request that concerns several shards goes to all at once, in one message each.
 ``Placement``; a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
 exactly once, so a lost connection does not fail the call: the transport retries until the deadline.
 
-The file is long because it is the whole interface to the shards, call by call; ``row_messages.py`` turns rows into
-messages.
+``shard_calls.py`` asks the shards, ``held_tables.py`` knows names and places, ``row_messages.py`` turns rows into
+messages, and ``saved_tables.py`` into checkpoints.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsIndex, TypeVar, cast
@@ -27,26 +25,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch import checkpoint, spans
+from anabranch import checkpoint
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import (
     BoundaryError,
-    CheckpointError,
-    DeadlineExceeded,
     NonFinite,
     NotFound,
-    RolledBack,
     SchemaError,
 )
 from anabranch.job import job
+from anabranch.parameter_server.client.held_tables import HeldTables
 from anabranch.parameter_server.client.plain_tensors import check_plain
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled, Push, Routed, VersionClock
+from anabranch.parameter_server.client.saved_tables import (
+    CHUNK,
+    collect,
+    restore,
+    restore_some,
+    sums_of,
+    write_dense,
+    write_rows,
+)
+from anabranch.parameter_server.client.shard_calls import ShardCalls
 from anabranch.parameter_server.messages import (
-    IN_BODY,
     BarrierMessage,
-    DropMessage,
     ExportMessage,
-    InitMessage,
     JoinMessage,
     NormMessage,
     PullMessage,
@@ -55,30 +58,21 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     PushPart,
     ReleaseMessage,
-    RestoreMessage,
 )
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
-from anabranch.parameter_server.standing import Ledger, Standing
-from anabranch.tables.initial import Constant, Initial, table_key
-from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
-from anabranch.tables.optimizers.row_wise_adagrad import sums_dtype
+from anabranch.tables.initial import Constant, Initial
+from anabranch.tables.optimizers.row_optimizers import Family, OptimizerFactory, RowOptimizer
 from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.row_versions import WITH_STATE
-from anabranch.tables.shard_placement import Placement
 from anabranch.tables.table_spec import TableSpec, state_dtype
-from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
-from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
+from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
 __all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
 _T = TypeVar("_T")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
-_CHUNK = 1 << 16  # rows of a whole table in one message
-_REMEMBERED = 64  # messages of different tables
-_AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
-_BLOCK = ("ids", "values", "stamps", "sums", "usage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,31 +105,6 @@ class Traffic:
     pushes: int = 0
     bytes: int = 0
     wait_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    """The client's record of one name: a table with its placement, or a dense parameter."""
-
-    placement: Placement | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # of the whole; of a table (rows or -1, *shape of a row)
-
-    @property
-    def width(self) -> int:
-        """Numbers a row."""
-        return math.prod(self.shape[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Rows of one shard that a checkpoint takes in one message."""
-
-    shard: int
-    number: int
-    name: str
-    first: int
-    rows: int
 
 
 class ParameterClient:
@@ -193,37 +162,31 @@ class ParameterClient:
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         found = _checked_endpoints(job().servers if endpoints is None else endpoints, given=endpoints is not None)
         self._stack = ExitStack()
-        self._timeout = timeout
         self._worker = worker
         self.in_process = False
         self._barriers = 0
-        self._watch = watch
-        self._look_every = heartbeat
-        self._holdings: dict[str, _Holding] = {}
-        self.made: list[tuple[TableSpec, RowOptimizer]] = []
-        self._layouts: dict[tuple[str, ...], Layout] = {}
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
         if not found:
             transport = MemoryTransport()
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
             self.in_process = True
-        self._endpoints = found
         self._clocks = [VersionClock() for _ in found]
-        self._ledgers = {endpoint: Ledger() for endpoint in found}
         self._torn: int | None = None
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
             )
         )
+        self._calls = ShardCalls(self._client, found, timeout, watch, heartbeat)
+        self._tables = HeldTables(self._calls, in_process=self.in_process)
         if worker is not None:
             self.join(0)
 
     @property
     def shards(self) -> int:
         """The number of shards."""
-        return len(self._endpoints)
+        return self._calls.shards
 
     @property
     def forked(self) -> bool:
@@ -238,7 +201,7 @@ class ParameterClient:
     @property
     def timeout(self) -> float:
         """Seconds that a call may take."""
-        return self._timeout
+        return self._calls.timeout
 
     @property
     def worker(self) -> Worker | None:
@@ -299,17 +262,12 @@ class ParameterClient:
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
         """Make the table that ``spec`` describes on every shard; an existing one stays unchanged."""
-        if self.in_process:
-            compile_kernels(spec.dtype)
-        message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
-        self._all([self._request(shard, "init", message) for shard in range(self.shards)])
-        self._hold(spec.name, self._holding_of(spec, row_shape))
-        self.made.append((spec, rule))
+        self._tables.init_table(spec, rule, row_shape=row_shape)
 
-    def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> _Holding:
-        placement = Placement(spec.rows, self.shards, table_key(spec.seed, spec.name))
-        rows = -1 if spec.rows is None else spec.rows
-        return _Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
+    @property
+    def made(self) -> list[tuple[TableSpec, RowOptimizer]]:
+        """The tables that this client has made or found, and their optimizers."""
+        return self._tables.made
 
     def _init_rows(
         self,
@@ -329,117 +287,63 @@ class ParameterClient:
         if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
-    def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
-        """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
-        holding = self._holding(name, rows=True)
-        there = next(table for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
-        if there["step"]:
-            return
-        if isinstance(kept, Tensor):
-            kept = ParameterState(kept)
-        # Every row is up to date, so earlier steps will not be replayed.
-        history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
-        flat = kept.values.detach().reshape(len(kept.values), -1)
-        row_wise = rule.family is Family.ROW_WISE_ADAGRAD
-        kind = sums_dtype(flat.dtype)
-        for first in range(0, len(flat), _CHUNK):
-            some = slice(first, first + _CHUNK)
-            count = len(flat[some])
-            row = (count, holding.width * (1 + rule.states))
-            block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype))
-            block[:, : holding.width] = flat[some]
-            sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind)
-            for number, state in enumerate(kept.states):
-                if row_wise:
-                    sums = state[some].to("cpu", kind)
-                else:
-                    at = holding.width * (1 + number)
-                    block[:, at : at + holding.width] = state[some].reshape(count, -1)
-            parts = [
-                torch.arange(first, first + count), block, torch.full((count,), kept.step + 1), sums,
-                torch.empty(0, 2, dtype=torch.int64),
-            ]  # fmt: skip
-            self._restore_rows(name, parts, kept.step, history)
-
     def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
         """Return a fixed table or a dense parameter with its optimizer's state, every row brought up to the last
         step.
         """
         self._check_whole()
-        holding = self._holding(name)
+        holding = self._tables.holding(name)
         if holding.placement is None:
-            step, parts = self._export(self._home(name), ExportMessage(name))
+            step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
         rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
         everything = torch.empty(rows, row_width, dtype=state_dtype(holding.dtype))
-        for first in range(0, rows, _CHUNK):
-            ids = torch.arange(first, min(first + _CHUNK, rows))
+        for first in range(0, rows, CHUNK):
+            ids = torch.arange(first, min(first + CHUNK, rows))
             with_state = torch.full((len(ids),), WITH_STATE)
             found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
             everything[first + found.positions] = found.rows
-        step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
+        step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
         values = everything[:, :width].to(holding.dtype).reshape(holding.shape)
         if rule.family is Family.ROW_WISE_ADAGRAD:
-            return ParameterState(values, [self._sums_of(name, rows, rule)], step)
+            return ParameterState(values, [sums_of(self._tables, name, rows, rule)], step)
         states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
         return ParameterState(values, [state.reshape(holding.shape) for state in states], step)
 
-    def _sums_of(self, name: str, rows: int, rule: RowOptimizer) -> Tensor:
-        """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
-        sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(self._holding(name).dtype))
-        for shard, described in enumerate(self._describe()):
-            table = next(table for table in described["tables"] if table["spec"]["name"] == name)
-            for first in range(0, table["rows"], _CHUNK):
-                _, (ids, _, _, some, *_) = self._export(shard, ExportMessage(name, first, _CHUNK))
-                sums[ids] = some
-        return sums
+    def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
+        """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
+        write_rows(self._tables, name, kept, rule)
 
     def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
         """Make the dense parameter ``name`` from its kept state; an existing one is overwritten."""
-        self.init_dense(name, kept.values, rule)
-        if kept.step:
-            dtype = kept.values.dtype
-            kind = sums_dtype(dtype) if rule.family is Family.ROW_WISE_ADAGRAD else state_dtype(dtype)
-            states = [state.to(kind) for state in kept.states]
-            parts = [part.detach().cpu().contiguous() for part in (kept.values, *states)]
-            message = pack(RestoreMessage(name, kept.step))
-            self._call(self._home(name), "restore", message, parts, once=True)
+        write_dense(self._tables, name, kept, rule)
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         """Make the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
-        check_plain(value, f"the first value of {name}")
-        message = pack(InitMessage(name, rule.to_dict()))
-        self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
-        self._hold(name, _Holding(None, value.dtype, tuple(value.shape)))
+        self._tables.init_dense(name, value, rule)
 
     def expect_dense(self, name: str, like: Tensor) -> None:
         """Register a dense parameter of the shape and dtype of ``like``, which another client makes."""
-        self._hold(name, _Holding(None, like.dtype, tuple(like.shape)))
+        self._tables.expect_dense(name, like)
 
     def drop(self, names: Iterable[str] | None) -> None:
         """Drop those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
-        wanted = None if names is None else set(names)
-        for shard, described in enumerate(self._describe()):
-            held = [entry["spec"]["name"] for entry in described["tables"]]
-            held += [entry["name"] for entry in described["dense"]]
-            for name in held:
-                if wanted is None or name in wanted:
-                    self._call(shard, "drop", pack(DropMessage(name)), once=True)
+        self._tables.drop(names)
 
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
     def pull(self, name: str) -> Tensor:
         """Return the parameter, or the whole table of a fixed vocabulary."""
-        holding = self._holding(name)
+        holding = self._tables.holding(name)
         if holding.placement is not None:
-            return self.sparse_pull(name, self._every_id(name, holding)).view(holding.shape)
+            return self.sparse_pull(name, self._tables.every_id(name, holding)).view(holding.shape)
         return self.pull_many({name: torch.empty(0, dtype=torch.int64)})[name].rows
 
     def push(self, name: str, grad: Tensor) -> None:
         """One optimizer step with the gradient of the whole."""
-        holding = self._holding(name)
+        holding = self._tables.holding(name)
         if holding.placement is not None:
-            self.sparse_push(name, self._every_id(name, holding), grad)
+            self.sparse_push(name, self._tables.every_id(name, holding), grad)
         else:
             self.push_many({name: (torch.empty(0, dtype=torch.int64), grad)})
 
@@ -452,14 +356,14 @@ class ParameterClient:
 
     def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
         """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
-        holding = self._holding(name, rows=True)
+        holding = self._tables.holding(name, rows=True)
         check_plain(ids, f"the ids of {name}")
         found = self.pull_many({name: ids.reshape(-1)})[name].rows
         return found.view(*ids.shape, *holding.shape[1:])
 
     def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
         """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
-        self._holding(name, rows=True)
+        self._tables.holding(name, rows=True)
         self.push_many({name: (ids, rows)})
 
     def ss_push_pull(self, name: str, push_ids: Tensor, rows: Tensor, pull_ids: Tensor) -> Tensor:
@@ -502,8 +406,8 @@ class ParameterClient:
             check_plain(some, f"the ids of {name}")
         compression = None if exact else self._compression
         began = time.monotonic()
-        deadline = Deadline.after(self._timeout)
-        layout = self._layout(wanted)
+        deadline = Deadline.after(self._calls.timeout)
+        layout = self._tables.layout(wanted)
         with self._counting:
             clocks = [(clock.generation, clock.base) for clock in self._clocks]
         pull = Pull(
@@ -519,9 +423,9 @@ class ParameterClient:
             parts = [*pull.parts(shard), *(PullPart(name) for name in dense)]
             if parts:
                 message = PullMessage(parts, training, clocks[shard][0], *self._turn(step), compression)
-                request = self._request(shard, "pull", pack(message), pull.tensors(shard), step=step)
+                request = self._calls.request(shard, "pull", pack(message), pull.tensors(shard), step=step)
                 requests.append((shard, request, dense))
-        answers = self._in_turn([request for _, request, _ in requests], deadline)
+        answers = self._calls.in_turn([request for _, request, _ in requests], deadline)
         for answer, (shard, _, dense) in zip(answers, requests, strict=True):
             reply = unpack(answer.payload, PullReply)
             with self._counting:
@@ -537,8 +441,8 @@ class ParameterClient:
 
     def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
         """Return the parameters of a message that lie on this shard."""
-        mine = [name for name in layout.dense if self._home(name) == shard]
-        return {name: Share(self._holdings[name].dtype, self._holdings[name].shape) for name in mine}
+        mine = [name for name in layout.dense if self._tables.home(name) == shard]
+        return {name: Share(self._tables.holdings[name].dtype, self._tables.holdings[name].shape) for name in mine}
 
     def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
         with self._counting:
@@ -584,14 +488,14 @@ class ParameterClient:
             raise ValueError(
                 "only under bsp do the workers' gradients come to one whose norm can be taken before it counts"
             )
-        deadline = Deadline.after(self._timeout)
+        deadline = Deadline.after(self._calls.timeout)
         kinds = {rule: number for number, rule in enumerate(dict.fromkeys((rules or {}).values()))}
         for name, (some, grad) in gradients.items():
             check_plain(some, f"the ids of {name}")
             check_plain(grad, f"the gradient of {name}")
             if not grad.is_floating_point():
                 raise SchemaError(f"the gradient of {name} is {grad.dtype}; gradients are floating: give grad.float()")
-        layout = self._layout(gradients)
+        layout = self._tables.layout(gradients)
         routed = Routed(layout, [gradients[name][0] for name in layout.tables], self.shards)
         squares = squares or {}
         push = Push(
@@ -616,21 +520,23 @@ class ParameterClient:
                 numbers = [rule.to_dict() for rule in kinds]
                 message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
                 tensors = push.tensors(shard, dense)
-                requests.append(self._request(shard, "push", pack(message), tensors, step=step))
+                requests.append(self._calls.request(shard, "push", pack(message), tensors, step=step))
                 if not all_finite(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
-        answers, failures = self._outcomes(refused or requests, deadline)
+        answers, failures = self._calls.outcomes(refused or requests, deadline)
         if failures:
             raise self._torn_by(failures[0], len(answers), step) if answers and not refused else failures[0]
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
-        sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
+        sizes |= {
+            name: gradients[name][1].numel() * self._tables.holdings[name].dtype.itemsize for name in layout.dense
+        }
         waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
         for name, size in sizes.items():
             self._count(name, waited, size, pushes=1)
 
     def _check_dense(self, name: str, gradient: Tensor) -> None:
-        expected = self._holdings[name].shape
+        expected = self._tables.holdings[name].shape
         if tuple(gradient.shape) != tuple(expected):
             raise SchemaError(f"{name} is {tuple(expected)}, its gradient {tuple(gradient.shape)}; nothing was pushed")
 
@@ -658,15 +564,15 @@ class ParameterClient:
         """Return the sum of squares of the merged gradients that are held of ``step``, over all shards."""
         rank, _ = self._turn(step)
         message = pack(NormMessage(rank, step))
-        requests = [self._request(shard, "norm", message, step=step) for shard in range(self.shards)]
-        answers = self._in_turn(requests, Deadline.after(self._timeout))
+        requests = [self._calls.request(shard, "norm", message, step=step) for shard in range(self.shards)]
+        answers = self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float) -> None:
         """Apply the held pushes of ``step``, times ``scale``; all workers call it with the same one."""
         rank, _ = self._turn(step)
         message = pack(ReleaseMessage(rank, step, scale))
-        self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
+        self._calls.all([self._calls.request(shard, "release", message, step=step) for shard in range(self.shards)])
 
     # --- the job ----------------------------------------------------------------------------------------------------
 
@@ -675,19 +581,19 @@ class ParameterClient:
         assert self._worker is not None
         worker = self._worker
         self._torn = None
-        for ledger in self._ledgers.values():
+        for ledger in self._calls.ledgers.values():
             ledger.life = 0
-        lives = self._all([self._request(shard, "life", once=False) for shard in range(self.shards)])
-        for endpoint, life in zip(self._endpoints, lives, strict=True):
-            self._ledgers[endpoint].life = unpack(life.payload, int)
+        lives = self._calls.all([self._calls.request(shard, "life", once=False) for shard in range(self.shards)])
+        for endpoint, life in zip(self._calls.endpoints, lives, strict=True):
+            self._calls.ledgers[endpoint].life = unpack(life.payload, int)
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
-        self._all([self._request(shard, "join", message) for shard in range(self.shards)])
+        self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
 
     def wait_for_turn(self, step: int) -> None:
         """Wait until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
         message = pack(PullMessage([], False, 0, *self._turn(step)))
-        request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
-        self._in_turn([request], Deadline.after(self._timeout))
+        request = self._calls.request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
+        self._calls.in_turn([request], Deadline.after(self._calls.timeout))
 
     def barrier(self) -> None:
         """Wait until every worker of the job has called it as often; a bare client does not wait."""
@@ -695,11 +601,11 @@ class ParameterClient:
             return
         self._barriers += 1
         message = BarrierMessage(self._worker.rank, self._worker.world, self._barriers)
-        self._in_turn([self._request(0, "barrier", pack(message))], Deadline.after(self._timeout))
+        self._calls.in_turn([self._calls.request(0, "barrier", pack(message))], Deadline.after(self._calls.timeout))
 
     def statistics(self) -> list[ShardStatistics]:
         """Statistics of each shard since it started."""
-        return [unpack(answer, ShardStatistics) for answer in self._ask_at_length("statistics")]
+        return [unpack(answer, ShardStatistics) for answer in self._calls.ask_at_length("statistics")]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -711,58 +617,6 @@ class ParameterClient:
         state, groups = self.collect()
         checkpoint.write(path, groups, state, step=step)
 
-    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
-        """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
-
-        A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
-        """
-        self._check_whole()
-        wanted = None if names is None else set(names)
-        tables: dict[str, dict[str, Any]] = {}
-        blocks: dict[str, list[_Block]] = {}
-        dense: list[object] = []
-        groups: dict[str, checkpoint.Group] = {}
-        for shard, described in enumerate(self._describe()):
-            for table in described["tables"]:
-                name = table["spec"]["name"]
-                if wanted is None or name in wanted:
-                    entry = tables.setdefault(name, table)
-                    entry["step"] = max(entry["step"], table["step"])
-                    each = _at_once(table)
-                    blocks.setdefault(name, []).extend(
-                        _Block(shard, number, name, first, min(each, table["rows"] - first))
-                        for number, first in enumerate(range(0, max(table["rows"], 1), each))
-                    )
-            for parameter in described["dense"]:
-                if wanted is None or parameter["name"] in wanted:
-                    groups[f"dense-{len(dense)}"] = functools.partial(self._read_parameter, shard, parameter["name"])
-                    dense.append({**parameter, "group": f"dense-{len(dense)}"})
-        for number, (name, table) in enumerate(tables.items()):
-            together = _in_files(blocks[name], _at_once(table))
-            table["groups"] = [f"table-{number}.{k}" for k in range(len(together))]
-            groups |= {
-                group: functools.partial(self._read_blocks, some, table["step"])
-                for group, some in zip(table["groups"], together, strict=True)
-            }
-        return {"tables": list(tables.values()), "dense": dense}, groups
-
-    def _read_blocks(self, blocks: Sequence[_Block], step: int) -> dict[str, Tensor]:
-        """Return the rows of ``blocks``, each as far behind ``step`` as it is behind the steps of its shard."""
-        found: dict[str, Tensor] = {}
-        longest = torch.empty(0)
-        for block in blocks:
-            message = ExportMessage(block.name, block.first, max(block.rows, 1))
-            there, (ids, values, stamps, *parts, history) = self._export(block.shard, message)
-            stamps = (stamps + (step - there)).clamp(min=1)
-            named = zip(_BLOCK, (ids, values, stamps, *parts), strict=True)
-            found |= {f"{block.shard}.{block.number}.{label}": part for label, part in named}
-            longest = history if len(history) > len(longest) or "history" not in found else longest
-            found["history"] = _of_length(longest, step) if len(longest) else longest
-        return found
-
-    def _read_parameter(self, shard: int, name: str) -> dict[str, Tensor]:
-        return {str(k): tensor for k, tensor in enumerate(self._export(shard, ExportMessage(name))[1])}
-
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
 
@@ -771,116 +625,21 @@ class ParameterClient:
         found = checkpoint.read(path)
         self.restore(cast(Mapping[str, Any], found.state), found.tensors)
 
+    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
+        """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
+
+        A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
+        """
+        self._check_whole()
+        return collect(self._tables, names)
+
     def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Load what ``collect`` gave, in place of everything on the shards."""
-        if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
-            raise CheckpointError("this checkpoint holds no tables and parameters of servers")
-        for entry in state["tables"]:
-            _check_table(entry, groups)
-        self.drop(None)
-        try:
-            self.restore_some(state, groups)
-        except Exception as error:
-            error.add_note("the servers hold a part of the checkpoint now: load it again, or another one")
-            raise
+        restore(self._tables, state, groups)
 
     def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """As ``restore``, but leaves other tables and parameters in place."""
-        for entry in state["tables"]:
-            self._restore_table(entry, groups)
-        for entry in state["dense"]:
-            tensors = groups(entry["group"])
-            parts = [tensors[str(k)] for k in range(len(tensors))]
-            self.init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
-            message = pack(RestoreMessage(entry["name"], entry["step"]))
-            self._call(self._home(entry["name"]), "restore", message, parts, once=True)
-
-    def _restore_table(self, entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        spec = TableSpec.from_dict(entry["spec"])
-        own = next((made for made, _ in reversed(self.made) if made.name == spec.name), spec)
-        spec = replace(spec, memory_map=own.memory_map, hot_rows=own.hot_rows)
-        self.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
-        for group in entry["groups"]:
-            tensors = groups(group)
-            blocks = sorted({tuple(map(int, name.split(".")[:2])) for name in tensors if name != "history"})
-            for shard, number in blocks:
-                parts = [tensors[f"{shard}.{number}.{label}"] for label in _BLOCK]
-                self._restore_rows(spec.name, parts, entry["step"], tensors["history"])
-
-    def _restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
-        routed = Routed(self._layout([name]), parts[:1], self.shards)
-        routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
-        message = pack(RestoreMessage(name, step))
-        requests = []
-        for shard in range(self.shards):
-            where = torch.from_numpy(routed.order[routed.of(shard)])
-            mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
-            requests.append(self._request(shard, "restore", message, [*mine, history]))
-        self._all(requests)
-
-    def _export(self, shard: int, message: ExportMessage) -> tuple[int, Sequence[Tensor]]:
-        payload, parts = self._call(shard, "export", pack(message))
-        return unpack(payload, int), parts
-
-    def _describe(self) -> list[dict[str, Any]]:
-        return [unpack(answer, dict[str, Any]) for answer in self._ask_at_length("describe")]
-
-    def _ask_at_length(self, verb: str) -> list[bytes]:
-        """Return every shard's answer to ``verb``, which may be too long for a header.
-
-        A server of an earlier version answers in the header all the same.
-        """
-        answers = self._all([self._request(shard, verb, IN_BODY, once=False) for shard in range(self.shards)])
-        return [answer.tensors[0].numpy().tobytes() if answer.tensors else answer.payload for answer in answers]
-
-    # --- names and placements ---------------------------------------------------------------------------------------
-
-    def _holding(self, name: str, *, rows: bool = False) -> _Holding:
-        if name not in self._holdings:
-            self._learn()
-        holding = self._holdings.get(name)
-        if holding is None:
-            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self._holdings) or 'none'}")
-        if rows and holding.placement is None:
-            raise SchemaError(f"{name} is a dense parameter; use pull and push")
-        return holding
-
-    def _hold(self, name: str, holding: _Holding) -> None:
-        self._holdings[name] = holding
-        self._layouts.clear()
-
-    def _layout(self, names: Iterable[str]) -> Layout:
-        """Return the layout of a message about ``names``."""
-        key = tuple(names)
-        found = self._layouts.get(key)
-        if found is None:
-            tables: dict[str, tuple[Placement, torch.dtype, int]] = {}
-            for name in key:
-                holding = self._holding(name)
-                if holding.placement is not None:
-                    tables[name] = (holding.placement, holding.dtype, holding.width)
-            if len(self._layouts) >= _REMEMBERED:
-                self._layouts.clear()
-            found = self._layouts[key] = Layout.of(tables, [name for name in key if name not in tables])
-        return found
-
-    def _learn(self) -> None:
-        for shard, described in enumerate(self._describe()):
-            for table in described["tables"]:
-                spec = TableSpec.from_dict(table["spec"])
-                self._holdings.setdefault(spec.name, self._holding_of(spec))
-            for parameter in described["dense"]:
-                if parameter["name"] not in self._holdings:
-                    _, parts = self._export(shard, ExportMessage(parameter["name"]))
-                    self._holdings[parameter["name"]] = _Holding(None, parts[0].dtype, tuple(parts[0].shape))
-
-    def _home(self, name: str) -> int:
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.shards
-
-    def _every_id(self, name: str, holding: _Holding) -> Tensor:
-        if holding.shape[0] < 0:
-            raise SchemaError(f"table {name} has a dynamic vocabulary; there is no whole of it to pull or push")
-        return torch.arange(holding.shape[0])
+        restore_some(self._tables, state, groups)
 
     def _turn(self, step: int | None) -> tuple[int, int]:
         if step is None:
@@ -890,89 +649,6 @@ class ParameterClient:
         self._check_whole()
         return self._worker.rank, step
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def _request(
-        self,
-        shard: int,
-        verb: str,
-        payload: bytes = b"",
-        tensors: Sequence[Tensor] = (),
-        *,
-        step: int | None = None,
-        once: bool | None = None,
-    ) -> Request:
-        numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
-        endpoint = self._endpoints[shard]
-        ledger = self._ledgers[endpoint]
-        standing = Standing(self._client.epoch, ledger.newest, ledger.life, shard, self.shards).encode()
-        return Request(
-            endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step,
-            role="parameters",
-        )  # fmt: skip
-
-    def _call(
-        self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, once: bool = False
-    ) -> tuple[bytes, Sequence[Tensor]]:
-        request = self._request(shard, verb, payload, tensors, once=once)
-        (answer,) = self._gather([request], Deadline.after(self._timeout))
-        return answer.payload, answer.tensors
-
-    def _all(self, requests: Sequence[Request]) -> list[Answer]:
-        return self._gather(requests, Deadline.after(self._timeout))
-
-    def _gather(self, requests: Iterable[Request], deadline: Deadline) -> list[Answer]:
-        answers, failures = self._outcomes(requests, deadline)
-        if failures:
-            raise failures[0]
-        return answers
-
-    def _outcomes(self, requests: Iterable[Request], deadline: Deadline) -> tuple[list[Answer], list[Exception]]:
-        """Return the answers, and the errors of those that failed."""
-        answers: list[Answer] = []
-        failures: list[Exception] = []
-        asked = list(requests)
-        for request, outcome in zip(asked, self._client.gather(asked, deadline), strict=True):
-            if isinstance(outcome, Exception):
-                failures.append(self._told(request, outcome))
-                continue
-            assert outcome is not None
-            if request.verb == "push" and outcome.payload:
-                with self._counting:
-                    self._ledgers[request.endpoint].add(unpack(outcome.payload, int))
-            answers.append(outcome)
-        return answers, failures
-
-    def _told(self, request: Request, error: Exception) -> Exception:
-        """Return the error to raise; if a shard has lost pushes, forget their places."""
-        if isinstance(error, RolledBack):
-            said = Standing.decode(request.schema)
-            assert said is not None
-            with self._counting:
-                ledger = self._ledgers[request.endpoint]
-                held = 0 if error.lost is None else said.pushes - error.lost
-                gone = ledger.cut(held)
-                if error.lost is not None:
-                    error.lost = gone
-                ledger.life = 0
-        return error
-
-    def _in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
-        """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive.
-
-        Each check costs the request anew, so they come at growing intervals: a slow request gets through.
-        """
-        if self._watch is None:
-            return self._gather(requests, deadline)
-        patience = self._look_every
-        while patience < deadline.remaining():
-            try:
-                return self._gather(requests, deadline.sooner(patience))
-            except DeadlineExceeded:
-                self._watch()
-                patience *= 2
-        return self._gather(requests, deadline)
-
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
         """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
 
@@ -980,13 +656,7 @@ class ParameterClient:
             PeerLost: another worker is gone.
             DeadlineExceeded: the call has overrun its own deadline.
         """
-        deadline = Deadline.after(self._timeout + 2 * self._look_every)  # the call's own error comes first
-        with spans.span("wait", "wait", peer="the servers", operation=operation):
-            while not wait([future], timeout=min(self._look_every, deadline.remaining())).done:
-                deadline.check(peer="the servers", operation=operation, step=step)
-                if self._watch is not None:
-                    self._watch()
-        return future.result(timeout=0)
+        return self._calls.wait_for(future, operation, step=step)
 
     def close(self) -> None:
         """Close the connections, and the shard in this process if there is one."""
@@ -997,42 +667,6 @@ class ParameterClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _of_length(history: Tensor, steps: int) -> Tensor:
-    """Return the last ``steps`` entries; the first stands in for missing ones, which no row has yet to catch up on."""
-    missing = steps - len(history)
-    return torch.cat([history[:1].expand(missing, -1), history]) if missing > 0 else history[-missing:]
-
-
-def _check_table(entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Raise ``CheckpointError`` for a table that could not be loaded whole, while the one on the shards is there."""
-    name, step = entry["spec"]["name"], entry["step"]
-    for group in entry["groups"]:
-        for label, tensor in groups(group).items():
-            if label.endswith(".stamps") and tensor.numel() and not 0 <= tensor.min() <= tensor.max() <= step + 1:
-                raise CheckpointError(
-                    f"the checkpoint's table {name} has rows of step {int(tensor.max()) - 1} and was saved at step "
-                    f"{step}: it was saved while its shards had taken different numbers of pushes, by an earlier "
-                    "version; nothing was changed"
-                )
-
-
-def _at_once(table: Mapping[str, Any]) -> int:
-    """Return the number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
-    spec = TableSpec.from_dict(table["spec"])
-    row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * state_dtype(spec.dtype).itemsize
-    return max(1, min(_CHUNK, _AT_ONCE // row))
-
-
-def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
-    """Return the blocks in their order, joined as long as they have at most ``rows`` rows."""
-    found: list[list[_Block]] = [[]]
-    for block in blocks:
-        if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:
-            found.append([])
-        found[-1].append(block)
-    return found
 
 
 def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
