@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.client import parameter_client
+from anabranch.parameter_server.client import shard_calls
 from anabranch.parameter_server.server import shard_server
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
@@ -43,7 +43,7 @@ def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_p
 def test_peers_of_earlier_versions_are_answered_in_the_header(earlier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier client asks for nothing else; an earlier server does not look at what is asked."""
     if earlier == "client":
-        monkeypatch.setattr(parameter_client, "IN_BODY", b"")
+        monkeypatch.setattr(shard_calls, "IN_BODY", b"")
     else:
         monkeypatch.setattr(shard_server, "IN_BODY", None)
     network = MemoryTransport()
