@@ -6,13 +6,11 @@ input; stages, schedules and messages are in the files beside it.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, SupportsIndex, TypeAlias, cast, get_args
+from typing import Literal, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -20,54 +18,58 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.autodiff.thread_modes import ThreadModes
-from anabranch.choices import choice
-from anabranch.errors import PipelineError
+from anabranch.pipeline.call_inputs import (
+    NOT_GIVEN,
+    HeadParts,
+    Loss,
+    Reduction,
+    batch_rows,
+    check_rows,
+    make_head,
+    split_target,
+    with_keywords,
+)
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
+from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
 from anabranch.pipeline.parts.input_kinds import learn, prepare
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
+from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel, SplitSource
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
-from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
-from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
+from anabranch.pipeline.schedule.schedules_of_pipe import Checkpoint, PipeSchedules, check_choices, recomputed_actions
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.partition import (
     Layer,
-    Route,
     flatten_layers,
     keywords_of,
-    route_skips,
-    shared_skips,
     split_layers,
 )
-from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.skips import verify_skippables
-from anabranch.pipeline.stage.stage import OUTSIDE, Head, Plan, Stage, StageRun
-from anabranch.tensors import Structure, flatten, map_structure
+from anabranch.pipeline.stage.stage import OUTSIDE, Plan, StageRun
+from anabranch.pipeline.stage.stage_placement import (
+    count_places,
+    describe_split,
+    find_balance,
+    find_neighbours,
+    find_ties,
+    part_of,
+    place_stages,
+)
+from anabranch.tensors import Structure, flatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
 
-Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
-"""The microbatches that keep no activations and run forward again before backward."""
-
-Reduction: TypeAlias = Literal["mean", "sum"]
-"""Reduction of the loss over the rows of a batch."""
 
 _SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
 """Attributes of a pipe, whatever the names in its module."""
 
-_NOT_GIVEN: Structure = object()
 
 _FIRST_INPUT = -2
 """The number of the first keyword input whose gradient ranks share; others are below it. Parameters count from 0."""
-
-Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
-"""A function from output and target to one number."""
 
 
 @dataclass(slots=True)
@@ -178,23 +180,23 @@ class Pipe(nn.Module):
         nccl: bool = True,
     ) -> None:
         super().__init__()
-        _check_choices(chunks, checkpoint)
+        check_choices(chunks, checkpoint)
         layers = flatten_layers(module)
         verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
         first_names = {parameter: name for name, parameter in module.named_parameters()}
-        places = _places(devices, process_group)
+        places = count_places(devices, process_group)
         if isinstance(balance, str):
-            balance = _find_balance(balance, module, sample, schedule, places, process_group)
+            balance = find_balance(balance, module, sample, schedule, places, process_group)
         split = split_layers(module, layers, balance)
-        self._schedules = _Schedules(schedule, len(split), places, exactly=process_group is not None)
+        self._schedules = PipeSchedules(schedule, len(split), places, exactly=process_group is not None)
         rank_of = self._schedules.rank_of
         self._rank = 0 if process_group is None else dist.get_rank(process_group)
         self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
-        self._stages = _place(split, rank_of, devices, self._here)
+        self._stages = place_stages(split, rank_of, devices, self._here)
         self.__dict__["_source"] = module.source if isinstance(module, SplitModel) else None
         self.__dict__["_parted"] = module if isinstance(module, PartedModel) else None
         self.process_group = process_group
@@ -202,7 +204,7 @@ class Pipe(nn.Module):
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._everywhere = False
-        self._adopt(module if process_group is None else _part(module, [split[j] for j in self._here]))
+        self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
         self.elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
         if not isinstance(seed, SupportsIndex | None):
             raise TypeError(f"seed is a whole number, got {seed!r}")
@@ -215,12 +217,12 @@ class Pipe(nn.Module):
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
         else:
-            likeness = _likeness(split, self._schedules)
+            likeness = describe_split(split, self._schedules)
             self._engine = ranks = RankEngine(
                 process_group, rank_of, timeout, heartbeat, shared_memory, likeness,
-                device=self._stages[self._here[0]].device, neighbours=_neighbours(self._stages, rank_of), nccl=nccl,
+                device=self._stages[self._here[0]].device, neighbours=find_neighbours(self._stages, rank_of), nccl=nccl,
             )  # fmt: skip
-            self._ties = _find_ties(split, rank_of, ranks)
+            self._ties = find_ties(split, rank_of, ranks)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Past nn.Module's, which would take these for a child or tensor of the module that has such a name.
@@ -329,7 +331,7 @@ class Pipe(nn.Module):
     def step(
         self,
         *args: Structure,
-        target: Structure = _NOT_GIVEN,
+        target: Structure = NOT_GIVEN,
         loss: Loss,
         reduction: Reduction = "mean",
         **inputs: Structure,
@@ -355,7 +357,7 @@ class Pipe(nn.Module):
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
         with self._turn("step") as turn:
-            args, target = _apart(args, target)
+            args, target = split_target(args, target)
             call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
@@ -415,7 +417,7 @@ class Pipe(nn.Module):
         turn: Turn,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
-        head: _HeadParts,
+        head: HeadParts,
         rows: int | None = None,
     ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
         if head[2] not in ("mean", "sum"):
@@ -439,10 +441,10 @@ class Pipe(nn.Module):
         turn: Turn,
         args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
-        head: _HeadParts | None,
+        head: HeadParts | None,
         expected_rows: int | None = None,
     ) -> PipeCall:
-        _check_choices(self.chunks, self.checkpoint)
+        check_choices(self.chunks, self.checkpoint)
         modes = ThreadModes.take()
         facts = turn.agree(lambda: self._facts(args, inputs, modes))
         self.calls = facts.step + 1
@@ -456,15 +458,15 @@ class Pipe(nn.Module):
             )
         args = args if 0 in self._here else ()
         self._check_inputs(facts, args, inputs, rows)
-        recompute = _recomputed(self.checkpoint, len(self._stages), m)
+        recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
         plan = Plan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         last = len(self._stages) - 1
         runs = {}
         for stage in (self._stages[j] for j in self._here):
-            at_end = _make_head(head, facts.sizes, rows, stage, self._finish) if head and stage.index == last else None
-            runs[stage.index] = StageRun(_with_keywords(stage, inputs, len(args)), plan, at_end)
+            at_end = make_head(head, facts.sizes, rows, stage, self._finish) if head and stage.index == last else None
+            runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
         given = Inputs(args, inputs, facts.sizes)
         return PipeCall(
@@ -503,7 +505,7 @@ class Pipe(nn.Module):
         return [j for n, (j, layer) in zip(counts, layers, strict=False) if keywords_of(layer, [name], n)]
 
     def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
-        sizes = microbatch_sizes(_batch_rows(args, inputs), operator.index(self.chunks))
+        sizes = microbatch_sizes(batch_rows(args, inputs), operator.index(self.chunks))
         records = modes.grad and not modes.inference
         kinds: list[InputKind] = []
         if self._source is not None:
@@ -531,7 +533,7 @@ class Pipe(nn.Module):
                     f"no layer's forward has a parameter named {name!r} to pass it by name; the first layer, "
                     f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
-            _check_rows(inputs[name], rows, f"the keyword input {name!r}")
+            check_rows(inputs[name], rows, f"the keyword input {name!r}")
             if name not in facts.keywords:
                 raise ValueError(f"the keyword input {name!r} is missing on the first stage's rank: pass it there too")
         for layer in (layer for j in self._here for layer in self._stages[j].layers):
@@ -678,264 +680,3 @@ def _values_of_gradient(parameter: Tensor) -> Tensor:
 
 def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _find_balance(
-    by: str,
-    module: nn.Module,
-    sample: Structure,
-    schedule: str | Schedule,
-    places: int | None,
-    group: dist.ProcessGroup | None,
-) -> list[int]:
-    finders = {"time": balance_by_time, "size": balance_by_size}
-    if by not in finders:
-        raise ValueError(f"balance is a list, 'time' or 'size', got {by!r}")
-    if sample is None or places is None:
-        raise ValueError(f"balance={by!r} needs sample= (a batch like a microbatch), and devices= or process_group=")
-    name = schedule if isinstance(schedule, str) else schedule.name
-    n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
-    if group is None:
-        return finders[by](n, module, sample)
-    # Measured on one rank, because all must cut alike; zeros mean that it failed.
-    sizes = torch.zeros(n, dtype=torch.int64)
-    try:
-        if dist.get_rank(group) == 0:
-            sizes = torch.tensor(finders[by](n, module, sample))
-    finally:
-        dist.broadcast(sizes, group=group, group_src=0)
-    if not sizes.any():
-        raise PipelineError(f"rank 0 of the group could not find a balance by {by}; it raises the reason")
-    return [int(size) for size in sizes]
-
-
-_HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
-"""The loss, its targets, its reduction over the rows, and whether outputs are kept beside it."""
-
-
-def _check_choices(chunks: int, checkpoint: str) -> None:
-    if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
-        raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
-    choice("checkpoint", checkpoint, get_args(Checkpoint))
-
-
-class _Schedules:
-    """The schedule of a pipe, for each number of microbatches in its batches."""
-
-    def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
-        if not isinstance(given, str | Schedule):
-            raise TypeError(f"schedule is a name or what make_schedule makes, got {given!r}; names are {[*SCHEDULES]}")
-        given = choice("schedule", given, SCHEDULES) if isinstance(given, str) else given
-        self.name = name = given if isinstance(given, str) else given.name
-        self.given = None if isinstance(given, str) else given
-        if self.given is not None:
-            if self.given.stages != stages:
-                raise ValueError(f"the schedule is for {self.given.stages} stages, the balance makes {stages}")
-            wanted = self.given.ranks
-        elif ranks is None or name not in ("Interleaved1F1B", "ZBV"):
-            wanted = default_ranks(name, stages)
-        else:
-            wanted = ranks
-        if exactly and ranks != wanted:
-            raise ValueError(
-                f"{stages} stages under {name} take {wanted} ranks, the process group has {ranks}; make the balance "
-                "as long as the group, or a multiple for Interleaved1F1B and ZBV"
-            )
-        if ranks is not None and ranks < wanted:
-            raise ValueError(
-                f"{stages} stages under {name} take {wanted} devices, got {ranks}; name more (CPU may be named "
-                "several times), or make the balance shorter"
-            )
-        self._make = partial(make_schedule, name, stages, ranks=wanted)
-        self._made: dict[int, Schedule] = {}
-        first = self.given or self._make(1)
-        self.rank_of = first.rank_of
-        self.splits_backward = first.splits_backward
-
-    def of(self, m: int) -> Schedule:
-        if self.given is not None and self.given.microbatches == m:
-            return self.given
-        if m not in self._made:
-            self._made[m] = self._make_like_given(m) if self.given is not None else self._make(m)
-        return self._made[m]
-
-    def _make_like_given(self, m: int) -> Schedule:
-        """Return the schedule of the given one's name, for a batch with another number of microbatches."""
-        given = self.given
-        assert given is not None
-        if self.name in SCHEDULES:
-            made = self._make(m)
-            if (made.rank_of, made.splits_backward) == (given.rank_of, given.splits_backward):
-                return made
-        raise ValueError(
-            f"the schedule {self.name!r} is for {given.microbatches} microbatches, this batch makes {m}; give batches "
-            f"of at least {given.microbatches} rows with chunks={given.microbatches}, or a schedule by name"
-        )
-
-
-def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
-    """Return the number of ranks for the stages; ``None`` if neither argument is given."""
-    if isinstance(devices, str):
-        raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
-    if group is None:
-        return None if devices is None else len(devices)
-    if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to those that are not in it
-        raise ValueError("process_group= is not a group that this process is a rank of; only its ranks make the pipe")
-    size = dist.get_world_size(group)
-    if devices is not None and len(devices) != size:
-        raise ValueError(f"devices= names {len(devices)} devices for {size} ranks; name one for each rank")
-    return size
-
-
-def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
-    """Return the facts that must be equal on every rank: else messages would go astray, or layers run twice or not at
-    all.
-    """
-    names = [[layer.name for layer in layers] for layers in split]
-    return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
-
-
-def _neighbours(stages: Sequence[Stage], rank_of: Sequence[int]) -> set[tuple[int, int]]:
-    """Return the pairs of ranks whose stages exchange tensors."""
-    return {(rank_of[s.index], rank_of[target]) for s in stages for target in s.targets if target != OUTSIDE}
-
-
-def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
-    """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
-    layers = [layer for layers in stages for layer in layers]
-    if isinstance(module, PartedModel):
-        return join_parts([cast(ModelPart, layer.module) for layer in layers])
-    root = nn.Sequential().train(module.training)
-    for layer in layers:
-        *path, name = layer.name.split(".")
-        parent: nn.Module = root
-        for step in path:
-            if step not in parent._modules:
-                parent.add_module(step, nn.Sequential())
-            parent = parent.get_submodule(step)
-        parent._modules[name] = layer.module
-    return root
-
-
-def _find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine) -> list[Tie]:
-    """Return the parameters that this rank and others use, with a number of each, the same on all ranks, and those
-    ranks; all get the first one's values.
-    """
-    ranks: dict[nn.Parameter, set[int]] = {}
-    for j, layers in enumerate(split):
-        for layer in layers:
-            for parameter in layer.module.parameters():
-                ranks.setdefault(parameter, set()).add(rank_of[j])
-    tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
-    for parameter, users in tied:
-        values = parameter.detach().cpu()
-        dist.broadcast(values, group=engine.group, group_src=users[0])
-        if engine.rank in users:
-            parameter.data.copy_(values)
-    return [
-        (index, parameter, users)
-        for index, (parameter, users) in enumerate(tied)
-        if engine.rank in users and parameter.requires_grad
-    ]
-
-
-def _place(
-    split: Sequence[Sequence[Layer]],
-    rank_of: Sequence[int],
-    devices: Sequence[torch.device | str] | None,
-    here: Sequence[int],
-) -> list[Stage]:
-    if devices is not None:
-        places = [_numbered(torch.device(name)) for name in devices]
-    elif len(here) < len(split):
-        places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
-    else:
-        places = _default_devices(split, max(rank_of) + 1)
-    routes, shared = route_skips(split), shared_skips(split)
-    stages = []
-    for j, layers in enumerate(split):
-        device = places[rank_of[j]]
-        for layer in layers if j in here else ():
-            refuse_undrawable(layer.name, layer.module, device)
-            layer.module.to(device)
-        sources: dict[int, tuple[Route, ...]] = {source: names for (source, k), names in routes.items() if k == j}
-        targets: dict[int, tuple[Route, ...]] = {target: names for (k, target), names in routes.items() if k == j}
-        if j == 0:
-            sources[OUTSIDE] = (None,)
-        if j == len(split) - 1:
-            targets[OUTSIDE] = (None,)
-        stages.append(Stage(j, tuple(layers), device, sources, targets, shared))
-    return stages
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """``device`` with an index: ``"cuda"`` is the current CUDA device, as tensors name it."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
-    parameters = (parameter for layers in stages for layer in layers for parameter in layer.module.parameters())
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch.device]:
-    if _device_of(split).type == "cuda":
-        available = torch.cuda.device_count()
-        if available < count:
-            raise ValueError(f"{count} stages need {count} CUDA devices, there are {available}; name devices= to share")
-        return [torch.device("cuda", index) for index in range(count)]
-    return [torch.device("cpu")] * count
-
-
-def _recomputed(checkpoint: Checkpoint, n: int, m: int) -> frozenset[tuple[int, int]]:
-    last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint.lower()]
-    return frozenset((j, i) for j in range(n) for i in range(last))
-
-
-def _with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
-    counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
-    keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
-    names = dict.fromkeys(name for taken in keywords.values() for name in taken)
-    if not names:
-        return stage
-    outside = (*stage.sources.get(OUTSIDE, ()), *names)
-    return dataclasses.replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
-
-
-def _batch_rows(args: tuple[Structure, ...], inputs: Mapping[str, Structure]) -> int:
-    """Return the rows of the batch; keyword inputs are held against those of the positional ones later."""
-    if has_rows(args) or not any(map(has_rows, inputs.values())):
-        return count_batch_rows(args[0] if len(args) == 1 else args or dict(inputs), "the batch")
-    return next(count_batch_rows(x, f"the keyword input {name!r}") for name, x in inputs.items() if has_rows(x))
-
-
-def _apart(args: tuple[Structure, ...], target: Structure) -> tuple[tuple[Structure, ...], Structure]:
-    """Return the positional inputs of a step and its target."""
-    if target is not _NOT_GIVEN:
-        return args, target
-    if len(args) > 1:
-        return args[:-1], args[-1]
-    return args, None
-
-
-def _check_rows(value: Structure, rows: int, what: str) -> None:
-    if not has_rows(value):
-        return
-    found = count_batch_rows(value, what)
-    if found != rows:
-        raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
-
-
-def _make_head(
-    parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
-) -> Head:
-    loss, target, reduction, keeps_output = parts
-    _check_rows(target, rows, "the target")
-    on_device = [
-        map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, part)
-        for part in scatter(target, sizes)
-    ]
-    weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, on_device, weights, keeps_output, finish)

@@ -1,0 +1,86 @@
+"""The inputs and the loss of one call of a pipe, checked and brought into the form that stages take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from anabranch.pipeline.microbatch import count_batch_rows, has_rows, scatter
+from anabranch.pipeline.stage.partition import (
+    keywords_of,
+)
+from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage
+from anabranch.tensors import Structure, map_structure
+
+__all__ = [
+    "Loss",
+    "Reduction",
+    "HeadParts",
+    "NOT_GIVEN",
+    "batch_rows",
+    "check_rows",
+    "make_head",
+    "split_target",
+    "with_keywords",
+]
+
+
+NOT_GIVEN: Structure = object()
+
+
+Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
+"""A function from output and target to one number."""
+Reduction: TypeAlias = Literal["mean", "sum"]
+"""Reduction of the loss over the rows of a batch."""
+HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
+"""The loss, its targets, its reduction over the rows, and whether outputs are kept beside it."""
+
+
+def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
+    counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
+    keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
+    names = dict.fromkeys(name for taken in keywords.values() for name in taken)
+    if not names:
+        return stage
+    outside = (*stage.sources.get(OUTSIDE, ()), *names)
+    return dataclasses.replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
+
+
+def batch_rows(args: tuple[Structure, ...], inputs: Mapping[str, Structure]) -> int:
+    """Return the rows of the batch; keyword inputs are held against those of the positional ones later."""
+    if has_rows(args) or not any(map(has_rows, inputs.values())):
+        return count_batch_rows(args[0] if len(args) == 1 else args or dict(inputs), "the batch")
+    return next(count_batch_rows(x, f"the keyword input {name!r}") for name, x in inputs.items() if has_rows(x))
+
+
+def split_target(args: tuple[Structure, ...], target: Structure) -> tuple[tuple[Structure, ...], Structure]:
+    """Return the positional inputs of a step and its target."""
+    if target is not NOT_GIVEN:
+        return args, target
+    if len(args) > 1:
+        return args[:-1], args[-1]
+    return args, None
+
+
+def check_rows(value: Structure, rows: int, what: str) -> None:
+    if not has_rows(value):
+        return
+    found = count_batch_rows(value, what)
+    if found != rows:
+        raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
+
+
+def make_head(
+    parts: HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
+) -> Head:
+    loss, target, reduction, keeps_output = parts
+    check_rows(target, rows, "the target")
+    on_device = [
+        map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, part)
+        for part in scatter(target, sizes)
+    ]
+    weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
+    return Head(loss, on_device, weights, keeps_output, finish)

@@ -1,0 +1,174 @@
+"""The stages of a pipe on devices and ranks: where each lies, what ranks share, and which talk to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anabranch.errors import PipelineError
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
+from anabranch.pipeline.pipe_call import Tie
+from anabranch.pipeline.ranks import RankEngine
+from anabranch.pipeline.schedule.schedule import Schedule
+from anabranch.pipeline.schedule.schedules_of_pipe import PipeSchedules
+from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
+from anabranch.pipeline.stage.partition import (
+    Layer,
+    Route,
+    route_skips,
+    shared_skips,
+)
+from anabranch.pipeline.stage.random_streams import refuse_undrawable
+from anabranch.pipeline.stage.stage import OUTSIDE, Stage
+from anabranch.tensors import Structure
+
+__all__ = ["count_places", "describe_split", "find_balance", "find_neighbours", "find_ties", "part_of", "place_stages"]
+
+
+def find_balance(
+    by: str,
+    module: nn.Module,
+    sample: Structure,
+    schedule: str | Schedule,
+    places: int | None,
+    group: dist.ProcessGroup | None,
+) -> list[int]:
+    finders = {"time": balance_by_time, "size": balance_by_size}
+    if by not in finders:
+        raise ValueError(f"balance is a list, 'time' or 'size', got {by!r}")
+    if sample is None or places is None:
+        raise ValueError(f"balance={by!r} needs sample= (a batch like a microbatch), and devices= or process_group=")
+    name = schedule if isinstance(schedule, str) else schedule.name
+    n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
+    if group is None:
+        return finders[by](n, module, sample)
+    # Measured on one rank, because all must cut alike; zeros mean that it failed.
+    sizes = torch.zeros(n, dtype=torch.int64)
+    try:
+        if dist.get_rank(group) == 0:
+            sizes = torch.tensor(finders[by](n, module, sample))
+    finally:
+        dist.broadcast(sizes, group=group, group_src=0)
+    if not sizes.any():
+        raise PipelineError(f"rank 0 of the group could not find a balance by {by}; it raises the reason")
+    return [int(size) for size in sizes]
+
+
+def count_places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of ranks for the stages; ``None`` if neither argument is given."""
+    if isinstance(devices, str):
+        raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
+    if group is None:
+        return None if devices is None else len(devices)
+    if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to those that are not in it
+        raise ValueError("process_group= is not a group that this process is a rank of; only its ranks make the pipe")
+    size = dist.get_world_size(group)
+    if devices is not None and len(devices) != size:
+        raise ValueError(f"devices= names {len(devices)} devices for {size} ranks; name one for each rank")
+    return size
+
+
+def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules) -> str:
+    """Return the facts that must be equal on every rank: else messages would go astray, or layers run twice or not at
+    all.
+    """
+    names = [[layer.name for layer in layers] for layers in split]
+    return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
+
+
+def find_neighbours(stages: Sequence[Stage], rank_of: Sequence[int]) -> set[tuple[int, int]]:
+    """Return the pairs of ranks whose stages exchange tensors."""
+    return {(rank_of[s.index], rank_of[target]) for s in stages for target in s.targets if target != OUTSIDE}
+
+
+def part_of(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
+    """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
+    layers = [layer for layers in stages for layer in layers]
+    if isinstance(module, PartedModel):
+        return join_parts([cast(ModelPart, layer.module) for layer in layers])
+    root = nn.Sequential().train(module.training)
+    for layer in layers:
+        *path, name = layer.name.split(".")
+        parent: nn.Module = root
+        for step in path:
+            if step not in parent._modules:
+                parent.add_module(step, nn.Sequential())
+            parent = parent.get_submodule(step)
+        parent._modules[name] = layer.module
+    return root
+
+
+def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine) -> list[Tie]:
+    """Return the parameters that this rank and others use, with a number of each, the same on all ranks, and those
+    ranks; all get the first one's values.
+    """
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for j, layers in enumerate(split):
+        for layer in layers:
+            for parameter in layer.module.parameters():
+                ranks.setdefault(parameter, set()).add(rank_of[j])
+    tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
+    for parameter, users in tied:
+        values = parameter.detach().cpu()
+        dist.broadcast(values, group=engine.group, group_src=users[0])
+        if engine.rank in users:
+            parameter.data.copy_(values)
+    return [
+        (index, parameter, users)
+        for index, (parameter, users) in enumerate(tied)
+        if engine.rank in users and parameter.requires_grad
+    ]
+
+
+def place_stages(
+    split: Sequence[Sequence[Layer]],
+    rank_of: Sequence[int],
+    devices: Sequence[torch.device | str] | None,
+    here: Sequence[int],
+) -> list[Stage]:
+    if devices is not None:
+        places = [_numbered(torch.device(name)) for name in devices]
+    elif len(here) < len(split):
+        places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
+    else:
+        places = _default_devices(split, max(rank_of) + 1)
+    routes, shared = route_skips(split), shared_skips(split)
+    stages = []
+    for j, layers in enumerate(split):
+        device = places[rank_of[j]]
+        for layer in layers if j in here else ():
+            refuse_undrawable(layer.name, layer.module, device)
+            layer.module.to(device)
+        sources: dict[int, tuple[Route, ...]] = {source: names for (source, k), names in routes.items() if k == j}
+        targets: dict[int, tuple[Route, ...]] = {target: names for (k, target), names in routes.items() if k == j}
+        if j == 0:
+            sources[OUTSIDE] = (None,)
+        if j == len(split) - 1:
+            targets[OUTSIDE] = (None,)
+        stages.append(Stage(j, tuple(layers), device, sources, targets, shared))
+    return stages
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """``device`` with an index: ``"cuda"`` is the current CUDA device, as tensors name it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
+    parameters = (parameter for layers in stages for layer in layers for parameter in layer.module.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch.device]:
+    if _device_of(split).type == "cuda":
+        available = torch.cuda.device_count()
+        if available < count:
+            raise ValueError(f"{count} stages need {count} CUDA devices, there are {available}; name devices= to share")
+        return [torch.device("cuda", index) for index in range(count)]
+    return [torch.device("cpu")] * count
