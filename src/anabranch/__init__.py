@@ -168,7 +168,7 @@ provide(_job_functions)
 hold_back_errors()
 record_process()
 
-# A library says nothing by itself: whoever wants its words gives the logger a handler.
+# A library is silent by default: a program that wants its messages gives the logger a handler.
 logging.getLogger("anabranch").addHandler(logging.NullHandler())
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the package

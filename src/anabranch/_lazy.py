@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for, so that who needs none of them need not wait."""
+"""Names of a package that are imported at first use, so that a program which needs none of them does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error tree: what can go wrong, who it concerns, and how a caller tells the cases apart.
+"""The error tree: what can go wrong, which peer it concerns, and how a caller tells the cases apart.
 
 ::
 
@@ -68,7 +68,7 @@ class BoundaryError(AnabranchError):
     'all peers were busy (peer rank 1, operation all_reduce, step 7, after 2.000 s)'
 
     Attributes:
-        peer: whom the operation was waiting for: a rank, an endpoint, a uid.
+        peer: the peer that the operation was waiting for: a rank, an endpoint, a uid.
         operation: the verb, such as ``all_reduce`` or ``expert.forward``.
         step: the step of the program that was running, ``None`` outside one.
         elapsed: seconds from the start of the operation to the failure.
@@ -241,7 +241,7 @@ class SchemaError(ValueError):
 
 
 class AnotherSchema(SchemaError):
-    """An expert has another schema than its caller knows, who asks for it again."""
+    """An expert has another schema than its caller knows; the caller asks for it again."""
 
 
 class SkipError(TypeError):

@@ -158,7 +158,7 @@ class Job:
         Raises:
             DeadlineExceeded: an expert process has not announced itself in time; names it.
             PeerLost: the directory does not answer.
-            ValueError: several workers, and nobody who serves.
+            ValueError: several workers, and no servers.
         """
         return _provided()[0](
             self,

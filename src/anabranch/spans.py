@@ -316,7 +316,7 @@ def record_process() -> None:
 
 
 def flush() -> None:
-    """Write what was recorded for the launcher; for who ends the process without Python's own end."""
+    """Write what was recorded, for the launcher; for a process that ends without Python's own teardown."""
     if _file is not None:
         _file.write()
 

@@ -1,7 +1,7 @@
-"""The facts that this process leaves for whoever looks at its job: ``ROLE-RANK.status`` in the job's log folder.
+"""The facts that this process leaves for those who look at its job: ``ROLE-RANK.status`` in the job's log folder.
 
 ``anabranch run`` names the file to each of its processes. The process itself is not asked, so it is read while that is
-frozen. It is a line of JSON, replaced whole; who has facts calls ``put`` with them and ``write`` now and then.
+frozen. It is a line of JSON, replaced whole; a caller with facts calls ``put`` with them, and ``write`` now and then.
 
 ::
 

@@ -4,7 +4,7 @@
 
     worker 0.spans ─┐   clocks of other machines set right
     worker 1.spans ─┼─> overlapping spans laid side by side ─> {"traceEvents": [...], "otherData": {...}}
-    servers'       ─┘   flows: who asked whom, who sent to whom, who was waited for
+    servers'       ─┘   flows: from the asking to the asked process, from sender to receiver, to the wait's peer
 
 Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each lies in the first of the track's
 lanes that is free. A flow becomes arrows (``"s"`` to ``"f"``) once both ends are known::

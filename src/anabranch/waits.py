@@ -1,4 +1,4 @@
-"""Waits of this process for others that last longer than half a second: for whom, for what, and since when.
+"""Waits of this process that last longer than half a second: the peer, the operation, and since when.
 
 Loops that wait ``begin`` a record once they have waited so long, and ``end`` it when the wait is over, however it ends.
 A wait that is shorter costs them a look at a clock at most. ``anabranch status`` and ``/metrics`` read the records.

@@ -57,7 +57,7 @@ class Session(Protocol):
 
     @property
     def siblings(self) -> object | None:
-        """An object shared by the members of a group, who do not record one another; ``None`` outside one."""
+        """An object shared by the members of a group, which do not record one another; ``None`` outside one."""
 
     @property
     def tokens(self) -> Tokens:

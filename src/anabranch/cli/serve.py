@@ -187,7 +187,7 @@ _WRITTEN_IN_JSON = {
 def directory(
     listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False, metrics: _Metrics = None
 ) -> None:
-    """Serve a directory: who serves which expert."""
+    """Serve a directory: the server of each expert."""
     from anabranch.experts import serve_directory, stopped_by_signals
     from anabranch.observe import directory_metrics
 

@@ -26,7 +26,7 @@ def open_standard_streams() -> None:
     """Open those of stdin, stdout and stderr that the caller has closed (``>&-``) on nothing.
 
     A process that begins with a closed descriptor is given its number for the next file, socket or pipe that it opens,
-    and whoever prints then writes into that. Python's own ``sys.stdout`` is ``None`` in such a process.
+    and the next print writes into that. Python's own ``sys.stdout`` is ``None`` in such a process.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:

@@ -33,7 +33,7 @@ def view(
     ] = None,
     port: Annotated[int, typer.Option(help="Where to serve, on this machine alone; 0: any that is free.")] = 0,
 ) -> None:
-    """Show a run in a browser: who exchanged what with whom, the loss and the pace, timelines, waits; or a graph.
+    """Show a run in a browser: what processes exchanged, the loss and the pace, timelines, waits; or a graph.
 
     One page that loads nothing from elsewhere, at an address of this machine until Ctrl-C, or in a file.
 

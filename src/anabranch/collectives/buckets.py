@@ -146,7 +146,7 @@ class GradientBuckets:
 
     Args:
         parameters: name and parameter, in the model's order, the same on every worker.
-        workers: whom to sum with; ``None`` accumulates over runs only.
+        workers: the group to sum over; ``None`` accumulates over runs only.
         sparse: names of the parameters known to have sparse gradients.
         header: how many numbers of the caller's the first bucket carries beside the gradients.
         bucket_bytes: a bucket is closed once it holds that many.

@@ -52,7 +52,7 @@ class Peers:
     """The other ranks of the job's process group, and waits for them.
 
     Args:
-        heartbeat: seconds between two looks at who is still there.
+        heartbeat: seconds between two checks of the other ranks.
     """
 
     def __init__(self, heartbeat: float = _HEARTBEAT) -> None:

@@ -1,7 +1,7 @@
 """The workers of a job as one group: collectives that start at once, and waits that end with a name.
 
 Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here the thread that waits
-does so half a heartbeat at a time, asks in between who is still there, and raises ``PeerLost`` with the rank. A
+does so half a heartbeat at a time, checks in between that all ranks are there, and raises ``PeerLost`` with the rank. A
 collective that was not done when ``work.wait(timeout)`` gave up goes on undisturbed (only a point-to-point wait breaks
 its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the interpreter's
 lock to let go of it, and ends the process if the interpreter is gone by then.
@@ -75,7 +75,7 @@ class Workers:
         group: the process group; ``None`` is the job's, initialised here from the usual environment when nobody has.
         device: where the tensors live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
-        heartbeat: seconds between two looks at who is still there.
+        heartbeat: seconds between two checks of the other ranks.
 
     Raises:
         ValueError: the environment names no job (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), or this
@@ -211,7 +211,7 @@ class Workers:
     # Waits, and what they end with.
 
     def check_present(self) -> None:
-        """Look whether everyone is still there, for who waits for the others by another way.
+        """Check that every rank is still there, for a caller that waits for the others in another way.
 
         Raises:
             PeerLost: a rank died or froze; names it.

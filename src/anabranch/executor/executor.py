@@ -540,7 +540,7 @@ class Executor:
             self._watching.loaded(self.step, folder)
         return found
 
-    # Those who look.
+    # Sinks, callbacks and reports.
 
     @overload
     def track(self, over: int, label: str | None = None) -> Iterator[int]: ...

@@ -134,7 +134,7 @@ class _Table:
         return found
 
     def _check_owner(self, uid: str, owner: str | None) -> None:
-        """Refuse a uid announced by another owner; ``None`` is the user of this host, who may replace any."""
+        """Refuse a uid announced by another owner; ``None`` is the user of this host, and may replace any."""
         if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
             left = self._entries[uid].expires - self._clock()
             raise Unauthorized(f"{uid} was announced under another certificate, which has it for {left:.0f} s yet")
@@ -241,7 +241,7 @@ class Directory:
         return same
 
     def __deepcopy__(self, memo: dict[int, object]) -> Directory:
-        # Whoever copies a model means the same experts.
+        # A copied model calls the same experts.
         return self
 
     def __getstate__(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """``NeighborSampler``: batches of nodes with sampled neighbours, and theirs, from a graph in memory.
 
 Which neighbours a node shows depends on the node, the hop, the batch's number and the seed alone: not on the other
-nodes of the batch, nor on who asks. So workers that take a part of each batch's seeds do together what one worker does.
+nodes of the batch, nor on the worker. So workers that take a part of each batch's seeds do together what one does.
 
 W. Hamilton, R. Ying, J. Leskovec, "Inductive Representation Learning on Large Graphs", NeurIPS 2017.
 """

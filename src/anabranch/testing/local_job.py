@@ -31,7 +31,7 @@ class JobResult:
             so that they read back bit for bit.
         first_failure: the rank that failed first; ``None`` if none did by itself.
         seconds: how long the job ran.
-        first_failed: who that was, or which service: ``"rank 1"``, ``"parameters 0"``, ``"expert 1"``.
+        first_failed: the process or the service: ``"rank 1"``, ``"parameters 0"``, ``"expert 1"``.
         service_logs: what each service wrote, by ``"parameters-0"``, ``"expert-0"``.
         told: what a user of ``anabranch run`` would have been told meanwhile.
     """

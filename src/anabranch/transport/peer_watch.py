@@ -1,7 +1,7 @@
 """``PeerWatch``: waits for other ranks that end at a deadline, or when one of the ranks is lost, with its name.
 
 The one loop behind the waits of ``torch.distributed`` jobs: collectives, messages, a pipeline's turns. Each gives a way
-to wait a little; in between the watch looks who is lost.
+to wait a little; in between the watch checks for lost ranks.
 """
 
 from __future__ import annotations

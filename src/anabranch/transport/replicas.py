@@ -2,7 +2,7 @@
 
 ::
 
-    announce  ──> all of them         whoever is up has it
+    announce  ──> all of them         each that is up has it
     look up   ──> all of them at once, and the answers put together
 
 Nothing is copied from server to server: experts announce themselves to each, again and again. One that comes back empty

@@ -158,7 +158,7 @@ def _arrows(events: Iterable[Mapping[str, Any]], lanes: Mapping[tuple[int, int],
 
 
 def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
-    """Return who has exchanged how much with whom, and in what."""
+    """Return the bytes and messages that each pair of processes has exchanged, by kind."""
     found: dict[tuple[str, str, str], list[float]] = {}
     stages = _processes_of_stages(lanes)
     for lane in lanes:

@@ -21,7 +21,7 @@ class Batches:
 
     Args:
         dataloaders: an iterable of batches for each.
-        workers: who has loaders too; each its own.
+        workers: the group, in which each worker has loaders of its own.
         together: whether the workers run the same steps, so that an epoch ends when every worker's loader has ended;
             else each worker has epochs of its own.
         prefetch: fetch the next batch while a step runs.

@@ -26,7 +26,7 @@ from anabranch.executor.observing.sinks import Sink, SinkFeed
 
 __all__ = ["Watching", "rates_of"]
 
-_LOOKED_AT = 0.25  # seconds between two losses for those who look at the job
+_LOOKED_AT = 0.25  # seconds between two losses in the facts of the job
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -35,7 +35,7 @@ def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
 
 
 class Watching:
-    """Those who look at one executor.
+    """The sinks, callbacks and reports of one executor.
 
     Args:
         sinks: get numbers and events, once ``begin`` has said on which rank this is.

@@ -78,7 +78,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """For each device a number that a check sets to 1 and whoever sees that sets back, and the factor 1."""
+    """For each device a number that a check sets to 1 and its reader sets back, and the factor 1."""
 
     def __init__(self) -> None:
         self.numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}

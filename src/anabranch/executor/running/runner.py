@@ -47,7 +47,7 @@ class StepRunner:
     Args:
         step: what to run.
         engine: how its gradients are computed.
-        workers: whom to average with; ``None`` trains alone.
+        workers: the group to average over; ``None`` trains alone.
 
     Attributes:
         remote: what of the step is on servers, if anything is.

@@ -47,7 +47,7 @@ class StepRuns:
         evaluators: of the evaluations.
         batches: the bound loaders.
         devices: where each step's batches go.
-        watching: those who look at steps.
+        watching: told of each step.
         remote: what lives on servers.
         rows: of this worker's batches so far.
     """

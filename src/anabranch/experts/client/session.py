@@ -107,8 +107,8 @@ class InferenceSession:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a session of {self._expert.uid} belongs to who opened it and cannot be copied or pickled; send the "
-            "expert, and open another session there"
+            f"a session of {self._expert.uid} belongs to the process that opened it and cannot be copied or pickled; "
+            "send the expert, and open another session there"
         )
 
     def step(self, *args: object, **kwargs: object) -> Structure:
@@ -173,7 +173,7 @@ class InferenceSession:
             if deadline.expired() or not self._may_be_elsewhere(error, deadline):
                 raise
             if self._steps:
-                # Whoever serves the expert now says whether the session is still there.
+                # The server that has the expert now knows whether the session is still there.
                 endpoint, _ = self._expert.find(deadline)
             else:
                 # Before the first answer nothing is lost by asking elsewhere.

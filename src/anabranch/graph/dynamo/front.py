@@ -282,7 +282,7 @@ class Front:
         self.unseen.refused = what
 
     def _deny(self, reason: str) -> None:
-        """Raise that the code cannot be a graph, past whoever would catch it in Dynamo."""
+        """Raise that the code cannot be a graph, in a way that Dynamo does not catch."""
         self.unseen.refused = reason
         self.failure = CaptureError(reason_here(reason, self._what))
         raise self.failure

@@ -28,7 +28,7 @@ class ServiceAddresses:
     Attributes:
         directory: where the directory listens.
         parameters: where each parameter server does.
-        keys: the directory of certificates; ``None`` where the kernel says who is there.
+        keys: the directory of certificates; ``None`` where the kernel names the peer.
     """
 
     directory: str

@@ -145,7 +145,7 @@ def collect_signals() -> Iterator[SignalBox]:
     _collected = True
     for number in _missed:
         box.arrived(number, UNKNOWN, time.monotonic())
-        os.write(box.notify, b"\0")  # wakes who waits for the box
+        os.write(box.notify, b"\0")  # wakes the wait for the box
     _missed.clear()
     wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
     try:

@@ -216,7 +216,7 @@ class Shard:
             return self._keep_norm(job, message.step)
 
     def _keep_norm(self, job: WorkerOrder, step: int) -> float:
-        """Return the squared norm of ``step``, which is held or was asked for; keep it for those who ask later."""
+        """Return the squared norm of ``step``, which is held or was asked for; keep it for later requests."""
         norm = job.norms.get(step)
         if norm is None:
             held = job.held[step]

@@ -14,7 +14,7 @@ of each pair of ranks has therefore a communicator of its own, a group of two. I
 headers, which one thread sends, and one thread reads in that order and posts a receive for each, whether its stage
 wants it next or later. Communicators are made with the pipe: see ``communicators.py``.
 
-Waits. The host posts, and the stream waits; who waits for a header looks after its peers as on any channel. A rank says
+Waits. The host posts, and the stream waits; a wait for a header checks its peers as on any channel. A rank says
 that it has done its part of a turn after all that it received is there, so no turn ends well with a tensor that never
 came. A host can still stop at a tensor on its way, where a stage reads a number; a thread looks after the peers
 meanwhile, and aborts the communicators when one is lost or the turn's time is over.
@@ -221,7 +221,7 @@ class DirectLinks:
             )
 
     def give_up(self, lost: Mapping[int, str]) -> None:
-        """Close all links, because ranks are lost or time is over, of which nobody may have known who waits."""
+        """Close all links, because ranks are lost or time is over, which waiting ranks may not know."""
         self._failed.update((peer, (-math.inf, why)) for peer, why in lost.items())
         self.close()
 

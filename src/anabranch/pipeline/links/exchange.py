@@ -94,7 +94,7 @@ class Exchange:
             raise Aborted
 
     def abort(self) -> None:
-        """Wakes all who wait, and ends the step for them."""
+        """Wake all waits, and end the step for them."""
         self._aborted = True
         for condition in self._arrived:
             with condition:

@@ -556,7 +556,7 @@ def _none_drawn_elsewhere() -> Iterator[None]:
 
 
 class _Storages:
-    """The memory of the values, and who changes it: two that share it cannot cross a cut to be changed after it."""
+    """The memory of the values, and its writers: two that share it cannot cross a cut to be changed after it."""
 
     def __init__(self) -> None:
         self._of: dict[int, int] = {}

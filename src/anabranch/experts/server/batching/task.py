@@ -35,7 +35,7 @@ class Task(msgspec.Struct, eq=False):
         evaluating: run in eval mode; only tasks of one mode share a batch.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.
-        caller: who asks; callers take turns. Empty: served in the order of arrival.
+        caller: its name; callers take turns. Empty: served in the order of arrival.
         priority: tasks of a higher one run first.
     """
 
