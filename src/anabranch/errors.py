@@ -221,7 +221,7 @@ class ForkedClient(ValueError):
 
 
 class NotFound(ValueError):
-    """No uid, table or verb of that name; the message lists what there is."""
+    """No uid, table or verb of that name; the message lists those that exist."""
 
 
 class ActivationsGone(NotFound):

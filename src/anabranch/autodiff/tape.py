@@ -21,7 +21,7 @@ __all__ = ["Tape"]
 class _Cell(list[object]):
     """One saved tensor, and how often it had been changed in place by then; empty once freed.
 
-    A list, for it is made at every save of every operation, and nothing with an ``__init__`` is made as fast.
+    A list: one is made at every save of every operation, and no class with an ``__init__`` is as fast.
     """
 
     __slots__ = ("__weakref__",)

@@ -356,7 +356,7 @@ class Executor:
         self._step(name)
         return self._batches.batch_num(name)
 
-    # What there is.
+    # Reports.
 
     def __repr__(self) -> str:
         """Return the steps with their models, the mode and the number of optimizer steps taken."""

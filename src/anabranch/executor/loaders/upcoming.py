@@ -8,7 +8,7 @@ then followed with the next batch::
     next["x"]  ──[:, 3]──> + offset ──> rows of "emb.weight" to ask for
 
 A recipe is a hint. Only operations that change nothing and draw nothing are followed; where others make the ids, or
-another batch does not go through, nothing is asked for ahead, and the step's own lookups are none the wiser.
+another batch does not go through, nothing is asked for ahead, and the step's own lookups do not notice.
 """
 
 from __future__ import annotations

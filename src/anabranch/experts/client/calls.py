@@ -114,7 +114,7 @@ class _Together:
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         raise AssertionError(
-            "the experts that answer are known once they are asked; a mixture is captured around its calls"
+            "the experts that answer are known when asked; a mixture is captured around its calls"
         )
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
