@@ -479,3 +479,24 @@ def test_a_custom_operator_in_python_is_refused(name: str) -> None:
     refusal = f"the custom operator anabranch_tests::{name} is Python"
     with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError, match=refusal):
         executor.run(batch=torch.ones(3, 2))
+
+
+def test_an_object_of_the_step_that_does_something_when_it_goes_is_refused() -> None:
+    gone: list[int] = []
+
+    class Span:
+        def __del__(self) -> None:
+            gone.append(1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        span = Span()
+        value = model(x).square().mean()
+        del span
+        return value  # type: ignore[no-any-return]
+
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="auto", capture_after=1) as executor:
+        for _ in range(4):
+            executor.run(batch=torch.ones(3, 2))
+        assert (executor.engine(), len(gone)) == ("tape", 4)
