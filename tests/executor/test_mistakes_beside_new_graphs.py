@@ -140,6 +140,14 @@ def test_an_exception_that_the_loss_raises_at_times_is_the_users_own(engine: str
     expect_the_plain_loop(engine, lambda: Raising(4, 3), loss, play, 6, [2, 3])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_batch_that_an_operation_refuses_is_the_users_own_mistake(engine: str) -> None:
+    def play(i: int, model: Any) -> Tensor:
+        return torch.randn(5, 3 if i in (1, 4) else 4)
+
+    expect_the_plain_loop(engine, lambda: nn.Linear(4, 3), square, play, 6, [1, 4])
+
+
 def test_a_capture_names_the_exception_that_the_function_would_raise() -> None:
     mine = ValueError("mine")
 

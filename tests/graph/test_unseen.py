@@ -446,12 +446,57 @@ def doubled(x: Tensor) -> Tensor:
 doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda ctx, gradient: gradient * 2)
 
+OWN = torch.Generator().manual_seed(0)
 
-def test_a_custom_operator_with_a_backward_in_python_is_refused() -> None:
+
+@torch.library.custom_op("anabranch_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=OWN)
+
+
+noisy.register_fake(torch.empty_like)
+
+LIBRARY = torch.library.Library("anabranch_tests", "FRAGMENT")
+LIBRARY.define("scaled_by_global(Tensor x) -> Tensor")
+LIBRARY.impl("scaled_by_global", lambda x: x * len(OPERATORS), "CompositeImplicitAutograd")
+torch.library.define("anabranch_tests::of_one_kernel", "(Tensor x) -> Tensor")
+torch.library.impl("anabranch_tests::of_one_kernel", "cpu")(lambda x: x * len(OPERATORS))
+torch.library.register_fake("anabranch_tests::of_one_kernel", torch.empty_like)
+
+OPERATORS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "doubled": lambda m, x: doubled(m(x)).sum(),
+    "noisy": lambda m, x: m(noisy(x)).sum(),
+    "scaled_by_global": lambda m, x: torch.ops.anabranch_tests.scaled_by_global(m(x)).sum(),
+    "of_one_kernel": lambda m, x: m(torch.ops.anabranch_tests.of_one_kernel(x)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_custom_operator_in_python_is_refused(name: str) -> None:
+    """Its code would not be read again, and a trial would do once more what it does beside its result."""
     model = nn.Linear(2, 1)
-    step = ab.TrainStep(model, lambda m, x: doubled(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with (
-        ab.Executor(step, engine="graph") as executor,
-        pytest.raises(CaptureError, match="has a backward in Python"),
-    ):
+    step = ab.TrainStep(model, OPERATORS[name], torch.optim.SGD(model.parameters(), lr=0.1))
+    refusal = f"the custom operator anabranch_tests::{name} is Python"
+    with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError, match=refusal):
         executor.run(batch=torch.ones(3, 2))
+
+
+def test_an_object_of_the_step_that_does_something_when_it_goes_is_refused() -> None:
+    gone: list[int] = []
+
+    class Span:
+        def __del__(self) -> None:
+            gone.append(1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        span = Span()
+        value = model(x).square().mean()
+        del span
+        return value  # type: ignore[no-any-return]
+
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="auto", capture_after=1) as executor:
+        for _ in range(4):
+            executor.run(batch=torch.ones(3, 2))
+        assert (executor.engine(), len(gone)) == ("tape", 4)

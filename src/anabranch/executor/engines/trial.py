@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.optimizer_contents import Contents
+from anabranch.tensors.memory import shown_once
 
 __all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
 
@@ -50,10 +51,11 @@ class Snapshot:
         self._held = Contents(optimizers)
         found = [*model.parameters(), *model.buffers(), *self._held.tensors]
         found += [value for value in others if isinstance(value, Tensor)]
-        # Sparse batches are read only; a leaf without memory of its own (a stand-in) cannot change.
-        self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided and not _is_expanded(t)]
+        # Sparse batches are read only.
+        self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided]
         with torch.no_grad():
-            self._copies = [tensor.detach().clone() for tensor in self._tensors]
+            self._memories = [shown_once(tensor).detach() for tensor in self._tensors]
+            self._copies = [memory.clone() for memory in self._memories]
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         kept = [(parameter, gradient) for parameter, gradient in self._gradients if gradient is not None]
         if since is not None:
@@ -65,14 +67,14 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.detach().copy_(copy)
+            for memory, copy in zip(self._memories, self._copies, strict=True):
+                memory.copy_(copy)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         with torch.no_grad():
             for held, (gradient, copy) in self._kept.items():
                 if gradient.layout is torch.strided:
-                    gradient.detach().copy_(copy)
+                    shown_once(gradient).detach().copy_(shown_once(copy))
                 else:
                     held.grad = copy.clone()
         self._held.restore()
@@ -82,10 +84,10 @@ class Snapshot:
 
     def differing(self) -> str | None:
         """Return the first thing that is not as in the snapshot, to the bit, in words."""
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            if bits_differ(tensor.detach(), copy):
+        for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
+            if bits_differ(memory, copy):
                 return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
-        copies = dict(zip(self._tensors, self._copies, strict=True))
+        copies = {t: copy.expand(t.shape) for t, copy in zip(self._tensors, self._copies, strict=True)}
         return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
 
     def gradients_before(self) -> dict[Tensor, Tensor]:
@@ -101,10 +103,6 @@ class Snapshot:
     def random_differs(self) -> bool:
         """True if random numbers were drawn since."""
         return not torch.equal(torch.get_rng_state(), self._random)
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def bits_differ(one: Any, other: Any) -> bool:

@@ -113,9 +113,7 @@ class _Together:
         return ", ".join(call.uid for call in self._calls.calls[:3])
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        raise AssertionError(
-            "the experts that answer are known when asked; a mixture is captured around its calls"
-        )
+        raise AssertionError("the experts that answer are known when asked; a mixture is captured around its calls")
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         return ask(self._calls, keep=wants is not None)

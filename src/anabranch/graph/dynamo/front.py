@@ -247,7 +247,7 @@ class Front:
             slow, caught, misread, faithful = (
                 told_if_slow(self.when_slow),
                 caught_lookups(self._refuse),
-                misread_calls(self._refuse),
+                misread_calls(self._refuse, self._deny),
                 faithful_values(self._deny, self._refuse, self.unseen.note_state),
             )
             with (

@@ -63,8 +63,9 @@ class Raises(CaptureError):
 
 def refusal_of(error: BaseException, what: str) -> CaptureError:
     """Return the error to raise in place of Dynamo's."""
-    kind = Raises if "Observed exception" in str(error) else CaptureError
-    return kind(reason_of(error, what))
+    text = str(error)
+    raises = "Observed exception" in text or _failed_operation(text) is not None
+    return (Raises if raises else CaptureError)(reason_of(error, what))
 
 
 def reason_of(error: BaseException, what: str) -> str:
@@ -83,8 +84,8 @@ def reason_of(error: BaseException, what: str) -> str:
         return f"{where}{what} cannot be a graph: {DIVIDED}{_CURE}"
     if "Observed exception" in text:
         return f"{where}{what} raises {_raised(text)} while it is captured"
-    failed = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", text)
-    if "fake tensor" in text and failed:
+    failed = _failed_operation(text)
+    if failed is not None:
         return f"{where}{what} raises {failed[1]}: {failed[2]}"
     builtin = re.search(r"how to trace builtin operator `(\w+)`", text)
     if builtin and builtin[1] not in ("print", "open"):
@@ -95,6 +96,11 @@ def reason_of(error: BaseException, what: str) -> str:
     explanation = re.search(r"Explanation: (?!Dynamo does not support this)(.*)", text)
     said = explanation[1] if explanation else (text.strip().splitlines() or [type(error).__name__])[0]
     return f"{where}{what} cannot be a graph: {_simple(said)}{_CURE}"
+
+
+def _failed_operation(text: str) -> re.Match[str] | None:
+    """Match the error of an operation on these shapes and types, and its message."""
+    return re.search(r"got (\w+)\(['\"](.*?)['\"]\)", text) if "fake tensor" in text else None
 
 
 def reason_here(words: str, what: str) -> str:

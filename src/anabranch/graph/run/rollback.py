@@ -18,6 +18,7 @@ from anabranch.errors import AnabranchError
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_random, raises_on_values
 from anabranch.graph.operation_graph import OperationGraph
+from anabranch.tensors.memory import shown_once
 
 __all__ = ["GraphRaised", "Rollback"]
 
@@ -64,7 +65,7 @@ class Rollback:
         for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
             if effects.writers.get(effects.root[node]):
                 if binding.bound is not None:
-                    self._bound.append(binding.bound)
+                    self._bound.append(shown_once(binding.bound))
                 else:
                     self._free.append(free)
             free += binding.bound is None
@@ -89,7 +90,8 @@ class Rollback:
         if not self._possible:
             return program(*free)
         before = torch.default_generator.get_state() if self._is_random else None
-        written = [(value, value.detach().clone()) for i in self._free if isinstance(value := free[i], Tensor)]
+        values = [shown_once(value).detach() for i in self._free if isinstance(value := free[i], Tensor)]
+        written = [(value, value.clone()) for value in values]
         if self._bound:
             with self._without_autograd():
                 torch._foreach_copy_(self._copies, self._bound)

@@ -1,6 +1,7 @@
 """Calls that Dynamo reads as other calls: past the cache of ``functools.lru_cache``, past a metaclass's ``__call__``.
 
 What a cache or a singleton hands out is another object than the one that Dynamo makes anew, and no guard watches it.
+An object with a ``__del__`` of the user's would be made while the code is read, and never in a run.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ __all__ = ["misread_calls"]
 
 
 @contextmanager
-def misread_calls(refuse: Callable[[str], None]) -> Iterator[None]:
+def misread_calls(refuse: Callable[[str], None], deny: Callable[[str], None]) -> Iterator[None]:
     """Report such calls while Dynamo traces.
 
     Args:
         refuse: called with what was called.
+        deny: raises that the code cannot be a graph, before an object is made.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
@@ -43,8 +45,10 @@ def misread_calls(refuse: Callable[[str], None]) -> Iterator[None]:
 
     def make_anew(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         call = getattr(type(self.value), "__call__", None)  # noqa: B004 - the metaclass's own
-        if isinstance(call, FunctionType) and not call.__code__.co_filename.startswith(LIBRARIES):
+        if _is_users(call):
             refuse(f"what {self.value.__qualname__}() returns, which {type(self.value).__qualname__} decides")
+        if _is_users(getattr(self.value, "__del__", None)):
+            deny(f"it makes an object of {self.value.__qualname__}, whose __del__ a graph would not run")
         return make(self, tx, args, kwargs)
 
     wrapper.call_function, kind.call_function = through_cache, make_anew
@@ -52,3 +56,7 @@ def misread_calls(refuse: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         wrapper.call_function, kind.call_function = call_wrapped, make
+
+
+def _is_users(function: object) -> bool:
+    return isinstance(function, FunctionType) and not function.__code__.co_filename.startswith(LIBRARIES)

@@ -6,8 +6,8 @@ counts as its own, at the order of an ``OrderedDict``, at a class's metaclass, o
 Nor does it look at what was absent: a key of an object's ``__dict__``, an attribute of a module or of a function, a
 global that would hide a built-in.
 These are kept here, each as a function that reads and the value it gave. Reads that cannot be repeated are refused:
-the identity of two objects, special methods of the user's classes that Dynamo called instead of reading, gradients of
-custom operators.
+the identity of two objects, special methods of the user's classes that Dynamo called instead of reading, custom
+operators.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import fx, nn
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.guards.unentered import look_at
 from anabranch.graph.dynamo.origins import INSTALLED, LIBRARIES, OURS, closed_over
+from anabranch.graph.dynamo.python_operators import name_of_python_operator
 
 __all__ = ["REGISTERED", "Unseen"]
 
@@ -320,16 +321,10 @@ def _refuse_identity(code: CodeType) -> None:
 
 
 def _refuse_unread(target: Any) -> None:
-    if isinstance(target, torch._ops.OpOverload):
-        from torch._library.custom_ops import OPDEFS
-
-        defined = OPDEFS.get(target._schema.name)
-        if defined is not None and getattr(defined, "_backward_fn", None) is not None:
-            raise CaptureError(
-                f"the custom operator {target._schema.name} has a backward in Python, which a graph would not read "
-                f"again; {_CURE}"
-            )
-    elif isinstance(target, FunctionType) and not target.__code__.co_filename.startswith(LIBRARIES):
+    operator = name_of_python_operator(target)
+    if operator is not None:
+        raise CaptureError(f"the custom operator {operator} is Python that a graph would not read again; {_CURE}")
+    if isinstance(target, FunctionType) and not target.__code__.co_filename.startswith(LIBRARIES):
         raise CaptureError(
             f"{target.__code__.co_filename}:{target.__code__.co_firstlineno}: {target.__qualname__} is allowed in "
             f"graphs unread (torch.compiler.allow_in_graph), and a graph would not notice what it reads; {_CURE}"

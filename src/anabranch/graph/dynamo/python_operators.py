@@ -1,0 +1,55 @@
+"""Operators whose kernels, derivatives or shapes somebody wrote in Python: Dynamo calls them without reading them.
+
+A graph would keep what their code read when it was captured, and a batch that is run both ways would do twice what
+they do beside their results, such as drawing from a generator of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+
+from anabranch.graph.dynamo.origins import LIBRARIES
+
+__all__ = ["name_of_python_operator"]
+
+_ANYBODYS = torch.library.__file__
+"""The file that registers what is given to the functions of ``torch.library``."""
+
+_REGISTERED_AT = ": registered at "
+
+
+def name_of_python_operator(target: Any) -> str | None:
+    """Return the name of the operator that a node calls, if it is the user's Python or has a backward in Python."""
+    return next((operator.name() for operator in _operators(target) if _is_python(operator)), None)
+
+
+def _operators(target: Any) -> Iterator[torch._ops.OpOverload[..., Any]]:
+    if isinstance(target, torch._ops.OpOverload):
+        yield target
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        for overload in target.overloads():
+            yield getattr(target, overload)
+
+
+def _is_python(operator: torch._ops.OpOverload[..., Any]) -> bool:
+    defined = OPDEFS.get(operator._schema.name)
+    if defined is not None:
+        return defined._backward_fn is not None or _is_the_users(defined)
+    return any(_comes_from_python(line) for line in torch._C._dispatch_dump(operator.name()).splitlines())
+
+
+def _is_the_users(defined: CustomOpDef) -> bool:
+    function = defined._init_fn
+    return not isinstance(function, FunctionType) or not function.__code__.co_filename.startswith(LIBRARIES)
+
+
+def _comes_from_python(registration: str) -> bool:
+    """Return True for a line such as ``CPU: registered at train.py:12 :: (none)``."""
+    key, _, place = registration.partition(_REGISTERED_AT)
+    file = place.rpartition(" :: ")[0].rpartition(":")[0]
+    return key != "Meta" and file.endswith(".py") and (file == _ANYBODYS or not file.startswith(LIBRARIES))

@@ -1,0 +1,49 @@
+"""Expanded tensors, one element of memory shown many times, that a step changes: it changes them once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plain_loop import Play, check, linear, mean_square, sgd
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.table = nn.Embedding(3, 3)
+        self.register_buffer("count", torch.ones(1).expand(3))
+        self.beside = torch.ones(2, 1).expand(2, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.count[0].add_(1)
+        self.beside[1, 0].mul_(1.5)
+        return self.layer(batch["x"]) * self.count + self.beside.sum(0) + self.table(batch["ids"])
+
+
+def counting(patch: pytest.MonkeyPatch) -> Play:
+    model = Counting()
+
+    def batch(i: int) -> dict[str, Tensor]:
+        wrong = 7 if i == 5 else 2  # raises after the count has changed
+        return {"x": torch.ones(3, 4) * i, "ids": torch.tensor([0, 1, wrong])}
+
+    return Play(model, mean_square, sgd(model, lr=1e-3), batch=batch, seen=lambda: model.beside)
+
+
+def batch_changed(patch: pytest.MonkeyPatch) -> Play:
+    model, memory = linear(), torch.ones(4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        x[0] += 1
+        return mean_square(model, x)
+
+    return Play(model, loss, sgd(model, lr=1e-3), batch=lambda i: memory.expand(3, 4), seen=lambda: memory)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+@pytest.mark.parametrize("build", [counting, batch_changed])
+def test_expanded_tensors_change_once_a_step(build: object, engine: str) -> None:
+    assert "graph" in check(build, engine).engines  # type: ignore[arg-type]
