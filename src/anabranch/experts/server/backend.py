@@ -31,8 +31,8 @@ from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.sessions import makes_caches, run_steps
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
-from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec
+from anabranch.transport.directory.uids import check_uid
 from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo", "info_of"]
