@@ -19,6 +19,7 @@ from anabranch.experts.server.services import make_backends, serve_directory, se
 from anabranch.experts.server.sessions import SessionLimits
 from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.experts.uids import draw_uids, expand_uids
+from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = [
     "Directory",
@@ -32,6 +33,7 @@ __all__ = [
     "InferenceSession",
     "MixtureStatistics",
     "PoolStatistics",
+    "RedisDirectory",
     "RemoteExpert",
     "RemoteMixtureOfExperts",
     "RemoteSwitchMixtureOfExperts",

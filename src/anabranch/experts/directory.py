@@ -31,6 +31,8 @@ from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Server, ServerStatistics, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
 from anabranch.transport.directory.announced_endpoint import check_announced
+from anabranch.transport.directory.redis_address import is_redis_url, shown_url
+from anabranch.transport.directory.redis_directory import RedisDirectory
 from anabranch.transport.directory.rules import check_kind, check_ttl, portions
 from anabranch.transport.directory.uids import check_prefix, check_uid, prefixes_of
 from anabranch.transport.replicas import Replicas
@@ -200,7 +202,7 @@ class Directory:
     process, and refuses to be used in another.
 
     Raises:
-        ValueError: from every method, for an invalid uid, prefix or time to live.
+        ValueError: the URL of a Redis; from every method, for an invalid uid, prefix or time to live.
         BoundaryError: from every method, if the server does not answer.
     """
 
@@ -217,6 +219,8 @@ class Directory:
     ) -> None:
         from anabranch.experts.client.connections import Reach
 
+        if endpoint is not None and is_redis_url(endpoint):
+            raise ValueError(f"{shown_url(endpoint)} is a Redis; use anabranch.RedisDirectory(url)")
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
@@ -345,13 +349,15 @@ class Directory:
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
-    """``directory`` itself, or the one that is served at the endpoint it names."""
-    return Directory(directory, **client) if isinstance(directory, str) else directory  # type: ignore[arg-type]
+    """``directory`` itself, or the one that is served at the endpoint, or kept in the Redis, that it names."""
+    if not isinstance(directory, str):
+        return directory
+    return (RedisDirectory if is_redis_url(directory) else Directory)(directory, **client)  # type: ignore[arg-type]
 
 
 def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
-    """``directory``, bounded by ``deadline`` if it is a ``Directory``."""
-    return directory.within(deadline) if isinstance(directory, Directory) else directory
+    """``directory``, bounded by ``deadline`` if it is one of ours."""
+    return directory.within(deadline) if isinstance(directory, Directory | RedisDirectory) else directory
 
 
 class DirectoryServer:

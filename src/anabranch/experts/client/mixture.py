@@ -676,7 +676,7 @@ class RemoteMixtureOfExperts(_Mixture):
     Args:
         in_features: of the gate: the last size of the input.
         grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
-        directory: finds the experts: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        directory: finds the experts: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a Redis.
         uid_prefix: of the experts' uids.
         k_best: experts asked for each row.
         k_min: answers that each row needs, or ``BoundaryError`` is raised.
