@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class RedisLink:
         self._facts = parse_url(url)
         self.is_local = "path" in self._facts or is_loopback(str(self._facts.get("host", "localhost")))
         self._idle: list[Any] = []
+        weakref.finalize(self, _disconnect, self._idle)
         self._process = os.getpid()
         self._is_checked = False
 
@@ -78,7 +80,7 @@ class RedisLink:
                 with self._connection(operation, deadline) as connection:
                     return _run(connection, script, arguments)
             except (PeerLost, Overloaded):
-                self._close_idle()  # made before it went
+                _disconnect(self._idle)  # made before it went
                 pause = next(pauses, None)
                 if pause is None or pause >= deadline.remaining():
                     raise
@@ -86,12 +88,12 @@ class RedisLink:
 
     def close(self) -> None:
         """Close the connections; the next call makes new ones."""
-        self._close_idle()
+        _disconnect(self._idle)
 
     @contextmanager
     def _connection(self, operation: str, deadline: Deadline) -> Iterator[Any]:
         connection = self._take()
-        connection.deadline = deadline
+        connection.call.deadline = deadline
         try:
             with errors_told(self.url, operation, deadline):
                 if not self._is_checked:
@@ -108,7 +110,8 @@ class RedisLink:
 
     def _take(self) -> Any:
         if self._process != os.getpid():  # forked: the parent uses those
-            self._idle, self._process = [], os.getpid()
+            self._idle.clear()
+            self._process = os.getpid()
         try:
             return self._idle.pop()
         except IndexError:
@@ -116,12 +119,13 @@ class RedisLink:
             kind = facts.pop("connection_class")
             return _bounded(kind)(**facts, protocol=2)
 
-    def _close_idle(self) -> None:
-        while self._idle:
-            try:
-                self._idle.pop().disconnect()
-            except IndexError:  # another thread took the last one
-                return
+
+def _disconnect(connections: list[Any]) -> None:
+    while connections:
+        try:
+            connections.pop().disconnect()
+        except IndexError:  # another thread took the last one
+            return
 
 
 def _run(connection: Any, script: Script, arguments: Sequence[object]) -> Any:
@@ -153,38 +157,45 @@ def _check_version(connection: Any, url: str) -> None:
         )
 
 
+class _Call:
+    """The call that uses a connection; a socket that held the connection itself would be garbage in a circle."""
+
+    deadline: Deadline
+
+
 @cache
 def _bounded(kind: type) -> Callable[..., Any]:
-    """Return a class of connections whose waits end by their ``deadline``."""
+    """Return a class of connections whose waits end by the deadline of their ``call``."""
 
     class Bounded(kind):  # type: ignore[misc]  # of a package that has no types
-        deadline: Deadline
+        def __init__(self, **facts: Any) -> None:
+            self.call = _Call()
+            super().__init__(**facts)
 
         def _connect(self) -> _BoundedSocket:
-            self.socket_connect_timeout = _left(self.deadline)
-            self.socket_timeout = _left(self.deadline)
-            return _BoundedSocket(super()._connect(), self)
+            self.socket_connect_timeout = self.socket_timeout = _left(self.call.deadline)
+            return _BoundedSocket(super()._connect(), self.call)
 
     return Bounded
 
 
 class _BoundedSocket:
-    """A socket of a connection: each of its waits ends by the connection's deadline."""
+    """A socket of a connection: each of its waits ends by the call's deadline."""
 
-    def __init__(self, sock: Any, connection: Any) -> None:
+    def __init__(self, sock: Any, call: _Call) -> None:
         self._sock = sock
-        self._connection = connection
+        self._call = call
 
     def recv(self, size: int) -> Any:
-        self._sock.settimeout(_left(self._connection.deadline))
+        self._sock.settimeout(_left(self._call.deadline))
         return self._sock.recv(size)
 
     def recv_into(self, *arguments: Any) -> Any:
-        self._sock.settimeout(_left(self._connection.deadline))
+        self._sock.settimeout(_left(self._call.deadline))
         return self._sock.recv_into(*arguments)
 
     def sendall(self, data: Any) -> None:
-        self._sock.settimeout(_left(self._connection.deadline))
+        self._sock.settimeout(_left(self._call.deadline))
         self._sock.sendall(data)
 
     def __getattr__(self, name: str) -> Any:

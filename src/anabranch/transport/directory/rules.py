@@ -25,10 +25,10 @@ def check_ttl(ttl: float) -> None:
 
 
 def check_kind(uids: Iterable[str], peer: Peer) -> None:
-    """Role parameters may announce shards, role experts experts; the user of this host may announce both."""
+    """Role parameters may announce shards, role experts experts, others nothing; the user of this host may do both."""
     for uid in uids if peer.role is not None else ():
         of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
-        if of_shard != (peer.role == "parameters"):
+        if peer.role != ("parameters" if of_shard else "experts"):
             kind = "shards of parameters" if of_shard else "experts"
             raise Unauthorized(f"role {peer.role!r} may not announce {uid}, a name of {kind}")
 
