@@ -304,6 +304,21 @@ def test_a_wrong_password(tmp_path: Path, redis: RealRedis, monkeypatch: pytest.
     assert RedisDirectory(redis.url).lookup(UIDS) == {}
 
 
+def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
+    commands = ["+eval", "+evalsha", "+time", "+@keyspace", "+@hash", "+@string", "+@sortedset", "-@dangerous"]
+    redis.client().acl_setuser(
+        "names", enabled=True, passwords=["+mine"], keys=["{anabranch*"], commands=commands, reset=True
+    )
+    directory = RedisDirectory(redis.url.replace("//", "//names:mine@"))
+    directory.announce(UIDS, AT, ttl=60.0)
+    assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
+    assert directory.active(["ffn"]) == {"ffn": [0, 2]}
+    assert directory.claim(["ffn.7"], "me", ttl=60.0) == ["ffn.7"]
+    directory.release(["ffn.7"], "me")
+    directory.withdraw(UIDS, AT)
+    assert directory.active(["ffn"]) == {"ffn": []}
+
+
 @pytest.mark.parametrize(
     "wrong",
     ["redis://a:1,redis://b:1", "redis://127.0.0.1:port", "redis://127.0.0.1/name", "unix://", "tcp://127.0.0.1:1"],
