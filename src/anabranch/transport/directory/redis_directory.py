@@ -222,7 +222,7 @@ class _Options:
 
 
 class _Parts:
-    """What a directory is made of in one process.
+    """The parts of a directory that belong to one process.
 
     Attributes:
         spaces: what we see, by job; a later one takes precedence.

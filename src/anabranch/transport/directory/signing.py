@@ -39,7 +39,7 @@ class SignedEntry(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """What a certificate of our authority says."""
+    """Facts of a certificate of our authority."""
 
     owner: str
     job: str
