@@ -103,7 +103,7 @@ class Job:
         role: ``"worker"`` trains, ``"expert"`` serves.
         servers: endpoints of the parameter-server shards, in shard order.
         experts: how many expert processes the job has.
-        directory: endpoint of the directory, ``None`` without one.
+        directory: endpoint of the directory, or the URL of its Redis; ``None`` without one.
         workers: how many workers the job has; an expert process knows it too.
     """
 
@@ -201,7 +201,8 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
     Args:
         environment: where to look; ``os.environ`` by default. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are
             torchrun's; ``ANABRANCH_SERVERS`` holds endpoints, comma-separated, ``ANABRANCH_DIRECTORY`` one,
-            or several that keep one directory, ``ANABRANCH_EXPERTS`` and ``ANABRANCH_WORKERS`` numbers of processes.
+            or several that keep one directory, or the URL of a Redis, ``ANABRANCH_EXPERTS`` and ``ANABRANCH_WORKERS``
+            numbers of processes.
 
     Raises:
         ValueError: a variable that is not a number, or a rank outside the world; names the variable and its value.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from anabranch.executor.saving import background_saves
 from anabranch.testing import LocalJob
 
 BATCH = (torch.arange(8.0).reshape(4, 2), torch.ones(4, 1))
@@ -213,3 +216,72 @@ def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> 
     with build() as second:
         second.load(tmp_path)
         assert [second.run("train", ids)["loss"].item() for _ in range(3)] == after
+
+
+def test_every_failure_is_in_the_error(held: Held, tmp_path: Path) -> None:
+    held.failure = OSError("the disk is full")
+    target = executor()
+    for name in ("first", "second"):
+        target.save(tmp_path / name, wait=False)
+    held.go.set()
+    with pytest.raises(ab.CheckpointError, match=r"first of step 0 was not saved .*; .*second of step 0 was not saved"):
+        target.finish_saves()
+    held.failure = None
+    target.close()
+
+
+def test_the_end_of_the_process_waits_and_tells_what_was_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
+    go, written = threading.Event(), []
+
+    def write() -> None:
+        assert go.wait(60)
+        written.append(True)
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    saves = background_saves.BackgroundSaves()
+    saves.begin(write)
+    saves.begin(fail)
+    timer = threading.Timer(0.1, go.set)
+    timer.start()
+    background_saves._finish_all()
+    timer.join(60)
+    assert written
+    assert capfd.readouterr().err == (
+        "anabranch: a checkpoint was not saved in the background: OSError: the disk is full\n"
+    )
+    background_saves._finish_all()
+    assert capfd.readouterr().err == ""
+
+
+ENDS = """
+import sys, time, torch
+import anabranch as ab
+from anabranch import checkpoint
+
+model = torch.nn.Linear(2, 1)
+step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+executor = ab.Executor({"train": step})
+executor.run("train", torch.ones(2, 2))
+write = checkpoint.write
+def slowly(*arguments, **options):
+    time.sleep(1.0)
+    if sys.argv[2] == "fail":
+        raise OSError("the disk is full")
+    write(*arguments, **options)
+checkpoint.write = slowly
+executor.save(sys.argv[1], wait=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["write", "fail"])
+def test_a_script_that_ends_without_closing_its_executor(how: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    if how == "write":
+        assert checkpoint.read(tmp_path).step == 1
+        assert done.stderr == ""
+    else:
+        assert "a checkpoint was not saved in the background: OSError: the disk is full" in done.stderr

@@ -28,7 +28,7 @@ from anabranch.experts import (
     make_experts,
     read_fleet,
 )
-from anabranch.experts.uids import UidPattern
+from anabranch.experts.uid_patterns import UidPattern
 from anabranch.tensors import TensorSpec
 from programs import Programs
 

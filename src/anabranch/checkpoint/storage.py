@@ -3,6 +3,9 @@
 A store gives no locks and no renames, but an object is there whole or not at all. So a generation is written to a
 temporary folder of this host first, then uploaded under its final names, the manifest last. A reader downloads what it
 takes into such a folder, where it is checked as any checkpoint is.
+
+A store may also never answer: each call to it is given up after a time, see ``bounded_call.py``. What it was at may
+still come about, so nothing that it belongs to is removed then.
 """
 
 from __future__ import annotations
@@ -18,16 +21,26 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from anabranch.checkpoint.bounded_call import NoProgress, Patience, bounded
 from anabranch.checkpoint.generations import check_path, data_path, generation_of, is_manifest, manifest_path
 from anabranch.checkpoint.manifest import LONGEST, Manifest
 from anabranch.checkpoint.regular_file import Unreadable
+from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
 
-__all__ = ["Mirror", "Place", "Storage", "as_place"]
+__all__ = ["Mirror", "NoAnswer", "Place", "SECONDS_VARIABLE", "Storage", "as_place"]
+
+SECONDS_VARIABLE = "ANABRANCH_STORAGE_SECONDS"
+"""The environment variable with the seconds after which a call to a store is given up; more for each MiB it moves."""
+_SECONDS = 60.0
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://.+", re.DOTALL)
 _T = TypeVar("_T")
+
+
+class NoAnswer(Unreadable):
+    """A store has not answered in time."""
 
 
 class Storage:
@@ -42,10 +55,12 @@ class Storage:
     Raises:
         ValueError: no file system has such a URL.
         ModuleNotFoundError: the file system's package is not installed.
+        NoAnswer: from the methods, if the store does not answer.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self._seconds = _seconds()
         try:
             fsspec: Any = import_module("fsspec")
         except ModuleNotFoundError:
@@ -100,18 +115,19 @@ class Storage:
 
     def put(self, file: Path, name: str) -> None:
         """Upload ``file`` as ``name``, and see that all of it is there."""
+        patience = Patience(self._seconds, file.stat().st_size)
 
         def upload() -> None:
             if self._files.root_marker:  # object stores have no folders, and some would make a bucket of a typing error
                 self._files.makedirs(self.root, exist_ok=True)
-            self._files.put_file(os.fspath(file), self._path(name))
+            self._files.put_file(os.fspath(file), self._path(name), callback=_told(patience))
             self._files.invalidate_cache()
             size, sent = self._files.info(self._path(name))["size"], file.stat().st_size
             if size != sent:
                 raise OSError(f"{sent} bytes were sent and {size} are there")
 
         fault_point("checkpoint.upload")
-        self._ask(f"upload {name} to", upload)
+        self._ask(f"upload {name} to", upload, patience=patience)
         fault_point("checkpoint.uploaded")
 
     def remove(self, name: str) -> None:
@@ -126,20 +142,36 @@ class Storage:
     def get(self, name: str, file: Path) -> None:
         """Download ``name`` to ``file``; nothing if it is not there."""
         fault_point("checkpoint.download")
-        self._ask(f"read {name} from", lambda: self._files.get_file(self._path(name), os.fspath(file)), None)
+        patience = Patience(self._seconds, self.size(name) or 0)
+
+        def download() -> None:
+            self._files.get_file(self._path(name), os.fspath(file), callback=_told(patience))
+
+        self._ask(f"read {name} from", download, None, patience=patience)
 
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
 
-    def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T) -> _T:
+    def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T, patience: Patience | None = None) -> _T:
         try:
-            return ask()
+            return self._bounded(what, ask, patience)
+        except NoAnswer:
+            raise
         except FileNotFoundError as error:
             if if_missing:
                 return if_missing[0]
             raise Unreadable(f"cannot {what} {self}: {error}") from error
         except Exception as error:  # each file system has errors of its own
             raise Unreadable(f"cannot {what} {self}: {type(error).__name__}: {error}") from error
+
+    def _bounded(self, what: str, ask: Callable[[], _T], patience: Patience | None = None) -> _T:
+        try:
+            return bounded(ask, patience or Patience(self._seconds))
+        except NoProgress as error:
+            raise NoAnswer(
+                f"cannot {what} {self}: {error}; look whether the store can be reached, or allow it more in "
+                f"{SECONDS_VARIABLE}"
+            ) from None
 
     # A generation as a whole.
 
@@ -161,7 +193,9 @@ class Storage:
             for group in groups:
                 self.put(data_path(folder, group, local), data_path(folder, group, generation).name)
             self.put(manifest_path(folder, local), manifest)
-        except BaseException:
+        except NoAnswer:
+            raise  # what was sent may still arrive; left-overs go with the next save
+        except Exception:
             with suppress(CheckpointError):
                 self._remove(generation)
             raise
@@ -174,6 +208,22 @@ class Storage:
         doomed = [name for name in self.names() if generation_of(name) == generation]
         for name in sorted(doomed, key=lambda name: not is_manifest(name)):
             self.remove(name)
+
+
+def _seconds() -> float:
+    text = os.environ.get(SECONDS_VARIABLE) or f"{_SECONDS}"
+    try:
+        seconds = float(text)
+        check_seconds(**{SECONDS_VARIABLE: seconds})
+    except ValueError:
+        raise ValueError(f"{SECONDS_VARIABLE}={text!r} is no number of seconds above 0; unset it, or set one") from None
+    return seconds
+
+
+def _told(patience: Patience) -> Any:
+    """Return a callback of ``fsspec`` that notes progress."""
+    fsspec: Any = import_module("fsspec.callbacks")
+    return fsspec.Callback(hooks={"patience": lambda size, value, **facts: patience.moved() if value else None})
 
 
 Place = Path | Storage

@@ -11,16 +11,25 @@ from typing import Annotated, Literal
 
 import typer
 
+from anabranch.cli.mistakes import told_plainly
 from anabranch.cli.standard_streams import say
+from anabranch.deadline import Deadline
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
 from anabranch.launch.job_status import status_of
+from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.trace_file import check_trace_path
+from anabranch.transport.directory.redis_address import is_redis_url
+from anabranch.transport.directory.redis_link import RedisLink
+from anabranch.transport.directory.redis_scripts import TIME
+from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = ["run"]
+
+_ASK_SECONDS = 10.0
 
 
 def run(
@@ -95,6 +104,15 @@ def run(
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="How often parameter servers write a checkpoint.")
     ] = 300.0,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Announce the experts in this directory, and find others' there: endpoints of `anabranch serve "
+            "directory`, or the URL of a Redis. By default the job has one of its own.",
+            show_default=False,
+        ),
+    ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +160,11 @@ def run(
         trace = None if trace is None else check_trace_path(trace)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
-    _check_engine(engine, address=address, resources=resources, host=host, spawn=spawn, trace=trace)
+    _check_engine(
+        engine, address=address, resources=resources, host=host, spawn=spawn, trace=trace, directory=directory
+    )
+    if directory is not None:
+        _ask_directory(directory, experts, host)
     wanted = None
     if resources is not None:
         from anabranch.launch.ray.resources import parse_resources
@@ -151,7 +173,7 @@ def run(
             wanted = parse_resources(resources)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--resources") from error
-    directory = _log_directory(log_dir)
+    logs = _log_directory(log_dir)
     with hold_signals():
         outcome: JobOutcome | None = None
         try:
@@ -167,7 +189,7 @@ def run(
                         address=address,
                         resources=wanted,
                         durability=durability,
-                        log_dir=directory,
+                        log_dir=logs,
                         live=True,
                         tell=_tell,
                         max_restarts=max_restarts,
@@ -177,7 +199,7 @@ def run(
                 except (RayError, ModuleNotFoundError) as error:
                     _tell(str(error))
                     raise typer.Exit(1) from error
-                _show_end(outcome, directory, verbose=verbose)
+                _show_end(outcome, logs, verbose=verbose)
                 raise typer.Exit(outcome.exit_code)
             outcome = launch(
                 script,
@@ -188,7 +210,7 @@ def run(
                 experts=experts,
                 durability=durability,
                 host=host,
-                log_dir=directory,
+                log_dir=logs,
                 live=True,
                 picture=not plain and _can_draw(),
                 verbose=verbose,
@@ -199,8 +221,9 @@ def run(
                 checkpoint_seconds=checkpoint_seconds,
                 trace=trace,
                 tell=_tell,
+                directory=directory,
             )
-            _show_end(outcome, directory, verbose=verbose)
+            _show_end(outcome, logs, verbose=verbose)
         except ValueError as error:
             if host is None:
                 raise
@@ -209,17 +232,25 @@ def run(
         finally:
             failed = outcome is not None and outcome.first_failure is not None
             if log_dir is None and not failed:
-                shutil.rmtree(directory, ignore_errors=True)
+                shutil.rmtree(logs, ignore_errors=True)
     raise typer.Exit(outcome.exit_code)
 
 
 def _check_engine(engine: str, **given: object) -> None:
     """Refuse options that mean nothing to the engine."""
-    others = ("host", "spawn", "trace") if engine == "ray" else ("address", "resources")
+    others = ("host", "spawn", "trace", "directory") if engine == "ray" else ("address", "resources")
     for name in others:
         if given[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
             raise typer.BadParameter(f"--engine {engine} has no use for it; {cure}", param_hint=f"--{name}")
+
+
+def _ask_directory(directory: str, experts: int, host: str | None) -> None:
+    """Refuse a directory that cannot be used, before anything is started."""
+    with told_plainly("--directory"):
+        check_directory(directory, experts=experts, host=host, keys=os.environ.get(KEYS_VARIABLE))
+        if is_redis_url(directory):
+            RedisLink(directory).run(TIME, [], "directory.time", Deadline.after(_ASK_SECONDS))
 
 
 def _log_directory(wanted: Path | None) -> Path:

@@ -116,7 +116,7 @@ def experts(
     ] = 1 << 20,
     max_session_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Bytes of all their caches.")] = 4 << 30,
     checkpoint_dir: Annotated[Path | None, _said("DIR", "Where experts are saved and found again.")] = None,
-    directory: Annotated[str | None, _said("ENDPOINT", "The directory to announce them in.")] = None,
+    directory: Annotated[str | None, _said("ENDPOINT", "The directory to announce them in, or a Redis URL.")] = None,
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,

@@ -18,7 +18,8 @@ from anabranch.experts.server.expert_server import ExpertServer, ExpertServerSta
 from anabranch.experts.server.fleet_file import read_fleet
 from anabranch.experts.server.services import make_backends, serve_directory, serve_experts, stopped_by_signals
 from anabranch.experts.server.sessions.open_sessions import SessionLimits
-from anabranch.experts.uids import draw_uids, expand_uids
+from anabranch.experts.uid_patterns import draw_uids, expand_uids
+from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = [
     "Directory",
@@ -32,6 +33,7 @@ __all__ = [
     "InferenceSession",
     "MixtureStatistics",
     "PoolStatistics",
+    "RedisDirectory",
     "RemoteExpert",
     "RemoteMixtureOfExperts",
     "RemoteSwitchMixtureOfExperts",

@@ -27,10 +27,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
-from anabranch.experts.announced_endpoint import check_announced
-from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Server, ServerStatistics, Transport, Verb, pack, unpack
+from anabranch.transport.directory.announced_endpoint import check_announced
+from anabranch.transport.directory.redis_address import is_redis_url, shown_url
+from anabranch.transport.directory.redis_directory import RedisDirectory
+from anabranch.transport.directory.rules import check_kind, check_ttl, portions
+from anabranch.transport.directory.uids import check_prefix, check_uid, prefixes_of
 from anabranch.transport.network.certificates import EVERY_JOB
 from anabranch.transport.replicas import Replicas
 
@@ -39,13 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
-# So many names of the greatest length fit into a header.
-_NAMES_A_REQUEST = 500
 _SERVICES = frozenset({"experts", "parameters"})
-# The prefixes of shards; any other name is an expert's.
-_SHARDS = "parameters"
-LONGEST_TTL = 24 * 3600.0
-"""The longest time to live of an announcement, in seconds."""
 # Entries up to which the time that is over is not looked for.
 _FEW = 1024
 
@@ -76,7 +73,7 @@ class _Table:
         self._sweep_at = _FEW
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float, owner: str | None = None) -> None:
-        _check_ttl(ttl)
+        check_ttl(ttl)
         checked = [check_uid(uid) for uid in uids]
         with self._lock:
             for uid in checked:
@@ -98,7 +95,7 @@ class _Table:
                     self._remove(uid)
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        _check_ttl(ttl)
+        check_ttl(ttl)
         checked = [check_uid(uid) for uid in uids]
         with self._lock:
             now = self._clock()
@@ -205,7 +202,7 @@ class Directory:
     process, and refuses to be used in another.
 
     Raises:
-        ValueError: from every method, for an invalid uid, prefix or time to live.
+        ValueError: the URL of a Redis; from every method, for an invalid uid, prefix or time to live.
         BoundaryError: from every method, if the server does not answer.
     """
 
@@ -222,6 +219,8 @@ class Directory:
     ) -> None:
         from anabranch.experts.client.connections import Reach
 
+        if endpoint is not None and is_redis_url(endpoint):
+            raise ValueError(f"{shown_url(endpoint)} is a Redis; use anabranch.RedisDirectory(url)")
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
@@ -268,8 +267,8 @@ class Directory:
         if self.endpoint is None:
             self._table.announce(uids, endpoint, ttl)
             return
-        _check_ttl(ttl)
-        for some in _portions(check_uid(uid) for uid in uids):
+        check_ttl(ttl)
+        for some in portions(check_uid(uid) for uid in uids):
             self._ask("directory.announce", (some, endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
@@ -277,7 +276,7 @@ class Directory:
         if self.endpoint is None:
             self._table.withdraw(uids, endpoint)
             return
-        for some in _portions(uids):
+        for some in portions(uids):
             self._ask("directory.withdraw", (some, endpoint))
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
@@ -292,9 +291,9 @@ class Directory:
         """
         if self.endpoint is None:
             return self._table.claim(uids, claimer, ttl)
-        _check_ttl(ttl)
+        check_ttl(ttl)
         found: list[str] = []
-        for some in _portions(check_uid(uid) for uid in uids):
+        for some in portions(check_uid(uid) for uid in uids):
             found += self._claim_at_all(some, claimer, ttl)
         return found
 
@@ -313,7 +312,7 @@ class Directory:
         if self.endpoint is None:
             self._table.release(uids, claimer)
             return
-        for some in _portions(uids):
+        for some in portions(uids):
             self._ask("directory.release", (some, claimer))
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
@@ -321,7 +320,7 @@ class Directory:
         if self.endpoint is None:
             return self._table.lookup(uids)
         found: dict[str, str] = {}
-        for some in _portions(uids):
+        for some in portions(uids):
             for answer in reversed(self._ask("directory.lookup", some).values()):
                 found |= unpack(answer, dict[str, str])
         return found
@@ -331,7 +330,7 @@ class Directory:
         if self.endpoint is None:
             return self._table.active(prefixes)
         found: dict[str, list[int]] = {}
-        for some in _portions(check_prefix(prefix) for prefix in prefixes):
+        for some in portions(check_prefix(prefix) for prefix in prefixes):
             for answer in self._ask("directory.active", some).values():
                 for prefix, indices in unpack(answer, dict[str, list[int]]).items():
                     found[prefix] = sorted({*found.get(prefix, ()), *indices})
@@ -350,32 +349,15 @@ class Directory:
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
-    """``directory`` itself, or the one that is served at the endpoint it names."""
-    return Directory(directory, **client) if isinstance(directory, str) else directory  # type: ignore[arg-type]
+    """``directory`` itself, or the one that is served at the endpoint, or kept in the Redis, that it names."""
+    if not isinstance(directory, str):
+        return directory
+    return (RedisDirectory if is_redis_url(directory) else Directory)(directory, **client)  # type: ignore[arg-type]
 
 
 def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
-    """``directory``, bounded by ``deadline`` if it is a ``Directory``."""
-    return directory.within(deadline) if isinstance(directory, Directory) else directory
-
-
-def _check_ttl(ttl: float) -> None:
-    if not 0 < ttl <= LONGEST_TTL:
-        raise ValueError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:.0f}, got {ttl!r}")
-
-
-def _check_kind(uids: Iterable[str], peer: Peer) -> None:
-    """Role parameters may announce shards, role experts experts; the user of this host may announce both."""
-    for uid in uids if peer.role is not None else ():
-        of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
-        if of_shard != (peer.role == "parameters"):
-            kind = "shards of parameters" if of_shard else "experts"
-            raise Unauthorized(f"role {peer.role!r} may not announce {uid}, a name of {kind}")
-
-
-def _portions(names: Iterable[str]) -> Iterable[Sequence[str]]:
-    every = list(names)
-    return [every[start : start + _NAMES_A_REQUEST] for start in range(0, len(every), _NAMES_A_REQUEST)]
+    """``directory``, bounded by ``deadline`` if it is one of ours."""
+    return directory.within(deadline) if isinstance(directory, Directory | RedisDirectory) else directory
 
 
 class DirectoryServer:
@@ -458,7 +440,7 @@ class DirectoryServer:
         uids, endpoint, ttl = unpack(call.payload, tuple[list[str], str, float])
         peer = call.peer
         try:
-            _check_kind(uids, peer)
+            check_kind(uids, peer)
             check_announced(endpoint, peer)
             self._table_of(peer).announce(uids, endpoint, ttl, peer.certificate)
         except ValueError as error:
@@ -473,7 +455,7 @@ class DirectoryServer:
     def _claim(self, call: Call) -> None:
         uids, claimer, ttl = unpack(call.payload, tuple[list[str], str, float])
         try:
-            _check_kind(uids, call.peer)
+            check_kind(uids, call.peer)
             taken = self._tables[EVERY_JOB].lookup(uids)
             free = [uid for uid in uids if uid not in taken]
             claimed = self._table_of(call.peer).claim(free, claimer, ttl)

@@ -12,8 +12,11 @@ from typing import Any
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
-from anabranch.launch.job_status import JobStatus, RoleStatus, job_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, State, job_of
 from anabranch.transport import Answer, Client, Outcome, Request
+from anabranch.transport.directory.redis_address import is_redis_url
+from anabranch.transport.directory.redis_link import RedisLink
+from anabranch.transport.directory.redis_scripts import TIME
 from anabranch.transport.server.server import STATUS
 
 __all__ = ["Addresses"]
@@ -26,7 +29,7 @@ class Addresses:
     """Services, by their endpoints; a context manager.
 
     Args:
-        endpoints: where they listen.
+        endpoints: where they listen; or the URL of a Redis that keeps a directory.
         keys: the directory of certificates, for TCP.
         insecure: allow TCP without certificates.
 
@@ -49,14 +52,16 @@ class Addresses:
             ValueError: a malformed endpoint, or TCP without keys.
             BoundaryError: a server that refuses to tell.
         """
-        requests = [Request(endpoint, STATUS) for endpoint in self._endpoints]
+        requests = [Request(endpoint, STATUS) for endpoint in self._endpoints if not is_redis_url(endpoint)]
+        outcomes = self._client.gather(requests, Deadline.after(_SECONDS)) if requests else []
+        answers = {request.endpoint: outcome for request, outcome in zip(requests, outcomes, strict=True)}
         found: list[tuple[RoleStatus, Mapping[str, Any]]] = []
         ranks: Counter[str] = Counter()
-        for request, outcome in zip(requests, self._client.gather(requests, Deadline.after(_SECONDS)), strict=True):
-            role, facts = self._role(request.endpoint, outcome)
+        for endpoint in self._endpoints:
+            role, facts = (_redis(endpoint), {}) if endpoint not in answers else self._role(endpoint, answers[endpoint])
             role = replace(role, rank=ranks[role.role])
             ranks[role.role] += 1
-            self._before[request.endpoint] = role
+            self._before[endpoint] = role
             found.append((role, facts))
         return job_of(found, None, None)
 
@@ -82,3 +87,18 @@ class Addresses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _redis(url: str) -> RoleStatus:
+    """Return how a Redis is that keeps a directory."""
+    link = RedisLink(url)
+    state: State = "running"
+    try:
+        link.run(TIME, [], "directory.time", Deadline.after(_SECONDS))
+    except PeerLost:
+        state = "gone"
+    except DeadlineExceeded:
+        state = "stopped"
+    finally:
+        link.close()
+    return RoleStatus("directory", 0, None, link.url, state)

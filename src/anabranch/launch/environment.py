@@ -10,14 +10,33 @@ from pathlib import Path
 
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 
-__all__ = ["expert_environment", "service_environment", "threads_each", "worker_environment"]
+__all__ = [
+    "LISTEN_VARIABLE",
+    "RUN_VARIABLE",
+    "expert_environment",
+    "service_environment",
+    "threads_each",
+    "worker_environment",
+]
+
+LISTEN_VARIABLE = "ANABRANCH_LISTEN"
+"""The environment variable that says where an expert process listens, where its script does not."""
+
+RUN_VARIABLE = "ANABRANCH_RUN"
+"""The environment variable that tells a job from others that use the same directory; unset where it has its own."""
 
 # What makes a process a member of the workers' process group: an expert has no part in it.
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def service_environment(
-    servers: Sequence[str], directory: str, experts: int, *, keys: Path | None = None, base: Mapping[str, str]
+    servers: Sequence[str],
+    directory: str,
+    experts: int,
+    *,
+    keys: Path | None = None,
+    run: str | None = None,
+    base: Mapping[str, str],
 ) -> dict[str, str]:
     """Return ``base``, and where the services of the job are.
 
@@ -27,13 +46,22 @@ def service_environment(
     env = {**base, "ANABRANCH_DIRECTORY": directory, "ANABRANCH_EXPERTS": str(experts)}
     if servers:
         env["ANABRANCH_SERVERS"] = ",".join(servers)
+    if run is not None:
+        env[RUN_VARIABLE] = run
     if keys is not None:
         env[KEYS_VARIABLE] = str(keys.absolute())
     return env
 
 
 def expert_environment(
-    index: int, experts: int, workers: int, *, run_id: str, threads: int, base: Mapping[str, str]
+    index: int,
+    experts: int,
+    workers: int,
+    *,
+    run_id: str,
+    threads: int,
+    base: Mapping[str, str],
+    listen: str | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of the expert process ``index``: it knows its place among the experts, and no
     worker.
@@ -53,6 +81,8 @@ def expert_environment(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": run_id,
     }
+    if listen is not None:
+        env[LISTEN_VARIABLE] = listen
     env.setdefault("OMP_NUM_THREADS", str(threads))
     return env
 

@@ -33,7 +33,7 @@ from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_trace import JobTrace
-from anabranch.launch.meeting.addresses import private_place, tcp_place
+from anabranch.launch.meeting.addresses import check_directory, private_place, tcp_place
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
@@ -81,6 +81,7 @@ def launch(
     service_restarts: RestartBudget | None = None,
     checkpoint_seconds: float = 300.0,
     trace: Path | None = None,
+    directory: str | None = None,
 ) -> JobOutcome:
     """Run ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and wait for all of them.
 
@@ -117,8 +118,11 @@ def launch(
         service_restarts: how often a service that dies is; three times in any ten minutes by default.
         checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
         trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
+        directory: the endpoints of a directory, or the URL of a Redis, that outlives the job: its experts are announced
+            there, and experts of others found; by default the job has a directory of its own.
 
     Raises:
+        ModuleNotFoundError: a Redis without the ``redis`` extra.
         ValueError: an invalid number of processes, a missing script or module, a host that is not an address of this
             machine, or a trace that cannot be written.
     """
@@ -130,7 +134,10 @@ def launch(
         raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
     program = PythonProgram(str(script), tuple(arguments), is_module, looks_here=is_module)
     program.check()
-    # A job inside a process that is recorded is not one of that process's job.
+    if directory is not None:
+        given = (os.environ if environment is None else environment).get(KEYS_VARIABLE)
+        check_directory(directory, experts=experts, host=host, keys=given)
+    # A job inside a process that is recorded is not part of that process's job.
     base = {
         name: value
         for name, value in (os.environ if environment is None else environment).items()
@@ -172,6 +179,7 @@ def launch(
                 server=server,
                 service_restarts=service_restarts or RestartBudget(),
                 checkpoint_seconds=checkpoint_seconds,
+                directory=directory,
             )
 
         return replace(run_attempts(attempt, max_restarts, tell), seconds=time.monotonic() - started)
@@ -198,6 +206,7 @@ def _attempt(
     server: ForkServer | None,
     service_restarts: RestartBudget,
     checkpoint_seconds: float,
+    directory: str | None,
 ) -> JobOutcome:
     run_id = uuid.uuid4().hex
     started = time.monotonic()
@@ -206,10 +215,11 @@ def _attempt(
         place = stack.enter_context(
             private_place(servers) if host is None else tcp_place(host, servers, base.get(KEYS_VARIABLE) or None)
         )
-        has_services = bool(servers or experts)
-        rendezvous = stack.enter_context(Rendezvous(place.directory if has_services else None, place.keys))
-        if has_services:
-            base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
+        asked = directory or (place.directory if servers or experts else None)
+        rendezvous = stack.enter_context(Rendezvous(asked, place.keys, elsewhere=directory is not None))
+        run = None if directory is None else run_id
+        if asked is not None:
+            base = service_environment(place.parameters, asked, experts, keys=place.keys, run=run, base=base)
         log, held = log_dir.absolute() / "worker-0.log", log_dir.absolute() / "worker-0.error"
         stack.callback(move_held_error, held, log)
         screen = stack.enter_context(Screen(log, goes_on=number > 0, pictures=picture)) if live else None
@@ -290,10 +300,18 @@ def _attempt(
                     "expert",
                     index,
                     program,
-                    expert_environment(index, experts, workers, run_id=run_id, threads=threads, base=base),
+                    expert_environment(
+                        index,
+                        experts,
+                        workers,
+                        run_id=run_id,
+                        threads=threads,
+                        base=base,
+                        listen=None if directory is None else place.expert_listens(index),
+                    ),
                     log_dir / f"expert-{index}.log",
                     restarts=service_restarts.new(),
-                    has_served=partial(rendezvous.is_announced, expert_mark(index)),
+                    has_served=partial(rendezvous.is_announced, expert_mark(index, run)),
                     endpoint=place.expert(index),
                 ),
                 number,

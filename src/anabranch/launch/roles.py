@@ -24,9 +24,12 @@ from typing import NoReturn, cast
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_experts, stopped_by_signals
+from anabranch.experts.directory import as_directory
 from anabranch.job import DirectoryLike, Job
+from anabranch.launch.environment import LISTEN_VARIABLE, RUN_VARIABLE
 from anabranch.launch.meeting.addresses import expert_socket
-from anabranch.launch.meeting.rendezvous import EXPERT_MARK, expert_mark
+from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
+from anabranch.transport.directory.redis_address import host_and_port, is_loopback, is_redis_url
 from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 
 __all__ = ["serve"]
@@ -66,7 +69,7 @@ def serve(
             heartbeat=heartbeat,
         )
     if job.directory is not None:
-        directory = Directory(job.directory, keys=keys, insecure=insecure)
+        directory = as_directory(job.directory, keys=keys, insecure=insecure)
         _wait_for_experts(directory, job.experts, Deadline.after(timeout))
         return directory
     if job.world_size > 1:
@@ -105,8 +108,8 @@ def _serve_here(
         raise ValueError("an expert process announces itself in a directory; name one in ANABRANCH_DIRECTORY")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("job.serve() serves until SIGTERM, which the main thread alone hears of; call it there")
-    directory = Directory(job.directory, role="experts", keys=keys, insecure=insecure)
-    endpoint = listen or _beside(job.directory, job.rank)
+    directory = as_directory(job.directory, role="experts", keys=keys, insecure=insecure)
+    endpoint = listen or os.environ.get(LISTEN_VARIABLE) or _beside(job.directory, job.rank)
 
     # Until they are there, nothing is lost by ending at once.
     backends = make(job.rank, job.world_size)
@@ -115,7 +118,7 @@ def _serve_here(
             backends,
             stop,
             listen=endpoint,
-            directory=_Marked(directory, expert_mark(job.rank)),
+            directory=_Marked(directory, expert_mark(job.rank, _run())),
             checkpoint_dir=checkpoint_dir,
             checkpoint_seconds=checkpoint_seconds,
             keys=keys,
@@ -128,7 +131,7 @@ def _serve_here(
 class _Marked:
     """A directory in which the process's own mark is announced with its experts, and stays when they are withdrawn."""
 
-    def __init__(self, directory: Directory, mark: str) -> None:
+    def __init__(self, directory: DirectoryLike, mark: str) -> None:
         self._directory = directory
         self._mark = mark
         self.withdraw, self.lookup, self.active = directory.withdraw, directory.lookup, directory.active
@@ -139,22 +142,31 @@ class _Marked:
         self._directory.announce([self._mark], endpoint, _MARK_TTL)
 
 
-def _beside(directory: str, index: int) -> str:
+def _beside(directory: str, index: int) -> str | None:
     """Return the address to listen at: in the directory's own place, a private folder or the interface that leads to
-    it.
+    it; ``None``, a new socket, beside one that Redis keeps on this host.
     """
+    if is_redis_url(directory):
+        host, port = host_and_port(directory)
+        return None if host is None or is_loopback(host) else _towards(host, port)
     place = parse_endpoint(split_endpoints(directory)[0])
-    if not isinstance(place, TcpEndpoint):
-        return expert_socket(f"unix:{place.path}", index)
-    with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.host, place.port))  # sends nothing; the kernel chooses the interface
+    if isinstance(place, TcpEndpoint):
+        return _towards(place.host, place.port)
+    return expert_socket(f"unix:{place.path}", index)
+
+
+def _towards(host: str, port: int) -> str:
+    """Return any port of the interface that leads to ``host``."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing; the kernel chooses the interface
         host = str(probe.getsockname()[0])
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) -> None:
     while True:
-        here = directory.active([EXPERT_MARK])[EXPERT_MARK]
+        marks = expert_marks(_run())
+        here = directory.active([marks])[marks]
         missing = [index for index in range(count) if index not in here]
         if not missing:
             return
@@ -166,3 +178,7 @@ def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) 
                 elapsed=deadline.elapsed(),
             )
         time.sleep(_LOOK_EVERY)
+
+
+def _run() -> str | None:
+    return os.environ.get(RUN_VARIABLE) or None

@@ -1,9 +1,18 @@
-"""``BackgroundSaves``: checkpoints that are written while training goes on, one after the other."""
+"""``BackgroundSaves``: checkpoints that are written while training goes on, one after the other.
+
+A process whose script ends without closing its executor waits for them too, and says on stderr what was not written:
+after that nobody is left to be told.
+"""
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import copy
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +26,7 @@ from anabranch.errors import DeadlineExceeded
 
 __all__ = ["BackgroundSaves", "MOST_IN_FLIGHT", "CheckpointContent", "Started"]
 
+_LAST_SECONDS = 600.0  # for what is written when the process ends
 MOST_IN_FLIGHT = 2
 """Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""
 
@@ -75,6 +85,8 @@ class BackgroundSaves:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="anabranch-save")
         self._writing: list[Future[None]] = []
+        self._process = os.getpid()
+        _open.add(self)
 
     def begin(self, write: Callable[[], None]) -> None:
         """Have ``write`` called."""
@@ -107,4 +119,23 @@ class BackgroundSaves:
         except DeadlineExceeded as error:
             ended = [str(error)]
         self._pool.shutdown(wait=False)
+        _open.discard(self)
         return [failure for failure in ended if failure]
+
+    def finish(self) -> None:
+        """Wait at the end of the process, and tell of failures that nobody has heard of."""
+        if self._process == os.getpid():  # forked: the parent writes
+            for failure in self.close(Deadline.after(_LAST_SECONDS)):
+                print(f"anabranch: a checkpoint was not saved in the background: {failure}", file=sys.stderr)
+
+
+_open: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for saves in list(_open):
+        saves.finish()
+
+
+# Before `concurrent.futures` ends its pools, which stores that work with asyncio need; `atexit` comes after that.
+getattr(threading, "_register_atexit", atexit.register)(_finish_all)

@@ -169,11 +169,12 @@ class Saver:
         answer = self._gather(msgspec.json.encode([failed, *ended]))[0]
         failed, *ended = msgspec.json.decode(answer, type=list[str])
         done, self._begun = self._begun[: len(ended)], self._begun[len(ended) :]
-        for started, failure in zip(done, ended, strict=True):
-            if failure:
-                raise CheckpointError(
-                    f"{started.path} of step {started.step} was not saved in the background: {failure}"
-                )
+        if failures := [
+            f"{started.path} of step {started.step} was not saved in the background: {failure}"
+            for started, failure in zip(done, ended, strict=True)
+            if failure
+        ]:
+            raise CheckpointError("; ".join(failures))
         if failed:
             raise CheckpointError(f"rank 0 still saves in the background: {failed}")
         return done

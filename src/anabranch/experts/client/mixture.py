@@ -45,9 +45,9 @@ from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import Nesting, flatten
 from anabranch.experts.schema import Schema, with_leading
-from anabranch.experts.uids import check_prefix
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
+from anabranch.transport.directory.uids import check_prefix
 
 __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
 
@@ -677,7 +677,7 @@ class RemoteMixtureOfExperts(_Mixture):
     Args:
         in_features: of the gate: the last size of the input.
         grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
-        directory: finds the experts: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        directory: finds the experts: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a Redis.
         uid_prefix: of the experts' uids.
         k_best: experts asked for each row.
         k_min: answers that each row needs, or ``BoundaryError`` is raised.

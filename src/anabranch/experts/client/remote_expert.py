@@ -22,9 +22,9 @@ from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo, info_of
-from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
+from anabranch.transport.directory.uids import check_uid
 
 __all__ = ["RemoteExpert", "fetch_schema"]
 

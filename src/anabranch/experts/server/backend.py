@@ -31,8 +31,8 @@ from anabranch.experts.server.batching.task_pool import Task, TaskPool, Unrepeat
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
-from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec
+from anabranch.transport.directory.uids import check_uid
 from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo", "info_of"]

@@ -31,10 +31,11 @@ from anabranch.experts.nesting import nesting_of
 from anabranch.experts.schema import specs_of
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.layers import find_factory, make_optimizer, make_scheduler
-from anabranch.experts.uids import UidPattern, draw_uids, expand_uids
+from anabranch.experts.uid_patterns import UidPattern, draw_uids, expand_uids
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, dtype_named
 from anabranch.tensors.spec import Compression
+from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = ["ExpertGroup", "make_experts", "parse_schema"]
 
@@ -241,7 +242,7 @@ class _Claims:
 
     def take(self, uids: list[str]) -> list[str]:
         """Return those of ``uids`` that are now set aside for this process."""
-        if not isinstance(self._directory, Directory):
+        if not isinstance(self._directory, Directory | RedisDirectory):
             return uids
         mine = self._directory.claim(uids, self._claimer, _CLAIM_SECONDS)
         self._claimed += mine
@@ -255,7 +256,7 @@ class _Claims:
     ) -> None:
         if error is None or not self._claimed:
             return
-        assert isinstance(self._directory, Directory)
+        assert isinstance(self._directory, Directory | RedisDirectory)
         try:
             self._directory.release(self._claimed, self._claimer)
         except BoundaryError as lost:

@@ -103,7 +103,8 @@ class ExpertServer:
     Args:
         backends: the experts; those on one device share its thread.
         listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
-        directory: the place to announce them: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        directory: the place to announce them: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a
+            Redis.
         checkpoint_dir: the directory of their saved states, loaded after a restart; ``None``: no checkpoints.
         device: moves all experts there.
         checkpoint_seconds: between two savings.

@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.transport import make_keys
+from anabranch.transport.directory.redis_address import is_redis_url, shown_url
+from anabranch.transport.directory.redis_link import RedisLink
+from anabranch.transport.network.certificates import KEYS_VARIABLE
+from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["ServiceAddresses", "expert_socket", "held_port", "private_place", "tcp_place"]
+__all__ = ["ServiceAddresses", "check_directory", "expert_socket", "held_port", "private_place", "tcp_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,42 @@ class ServiceAddresses:
         'unix:/run/expert-0'
         """
         return None if self.directory.startswith("tcp:") else expert_socket(self.directory, index)
+
+    def expert_listens(self, index: int) -> str:
+        """Return where an expert process listens that cannot tell it by the directory's own place.
+
+        >>> Place("tcp://10.0.0.1:7000", ()).expert_listens(0)
+        'tcp://10.0.0.1:0'
+        """
+        return self.expert(index) or f"{self.directory.rpartition(':')[0]}:0"
+
+
+def check_directory(directory: str, *, experts: int, host: str | None, keys: str | None) -> None:
+    """Refuse a directory that others keep, if the experts of a job on this machine could not be found by it.
+
+    Args:
+        directory: endpoints of servers, or the URL of a Redis.
+        experts: how many expert processes the job has.
+        host: the address at which they listen; ``None`` for Unix sockets.
+        keys: the directory of certificates that the environment names.
+
+    Raises:
+        ValueError: says what to give, too.
+        ModuleNotFoundError: without the ``redis`` extra.
+    """
+    if is_redis_url(directory):
+        shown, is_here = shown_url(directory), RedisLink(directory).is_local
+    else:
+        shown, is_here = (
+            directory,
+            not any(isinstance(parse_endpoint(one), TcpEndpoint) for one in split_endpoints(directory)),
+        )
+        if not is_here and not keys:
+            raise ValueError(f"{shown} asks for certificates; name theirs in {KEYS_VARIABLE}")
+    if experts and host is None and not is_here:
+        raise ValueError(
+            f"who asks {shown} may be on another host, and the experts have Unix sockets; give --host, too"
+        )
 
 
 def expert_socket(directory: str, index: int) -> str:

@@ -7,41 +7,57 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.launch.forks.fork_messages import receive, send
+from anabranch.launch.forks.fork_messages import Message, receive, send
 from anabranch.launch.python_program import PythonProgram
 
-__all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark"]
+__all__ = ["PROGRAM", "Rendezvous", "expert_mark", "expert_marks"]
 
 PROGRAM = PythonProgram("anabranch.launch.meeting.rendezvous_process", is_module=True)
 """Source of the process; its stdin is the channel to the launcher."""
 
-EXPERT_MARK = "anabranch-expert"
-"""The prefix of the uids under which expert processes are announced."""
-
+_MARK = "anabranch-expert"
 _START_SECONDS = 120.0
 _ANSWER_SECONDS = 5.0
 _BACKLOG = 1024
 
 
-def expert_mark(index: int) -> str:
-    """Return the uid under which the expert process ``index`` itself is announced, beside its experts.
+def expert_marks(run: str | None = None) -> str:
+    """Return the prefix of the uids under which expert processes are announced, beside their experts.
 
-    >>> expert_mark(0)
-    'anabranch-expert.0'
+    Args:
+        run: tells them from those of other jobs, in a directory that is not the job's own.
     """
-    return f"{EXPERT_MARK}.{index}"
+    return _MARK if run is None else f"{_MARK}-{run}"
+
+
+def expert_mark(index: int, run: str | None = None) -> str:
+    """Return the uid under which the expert process ``index`` itself is announced.
+
+    >>> expert_mark(0), expert_mark(0, "5f3a")
+    ('anabranch-expert.0', 'anabranch-expert-5f3a.0')
+    """
+    return f"{expert_marks(run)}.{index}"
 
 
 class Rendezvous:
     """The launcher's side; a context manager whose end is the process's.
+
+    Args:
+        directory: where the process serves the directory; ``None`` for none.
+        keys: the directory of certificates.
+        host: where the rendezvous store listens.
+        elsewhere: whether ``directory`` names one that others keep, which is only asked.
 
     Attributes:
         port: where the rendezvous store listens, on ``host``.
         descriptor: what the process gets as its stdin.
     """
 
-    def __init__(self, directory: str | None, keys: Path | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, directory: str | None, keys: Path | None = None, host: str = "127.0.0.1", *, elsewhere: bool = False
+    ) -> None:
         self._directory = directory
+        self._elsewhere = elsewhere
         self._keys = keys
         # No port is guessed, and by default no other host reaches it.
         self._listening = socket.create_server((host, 0), backlog=_BACKLOG)
@@ -55,7 +71,8 @@ class Rendezvous:
         self._channel.settimeout(_START_SECONDS)
         keys = None if self._keys is None else str(self._keys)
         with self._listening, suppress(OSError):  # it died: its watcher reports it
-            send(self._channel, {"directory": self._directory, "keys": keys}, [self._listening.fileno()])
+            facts: Message = {"directory": self._directory, "keys": keys, "elsewhere": self._elsewhere}
+            send(self._channel, facts, [self._listening.fileno()])
 
     def wait_until_ready(self) -> None:
         """Return when the directory answers, or will not."""

@@ -11,11 +11,16 @@ import signal
 import socket
 from contextlib import ExitStack, suppress
 
-from anabranch.experts import DirectoryServer
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError
+from anabranch.experts import DirectoryLike, DirectoryServer
+from anabranch.experts.directory import as_directory, within
 from anabranch.launch.forks.fork_messages import Message, receive, send
 from anabranch.launch.meeting.store import host_store
 
 __all__ = ["main"]
+
+_ASK_SECONDS = 4.0  # less than the launcher waits for the answer
 
 
 def main() -> None:
@@ -30,16 +35,29 @@ def main() -> None:
 
 def _serve(channel: socket.socket, facts: Message, descriptors: list[int], stack: ExitStack) -> None:
     store = host_store(socket.socket(fileno=descriptors[0]))
-    directory = None
-    if facts["directory"] is not None:
-        keys = facts["keys"]
-        server = DirectoryServer(str(facts["directory"]), keys=None if keys is None else str(keys))
-        directory = stack.enter_context(server).directory
+    directory = _directory(facts, stack)
+    if directory is not None:
         send(channel, {"ready": True})
     while (question := receive(channel)) is not None:
         uid = str(question[0]["uid"])
-        send(channel, {"found": directory is not None and bool(directory.lookup([uid]))})
+        send(channel, {"found": directory is not None and _is_announced(directory, uid)})
     del store
+
+
+def _directory(facts: Message, stack: ExitStack) -> DirectoryLike | None:
+    if facts["directory"] is None:
+        return None
+    name, keys = str(facts["directory"]), None if facts["keys"] is None else str(facts["keys"])
+    if facts["elsewhere"]:
+        return as_directory(name, keys=keys)
+    return stack.enter_context(DirectoryServer(name, keys=keys)).directory
+
+
+def _is_announced(directory: DirectoryLike, uid: str) -> bool:
+    try:
+        return bool(within(directory, Deadline.after(_ASK_SECONDS)).lookup([uid]))
+    except BoundaryError:
+        return True  # it cannot be told: whoever died is started again, as often as its budget allows
 
 
 if __name__ == "__main__":

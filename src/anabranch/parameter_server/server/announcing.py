@@ -1,4 +1,4 @@
-"""Announcing a shard to a directory, in this process or served at an endpoint."""
+"""Announcing a shard to a directory: in this process, served at an endpoint, or kept in Redis."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Protocol
 
 from anabranch.deadline import Deadline
 from anabranch.transport import Client, Transport
+from anabranch.transport.directory.redis_address import is_redis_url
+from anabranch.transport.directory.redis_directory import RedisDirectory
 from anabranch.transport.replicas import Replicas
 
-__all__ = ["Announces", "ServedDirectory"]
+__all__ = ["Announces", "ServedDirectory", "named_directory"]
 
 
 class Announces(Protocol):
@@ -53,3 +55,12 @@ class ServedDirectory:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+
+def named_directory(
+    name: str, *, keys: str | os.PathLike[str] | None, insecure: bool, transport: Transport | None
+) -> ServedDirectory | RedisDirectory:
+    """Return the directory that is served at the endpoint, or kept in the Redis, that ``name`` is."""
+    if is_redis_url(name):
+        return RedisDirectory(name, role="parameters", keys=keys, insecure=insecure)
+    return ServedDirectory(name, keys=keys, insecure=insecure, transport=transport)

@@ -38,7 +38,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.server.announcing import Announces, ServedDirectory
+from anabranch.parameter_server.server.announcing import Announces, named_directory
 from anabranch.parameter_server.server.durable.durability import Durability, Keeper
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
@@ -73,8 +73,8 @@ class ParameterServer:
         durability: ``"none"``: the state dies with the shard; ``"checkpoint"``: it comes back as last written;
             ``"log"``: with every push that was acknowledged.
         checkpoint_dir: the directory for it; required unless ``"none"``. Each shard uses its own subdirectory.
-        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``, or the endpoint of a
-            ``DirectoryServer``.
+        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``, the endpoint of a
+            ``DirectoryServer``, or the URL of a Redis.
         checkpoint_seconds: seconds between checkpoints; another is written on leaving the block.
         threads: threads that share the work of one request.
         memory_map_dir: the directory for rows of tables with ``memory_map`` while the shard runs; by default
@@ -122,9 +122,9 @@ class ParameterServer:
             own = shard_directory(checkpoint_dir, shard, shards)
         self._stack = ExitStack()
         if isinstance(directory, str):
-            served = ServedDirectory(directory, keys=keys, insecure=insecure, transport=transport)
-            self._stack.callback(served.close)
-            directory = served
+            named = named_directory(directory, keys=keys, insecure=insecure, transport=transport)
+            self._stack.callback(named.close)
+            directory = named
         self._directory = directory
         self._uids = [f"parameters.{shard}"]
         self._place = (shard, shards)

@@ -13,7 +13,7 @@ import re
 import shlex
 import ssl
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,9 @@ __all__ = [
     "EVERY_JOB",
     "KEYS_VARIABLE",
     "ROLES",
+    "check_keys",
     "client_context",
+    "job_and_role",
     "job_of_keys",
     "make_keys",
     "names_of",
@@ -263,11 +265,7 @@ def client_context(keys: Path, role: str) -> ssl.SSLContext:
 def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    for name in ("authority.pem", f"{role}.pem"):
-        if not (keys / name).is_file():
-            raise ValueError(f"{keys} holds no {name}; make it with: anabranch keys {keys}")
-    _check_unchanged(keys)
-    _check_private(keys / f"{role}.pem")
+    check_keys(keys, role)
     try:
         context.load_verify_locations(keys / "authority.pem")
         context.load_cert_chain(keys / f"{role}.pem")
@@ -275,6 +273,19 @@ def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
         why = error.reason or "it holds no certificate with its key"
         raise ValueError(f"{keys}: authority.pem or {role}.pem is damaged: {why}") from None
     return context
+
+
+def check_keys(keys: Path, role: str) -> None:
+    """Refuse a directory that lacks the certificates of ``role``, or whose files others can read or replace.
+
+    Raises:
+        ValueError: names the file and the cure.
+    """
+    for name in ("authority.pem", f"{role}.pem"):
+        if not (keys / name).is_file():
+            raise ValueError(f"{keys} holds no {name}; make it with: anabranch keys {keys}")
+    _check_unchanged(keys)
+    _check_private(keys / f"{role}.pem")
 
 
 def _check_private(path: Path) -> None:
@@ -335,8 +346,17 @@ def job_of_keys(keys: Path, role: str) -> str:
 
 def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:
     """Return the job and the role that the far side's certificate names, ``None`` if it has neither."""
-    for name in (connection.getpeercert() or {}).get("subjectAltName", ()):
-        found = _NAMES.fullmatch(str(name[1]))
-        if str(name[0]) == "URI" and found:
+    names = (connection.getpeercert() or {}).get("subjectAltName", ())
+    return job_and_role(str(name[1]) for name in names if str(name[0]) == "URI")
+
+
+def job_and_role(uris: Iterable[str]) -> tuple[str, str] | None:
+    """Return the job and the role among a certificate's URIs, ``None`` if there are none.
+
+    >>> job_and_role(["https://example.org", "anabranch:nightly/experts"])
+    ('nightly', 'experts')
+    """
+    for uri in uris:
+        if found := _NAMES.fullmatch(uri):
             return found[1], found[2]
     return None

@@ -1,57 +1,21 @@
-"""Names of experts: ``prefix.i[.j...]``, a point in a grid; and patterns for many of them."""
+"""Patterns for the names of many experts, and drawing from them."""
 
 from __future__ import annotations
 
 import math
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["UidPattern", "check_prefix", "check_uid", "draw_uids", "expand_uids", "prefixes_of"]
+from anabranch.transport.directory.uids import UID, check_uid
 
-_UID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))+")
-_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.(0|[1-9][0-9]*))*")
+__all__ = ["UidPattern", "draw_uids", "expand_uids"]
+
 _RANGE = re.compile(r"\[(0|[1-9][0-9]*):(0|[1-9][0-9]*)\]")
-_LONGEST = 100
 # So many can be counted by Python's own ranges.
 _MOST_UIDS = 1 << 62
 # Uids that are drawn at first: a directory is asked about so many at once.
 _FIRST_DRAWS = 256
-
-
-def check_uid(uid: object) -> str:
-    """Return ``uid`` if it is valid.
-
-    >>> check_uid("ffn.3.14")
-    'ffn.3.14'
-
-    Raises:
-        ValueError: it is invalid; the message shows the form.
-    """
-    if isinstance(uid, str) and len(uid) <= _LONGEST and _UID.fullmatch(uid):
-        return uid
-    raise ValueError(
-        f"{uid!r} is not a uid; write prefix.i or prefix.i.j..., with a name as prefix, whole numbers without leading "
-        f"zeros as indices, at most {_LONGEST} characters"
-    )
-
-
-def check_prefix(prefix: object) -> str:
-    """Return ``prefix`` if it is a name, with or without indices; a ``ValueError`` otherwise."""
-    if isinstance(prefix, str) and len(prefix) <= _LONGEST and _PREFIX.fullmatch(prefix):
-        return prefix
-    raise ValueError(f"{prefix!r} is not a prefix of uids; write a name, such as ffn, or one with indices, ffn.3")
-
-
-def prefixes_of(uid: str) -> Iterator[tuple[str, int]]:
-    """Each prefix of ``uid``, with the index that follows it.
-
-    >>> list(prefixes_of("ffn.3.14"))
-    [('ffn', 3), ('ffn.3', 14)]
-    """
-    parts = uid.split(".")
-    for length in range(1, len(parts)):
-        yield ".".join(parts[:length]), int(parts[length])
 
 
 def expand_uids(pattern: str) -> list[str]:
@@ -110,7 +74,7 @@ class UidPattern(Sequence[str]):
         return ".".join(reversed(parts))
 
     def __contains__(self, uid: object) -> bool:
-        if not isinstance(uid, str) or not _UID.fullmatch(uid):
+        if not isinstance(uid, str) or not UID.fullmatch(uid):
             return False
         parts = uid.split(".")
         return len(parts) == len(self._parts) and all(

@@ -9,8 +9,8 @@ import re
 import socket
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address
 
-from anabranch.transport import Peer
 from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.network.streams import Peer
 
 __all__ = ["check_announced"]
 

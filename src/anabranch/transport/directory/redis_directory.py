@@ -1,0 +1,254 @@
+"""``RedisDirectory``: the directory of services in a Redis, which outlives every process of ours.
+
+::
+
+    announce ──> signed by our role's key ──> Redis, where it expires by itself
+    look up  <── checked                  <── Redis
+
+Redis keeps what it is given, and knows nobody's certificate. With keys each job, and each authority, has a space of its
+own, an entry is signed by its announcer, and each reader checks it, see ``signed_entries.py``. Without keys entries are
+believed as they stand, in one space: the endpoint that they lead to is checked when it is called, as always.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anabranch.deadline import Deadline, check_seconds
+from anabranch.errors import Unauthorized
+from anabranch.transport.directory import redis_scripts as scripts
+from anabranch.transport.directory.announced_endpoint import check_announced
+from anabranch.transport.directory.redis_link import RedisLink, Script
+from anabranch.transport.directory.rules import check_kind, check_ttl, portions
+from anabranch.transport.directory.signed_entries import EntryReader
+from anabranch.transport.directory.signing import Identity
+from anabranch.transport.directory.uids import check_prefix, check_uid
+from anabranch.transport.network.certificates import EVERY_JOB, resolve_keys
+from anabranch.transport.network.streams import Peer
+
+__all__ = ["RedisDirectory"]
+
+_PLAIN = "{anabranch}"
+
+
+class RedisDirectory:
+    """Endpoints of services by uid, kept in a Redis.
+
+    Used as a ``Directory`` is, and wherever a ``directory`` is asked for::
+
+        directory = ab.RedisDirectory("redis://10.0.0.5:6379", keys="keys")
+        with ab.ExpertServer(backends, listen="tcp://10.0.0.1:0", directory=directory, keys="keys"):
+            ...
+
+    Args:
+        url: ``redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]``, ``rediss://...`` with TLS, or ``unix://PATH`` of Redis'
+            own socket. Without a password in it, that of ``ANABRANCH_REDIS_PASSWORD``.
+        timeout: seconds that a request may take.
+        role: whose certificate signs: ``"experts"`` announces experts, ``"parameters"`` shards, ``"worker"`` only looks
+            up.
+        keys: the directory of certificates; by default that of ``ANABRANCH_KEYS``. Without any, nothing is signed.
+        insecure: leave ``ANABRANCH_KEYS`` aside.
+
+    It can be pickled, with its password.
+
+    Raises:
+        ValueError: a malformed URL; keys that are missing or damaged.
+        ModuleNotFoundError: without the ``redis`` extra.
+        Unauthorized: from the methods, for a wrong password, or a uid that another certificate has announced.
+        BoundaryError: from the methods, if Redis does not answer, is too old or refuses.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 10.0,
+        role: str = "worker",
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        check_seconds(timeout=timeout)
+        self._options = _Options(url, role, None if insecure and keys is None else resolve_keys(keys))
+        self._timeout = timeout
+        self._within: Deadline | None = None
+        self._made: _Parts | None = self._options.make()
+
+    @property
+    def endpoint(self) -> str:
+        """The URL, without user, password and options."""
+        return self._parts.link.url
+
+    def within(self, deadline: Deadline) -> RedisDirectory:
+        """Return the same directory, with every wait ended by ``deadline``."""
+        same = copy.copy(self)
+        same._within = deadline
+        return same
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds.
+
+        Raises:
+            Unauthorized: one of ``uids`` belongs to another certificate yet, or is not for our role to announce; then
+                none of its portion of 500 is announced.
+        """
+        check_ttl(ttl)
+        parts = self._parts
+        checked = [check_uid(uid) for uid in uids]
+        check_kind(checked, parts.peer)
+        parts.check_endpoint(endpoint)
+        milliseconds = max(1, round(ttl * 1000))
+        for some in portions(checked):
+            issued = 0 if parts.identity is None else int(self._run(scripts.TIME, [], "announce"))
+            entries = [parts.entry(uid, endpoint, issued, milliseconds) for uid in some]
+            expires = issued and issued + milliseconds
+            words = [word for pair in zip(some, entries, strict=True) for word in pair]
+            _raise_for_owner(
+                self._run(
+                    scripts.ANNOUNCE, [parts.own, parts.owner, endpoint, expires, milliseconds, *words], "announce"
+                ),
+                self.endpoint,
+            )
+
+    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
+        """``endpoint`` does not serve ``uids`` any more."""
+        for some in portions(uids):
+            self._run(scripts.WITHDRAW, [self._parts.own, self._parts.owner, endpoint, *some], "withdraw")
+
+    def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
+        """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them."""
+        check_ttl(ttl)
+        parts = self._parts
+        checked = [check_uid(uid) for uid in uids]
+        check_kind(checked, parts.peer)
+        found: list[str] = []
+        for some in portions(checked):
+            words = [parts.own, parts.spaces[0][1], claimer, max(1, round(ttl * 1000)), *some]
+            found += [uid.decode() for uid in self._run(scripts.CLAIM, words, "claim")]
+        return found
+
+    def release(self, uids: Iterable[str], claimer: str) -> None:
+        """``claimer`` will not serve those of ``uids`` that it has claimed."""
+        for some in portions(uids):
+            self._run(scripts.RELEASE, [self._parts.own, claimer, *some], "release")
+
+    def lookup(self, uids: Iterable[str]) -> dict[str, str]:
+        """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
+        found: dict[str, str] = {}
+        for some in portions(uids):
+            for job, space in self._parts.spaces:
+                found |= self._looked_up(some, job, space)
+        return found
+
+    def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
+        """For each prefix the indices, in order, that follow it in the announced uids.
+
+        Indices are not signed: what they lead to is, and is checked when it is looked up.
+        """
+        found: dict[str, list[int]] = {}
+        for some in portions(check_prefix(prefix) for prefix in prefixes):
+            for _, space in self._parts.spaces:
+                for prefix, indices in zip(some, self._run(scripts.ACTIVE, [space, *some], "active"), strict=True):
+                    found[prefix] = sorted({*found.get(prefix, ()), *(int(index) for index in indices)})
+        return found
+
+    def close(self) -> None:
+        """Close the connections; the next call makes new ones."""
+        if self._made is not None:
+            self._made.link.close()
+
+    def _looked_up(self, uids: Sequence[str], job: str, space: str) -> dict[str, str]:
+        parts = self._parts
+        now, *entries = self._run(scripts.LOOKUP, [space, parts.field, *uids], "lookup")
+        found = {
+            uid: parts.read(entry, uid, job, int(now))
+            for uid, entry in zip(uids, entries, strict=True)
+            if entry is not None
+        }
+        return {uid: endpoint for uid, endpoint in found.items() if endpoint is not None}
+
+    def _run(self, script: Script, arguments: Sequence[object], what: str) -> Any:
+        whole = self._within
+        deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
+        return self._parts.link.run(script, arguments, f"directory.{what}", deadline)
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._made is None:  # unpickled: where a model is only loaded, there may be no keys
+            self._made = self._options.make()
+        return self._made
+
+    def __repr__(self) -> str:
+        return f"RedisDirectory({self.endpoint!r})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RedisDirectory:
+        # Whoever copies a model means the same services.
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., RedisDirectory], tuple[_Options, float]]:
+        return _unpickled, (self._options, self._timeout)
+
+
+def _unpickled(options: _Options, timeout: float) -> RedisDirectory:
+    made = RedisDirectory.__new__(RedisDirectory)
+    made._options, made._timeout, made._within, made._made = options, timeout, None, None
+    return made
+
+
+def _raise_for_owner(taken: Sequence[Any], url: str) -> None:
+    if taken:
+        uid, left = taken[0].decode(), taken[1] / 1000
+        raise Unauthorized(
+            f"{uid} was announced under another certificate, which has it for {left:.0f} s yet", peer=url
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Options:
+    url: str
+    role: str
+    keys: Path | None
+
+    def make(self) -> _Parts:
+        link = RedisLink(self.url)
+        if self.keys is None:
+            return _Parts(link, None)
+        return _Parts(link, Identity(self.keys, self.role))
+
+
+class _Parts:
+    """The parts of a directory that belong to one process.
+
+    Attributes:
+        spaces: what we see, by job; a later one takes precedence.
+        own: the space of what we announce.
+    """
+
+    def __init__(self, link: RedisLink, identity: Identity | None) -> None:
+        self.link = link
+        self.identity = identity
+        self.owner = "" if identity is None else identity.owner
+        self.peer = Peer("", role=None if identity is None else identity.role, plain=not link.is_local)
+        self.check_endpoint = partial(check_announced, peer=self.peer)
+        if identity is None:
+            self.spaces = [(EVERY_JOB, _PLAIN)]
+            self.field = "endpoint"
+            self._reader = None
+        else:
+            self.spaces = [(job, identity.space(job)) for job in dict.fromkeys([EVERY_JOB, identity.job])]
+            self.field = "entry"
+            self._reader = EntryReader(identity, self.check_endpoint)
+        self.own = self.spaces[-1][1]
+
+    def entry(self, uid: str, endpoint: str, issued: int, milliseconds: int) -> bytes:
+        return b"" if self.identity is None else self.identity.sign(uid, endpoint, issued, issued + milliseconds)
+
+    def read(self, entry: bytes, uid: str, job: str, now: int) -> str | None:
+        if self._reader is None:
+            return entry.decode(errors="replace")
+        return self._reader.endpoint_of(entry, uid, job, now)

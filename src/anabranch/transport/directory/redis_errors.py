@@ -1,0 +1,69 @@
+"""Errors of the package ``redis`` as errors of ours, each with the address and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, Overloaded, PeerLost, ProtocolError, RemoteError, Unauthorized
+from anabranch.transport.directory.redis_address import PASSWORD_VARIABLE
+
+__all__ = ["errors_told"]
+
+
+@contextmanager
+def errors_told(url: str, operation: str, deadline: Deadline) -> Iterator[None]:
+    """Raise an error of ours in place of one that the package ``redis`` raises in the block."""
+    from redis import exceptions
+
+    try:
+        yield
+    except exceptions.TimeoutError:
+        raise deadline.error(peer=url, operation=operation) from None
+    except exceptions.RedisError as error:
+        make = next(make for kinds, make in _table(exceptions) if isinstance(error, kinds))
+        raise make(str(error), url, operation, deadline) from error
+
+
+_Make = Callable[[str, str, str, Deadline], BoundaryError]
+
+
+@cache
+def _table(exceptions: Any) -> Sequence[tuple[tuple[type, ...], _Make]]:
+    """Return what to raise for which errors of the package ``redis``; the first that fits."""
+    return [
+        (
+            (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError),
+            _telling(
+                Unauthorized,
+                "Redis refused this user or password ({}); put them into the URL, redis://USER:PASSWORD@HOST, or the "
+                f"password into {PASSWORD_VARIABLE}",
+            ),
+        ),
+        ((exceptions.BusyLoadingError,), _telling(Overloaded, "Redis is still loading its data ({}); ask again later")),
+        (
+            (exceptions.ConnectionError,),
+            _telling(PeerLost, "no Redis answers there ({}); start redis-server, or name the address of one that runs"),
+        ),
+        ((exceptions.OutOfMemoryError,), _telling(Overloaded, "Redis has no memory left ({}); raise its maxmemory")),
+        (
+            (exceptions.ReadOnlyError,),
+            _telling(RemoteError, "this Redis is a replica, which takes no announcements ({}); name the primary"),
+        ),
+        (
+            (exceptions.AskError, exceptions.ClusterError),
+            _telling(RemoteError, "this Redis is a member of a cluster ({}); name one that is not"),
+        ),
+        ((exceptions.InvalidResponse,), _telling(ProtocolError, "what answers there is no Redis ({}); check the port")),
+        ((exceptions.RedisError,), _telling(RemoteError, "Redis answered with an error: {}")),
+    ]
+
+
+def _telling(kind: type[BoundaryError], text: str) -> _Make:
+    def make(said: str, url: str, operation: str, deadline: Deadline) -> BoundaryError:
+        return kind(text.format(said), peer=url, operation=operation, elapsed=deadline.elapsed())
+
+    return make

@@ -1,0 +1,157 @@
+"""Checkpoints on S3: ``s3fs`` against a server that speaks S3, moto's, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch import checkpoint
+from anabranch.checkpoint.storage import SECONDS_VARIABLE
+from anabranch.errors import CheckpointError
+from anabranch.launch.meeting.addresses import held_port
+from waiting import wait_until
+
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+pytest.importorskip("moto", reason="moto is not installed")
+
+pytestmark = pytest.mark.slow
+
+BATCH = torch.ones(4, 2)
+
+
+@contextmanager
+def moto(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with (
+        (folder / "moto.log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
+        try:
+            wait_until(lambda: process.poll() is not None or listens(port))
+            assert process.poll() is None, (folder / "moto.log").read_text()
+            yield process
+        finally:
+            process.kill()
+            process.wait(60.0)
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=60.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+    with held_port("127.0.0.1") as port, pytest.MonkeyPatch.context() as patch:
+        facts = {"ACCESS_KEY_ID": "any", "SECRET_ACCESS_KEY": "any", "DEFAULT_REGION": "us-east-1"}
+        for name, value in {**facts, "ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+            patch.setenv(f"AWS_{name}", value)
+        with moto(tmp_path_factory.mktemp("moto"), port) as process:
+            s3fs.S3FileSystem().mkdir("bucket")
+            yield process
+
+
+@pytest.fixture
+def url(server: subprocess.Popen[bytes], request: pytest.FixtureRequest) -> str:
+    return f"s3://bucket/{request.node.name}"
+
+
+def saved(url: str, step: int) -> None:
+    checkpoint.write(url, {"model": {"weight": torch.full((3,), float(step))}}, {"epoch": step}, step=step)
+
+
+def names(url: str) -> list[str]:
+    files = s3fs.S3FileSystem()
+    files.invalidate_cache()
+    return sorted(path.rpartition("/")[2] for path in files.find(url))
+
+
+def executor() -> ab.Executor:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, lambda m, batch: m(batch).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
+    return ab.Executor({"train": step})
+
+
+def run(target: ab.Executor, times: int) -> list[float]:
+    return [target.run("train", BATCH)["loss"].item() for _ in range(times)]
+
+
+def test_an_executor_goes_on_as_if_nothing_had_happened(url: str) -> None:
+    with executor() as first:
+        run(first, 1)
+        first.save(f"{url}/run")
+        run(first, 1)
+        first.save(f"{url}/run", wait=False)
+        expected = run(first, 3)
+    with executor() as second:
+        assert second.resume(url)
+        assert second.step == 2
+        assert run(second, 3) == expected
+
+
+def test_two_generations_stay_and_a_damaged_one_is_passed_over(url: str) -> None:
+    for step in (1, 2, 3):
+        saved(url, step)
+    assert names(url) == [
+        "manifest-00000002.json",
+        "manifest-00000003.json",
+        "model-00000002.safetensors",
+        "model-00000003.safetensors",
+    ]
+    s3fs.S3FileSystem().pipe_file(f"{url}/model-00000003.safetensors", b"other bytes")
+    assert checkpoint.read(url).step == 2
+
+
+def test_a_bucket_that_is_not_there_is_named(server: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(CheckpointError, match="cannot upload model-00000001.safetensors to s3://nobody-has-it/run"):
+        saved("s3://nobody-has-it/run", 1)
+
+
+SCRIPT = """
+import sys, torch
+import anabranch as ab
+
+model = torch.nn.Linear(2, 1)
+step = ab.TrainStep(model, lambda m, batch: m(batch).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+executor = ab.Executor({"train": step})
+executor.run("train", torch.ones(4, 2))
+executor.save(sys.argv[1], wait=False)
+"""
+
+
+def test_a_process_that_ends_waits_for_what_it_saves(url: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, url], capture_output=True, text=True, timeout=200, check=True)
+    assert "was not saved" not in done.stderr
+    assert checkpoint.read(url).step == 1
+
+
+def test_a_server_that_does_not_answer_any_more_is_an_error(
+    url: str, server: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(url, 1)
+    monkeypatch.setenv(SECONDS_VARIABLE, "1")
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CheckpointError, match=rf"{url}: no answer for 1 s; .*{SECONDS_VARIABLE}.*is untouched"):
+            saved(url, 2)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    monkeypatch.delenv(SECONDS_VARIABLE)
+    assert checkpoint.read(url).step == 1
+    saved(url, 3)
+    assert checkpoint.read(url).step == 3

@@ -1,0 +1,382 @@
+"""The directory in Redis is one directory more: the same answers, over a real server that may die and come back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from expert_modules import served
+from torch import nn
+
+import anabranch as ab
+from anabranch import Directory, RedisDirectory
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, ProtocolError, RemoteError, Unauthorized
+from anabranch.experts import ExpertGroup, make_experts
+from anabranch.experts.directory import as_directory, within
+from anabranch.transport import make_keys
+from leaks import held
+from redis_servers import RealRedis, redis
+from waiting import join, wait_until
+
+__all__ = ["redis"]
+
+AT = "unix:/run/experts"
+ELSEWHERE = "tcp://10.0.0.1:7000"
+UIDS = ["ffn.0.1", "ffn.2.0"]
+
+
+def make(uid: str) -> ab.ExpertBackend:
+    return ab.ExpertBackend(uid, nn.Linear(2, 2), args_schema=[ab.TensorSpec(2)])
+
+
+@pytest.fixture
+def directory(redis: RealRedis) -> Iterator[RedisDirectory]:
+    found = RedisDirectory(redis.url)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def test_it_answers_as_a_directory_of_this_process_does(directory: RedisDirectory) -> None:
+    for one in (directory, Directory()):
+        one.announce(UIDS, AT, ttl=60.0)
+        one.announce(["ffn.2", "ffn.10.0", "other.0"], ELSEWHERE, ttl=60.0)
+        assert one.lookup([*UIDS, "ffn.2", "ffn.9.9"]) == {"ffn.0.1": AT, "ffn.2.0": AT, "ffn.2": ELSEWHERE}
+        assert one.active(["ffn", "ffn.2", "ffn.0.1", "none"]) == {
+            "ffn": [0, 2, 10],
+            "ffn.2": [0],
+            "ffn.0.1": [],
+            "none": [],
+        }
+        one.withdraw(["ffn.2.0", "ffn.10.0"], AT)  # the second is not served there
+        assert one.lookup(["ffn.2.0", "ffn.10.0"]) == {"ffn.10.0": ELSEWHERE}
+        assert one.active(["ffn", "ffn.2"]) == {"ffn": [0, 2, 10], "ffn.2": []}, "ffn.2 itself is served yet"
+        one.withdraw(["ffn.2"], ELSEWHERE)
+        assert one.active(["ffn"]) == {"ffn": [0, 10]}
+        one.announce(["ffn.0.1"], ELSEWHERE, ttl=60.0)
+        assert one.lookup(["ffn.0.1"]) == {"ffn.0.1": ELSEWHERE}, "the last one to announce it has it"
+        for wrong in (["ffn"], ["ffn.01"], ["../x.1"]):
+            with pytest.raises(ValueError, match="is no uid"):
+                one.announce(wrong, AT, ttl=60.0)
+        with pytest.raises(ValueError, match="is no prefix"):
+            one.active(["ffn."])
+        with pytest.raises(ValueError, match="ttl is a number of seconds"):
+            one.announce(UIDS, AT, ttl=0.0)
+
+
+def test_redis_itself_forgets_what_is_not_announced_again(redis: RealRedis, directory: RedisDirectory) -> None:
+    directory.announce(["ffn.0.1", "ffn.0.2"], AT, ttl=60.0)
+    directory.announce(["ffn.0.1"], AT, ttl=0.001)  # sooner than before
+    wait_until(lambda: directory.lookup(["ffn.0.1"]) == {})
+    assert directory.active(["ffn", "ffn.0"]) == {"ffn": [0], "ffn.0": [2]}
+    directory.announce(["ffn.0.2", "gone.1.2.3"], AT, ttl=0.001)
+    wait_until(lambda: not redis.client().keys("*"))
+    assert directory.active(["ffn", "ffn.0", "gone"]) == {"ffn": [], "ffn.0": [], "gone": []}
+
+
+def test_a_claim_lasts_until_it_is_announced_released_or_over(directory: RedisDirectory) -> None:
+    uids = [f"ffn.{index}" for index in range(4)]
+    directory.announce(["ffn.0"], AT, ttl=60.0)
+    assert directory.claim(uids, "one", ttl=60.0) == directory.claim(uids, "one", ttl=60.0) == uids[1:]
+    assert directory.claim(uids, "other", ttl=60.0) == []
+    assert directory.lookup(uids) == {"ffn.0": AT}
+    directory.release(uids, "other")
+    directory.release(["ffn.1"], "one")
+    directory.announce(["ffn.2"], AT, ttl=60.0)
+    directory.withdraw(["ffn.2"], AT)
+    assert directory.claim(uids, "other", ttl=0.001) == ["ffn.1", "ffn.2"]
+    wait_until(lambda: directory.claim(uids, "last", ttl=60.0) == ["ffn.1", "ffn.2"])
+
+
+def test_servers_that_draw_their_uids_at_once_draw_different_ones(redis: RealRedis) -> None:
+    drawn: list[str] = []
+
+    def draw() -> None:
+        group = ExpertGroup(uids="ffn.[0:6]", count=3, module="nop", features=2, seed=0)
+        drawn.extend(backend.uid for backend in make_experts([group], directory=RedisDirectory(redis.url)))
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    assert sorted(drawn) == [f"ffn.{index}" for index in range(6)]
+
+
+def test_more_names_than_fit_into_one_question(directory: RedisDirectory) -> None:
+    uids = [f"ffn.{index // 40}.{index % 40}" for index in range(1200)]
+    directory.announce(uids, AT, ttl=60.0)
+    assert directory.lookup(uids) == dict.fromkeys(uids, AT)
+    assert directory.active(["ffn", "ffn.29"]) == {"ffn": list(range(30)), "ffn.29": list(range(40))}
+    directory.withdraw(uids, AT)
+    assert directory.active(["ffn"]) == {"ffn": []}
+
+
+def test_a_mixture_and_an_expert_find_their_servers(redis: RealRedis) -> None:
+    with served(make("ffn.0"), make("ffn.1"), directory=redis.socket_url) as server:
+        mixture = ab.RemoteMixtureOfExperts(2, [2], redis.socket_url, "ffn", k_best=2)
+        out = mixture(torch.ones(3, 2))
+        out.sum().backward()
+        expert = ab.RemoteExpert("ffn.1", RedisDirectory(redis.socket_url))
+        assert out.shape == expert(torch.ones(3, 2)).shape == (3, 2)
+        assert RedisDirectory(redis.url).lookup(["ffn.0"]) == {"ffn.0": server.endpoint}
+    assert RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}, "withdrawn"
+
+
+def test_shards_are_announced(redis: RealRedis, directory: RedisDirectory) -> None:
+    with ab.ParameterServer(directory=redis.url) as server:
+        assert directory.lookup(["parameters.0"]) == {"parameters.0": server.endpoint}
+    assert directory.active(["parameters"]) == {"parameters": []}
+
+
+def test_a_redis_that_comes_back_empty_fills_as_servers_announce_themselves_again(
+    redis: RealRedis, directory: RedisDirectory
+) -> None:
+    with served(make("ffn.0"), directory=redis.url, ttl=1.0):
+        redis.stop()
+        redis.start()
+        wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
+
+
+def test_a_call_waits_a_while_for_a_redis_that_is_started_again(redis: RealRedis, directory: RedisDirectory) -> None:
+    directory.announce(UIDS, AT, ttl=60.0)
+    redis.stop()
+    thread = threading.Thread(target=redis.start)
+    thread.start()
+    directory.announce(UIDS, AT, ttl=60.0)
+    join(thread)
+    assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
+
+
+def test_copies_lead_to_the_same_table(redis: RealRedis, directory: RedisDirectory) -> None:
+    for same in (copy.deepcopy(directory), pickle.loads(pickle.dumps(directory)), as_directory(redis.url)):
+        same.announce(UIDS, AT, ttl=60.0)
+        assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
+        assert directory.endpoint in repr(same)
+
+
+@pytest.mark.slow
+def test_a_forked_process_makes_its_own_connections(redis: RealRedis) -> None:
+    code = f"""
+import os
+import anabranch as ab
+directory = ab.RedisDirectory({redis.url!r})
+directory.announce(["ffn.0"], {AT!r}, 60.0)
+child = os.fork()
+for _ in range(200):
+    assert directory.lookup(["ffn.0"]) == {{"ffn.0": {AT!r}}}
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_connections_are_given_back(redis: RealRedis) -> None:
+    before = held()
+    directory = RedisDirectory(redis.url)
+    threads = [threading.Thread(target=directory.lookup, args=(UIDS,)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    directory.close()
+    assert held() == before
+
+
+# What goes wrong, and what is said.
+
+
+def test_nobody_at_the_address(tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    for url in (f"unix://{tmp_path}/nobody", "redis://127.0.0.1:1"):
+        with pytest.raises(PeerLost, match="start redis-server") as caught:
+            RedisDirectory(url).lookup(UIDS)
+        assert caught.value.peer == url
+        assert caught.value.operation == "directory.lookup"
+
+
+def test_one_that_never_answers_meets_the_deadline(stack: ExitStack) -> None:
+    pytest.importorskip("redis")
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+    with pytest.raises(DeadlineExceeded) as caught:
+        RedisDirectory(url, timeout=0.1).lookup(UIDS)
+    assert caught.value.peer == url
+    with pytest.raises(DeadlineExceeded):
+        within(RedisDirectory(url, timeout=600.0), Deadline.after(0.1)).lookup(UIDS)
+
+
+def test_one_that_answers_a_byte_at_a_time_meets_the_deadline_too(stack: ExitStack) -> None:
+    pytest.importorskip("redis")
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    over = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            try:
+                while not over.wait(0.02):
+                    connection.sendall(b"+")
+            except OSError:
+                return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            RedisDirectory(f"redis://127.0.0.1:{listening.getsockname()[1]}", timeout=1.0).lookup(UIDS)
+    finally:
+        over.set()
+        join(thread)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "told"),
+    [
+        (b"$22\r\nredis_version:4.0.14\r\n\r\n", ProtocolError, "Redis 4.0.14 is too old for a directory; install 5.0"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is no Redis .*; check the port"),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", Overloaded, "still loading"),
+        (b"-READONLY You can't write against a read only replica.\r\n", RemoteError, "is a replica.*name the primary"),
+        (b"-MOVED 3999 127.0.0.1:6381\r\n", RemoteError, "member of a cluster"),
+        (b"-OOM command not allowed when used memory > 'maxmemory'.\r\n", Overloaded, "raise its maxmemory"),
+        (b"-ERR something else\r\n", RemoteError, "Redis answered with an error: something else"),
+    ],
+)
+def test_answers_that_are_no_answer(stack: ExitStack, answer: bytes, kind: type[Exception], told: str) -> None:
+    pytest.importorskip("redis")
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    over = threading.Event()
+
+    def serve() -> None:
+        listening.settimeout(0.05)
+        while not over.is_set():
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.settimeout(None)
+                while asked := connection.recv(4096):
+                    # Whoever it is that asks, `CLIENT SETINFO` is answered as by one that does not know it.
+                    count = asked.count(b"SETINFO")
+                    connection.sendall(b"-ERR unknown\r\n" * count + answer * (b"SETINFO" not in asked))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with pytest.raises(kind, match=told):
+            RedisDirectory(f"redis://127.0.0.1:{listening.getsockname()[1]}").lookup(UIDS)
+    finally:
+        over.set()
+        join(thread)
+
+
+def test_a_wrong_password(tmp_path: Path, redis: RealRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis.client().config_set("requirepass", "secret")
+    redis.client(password="secret").acl_setuser(
+        "reader", enabled=True, passwords=["+mine"], keys=["*"], commands=["+get"], reset=True
+    )
+    wrong = [redis.url, redis.url.replace("//", "//:typo@"), redis.url.replace("//", "//reader:mine@")]
+    for url in wrong:
+        with pytest.raises(Unauthorized, match="put them into the URL.*ANABRANCH_REDIS_PASSWORD") as caught:
+            RedisDirectory(url).lookup(UIDS)
+        assert caught.value.peer == redis.url, "no password is shown"
+        assert "typo" not in str(caught.value)
+    with_password = RedisDirectory(redis.url.replace("//", "//:secret@"))
+    assert with_password.lookup(UIDS) == {}
+    assert "secret" not in repr(with_password)
+    monkeypatch.setenv("ANABRANCH_REDIS_PASSWORD", "secret")
+    assert RedisDirectory(redis.url).lookup(UIDS) == {}
+
+
+def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
+    commands = ["+eval", "+evalsha", "+time", "+@keyspace", "+@hash", "+@string", "+@sortedset", "-@dangerous"]
+    redis.client().acl_setuser(
+        "names", enabled=True, passwords=["+mine"], keys=["{anabranch*"], commands=commands, reset=True
+    )
+    directory = RedisDirectory(redis.url.replace("//", "//names:mine@"))
+    directory.announce(UIDS, AT, ttl=60.0)
+    assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
+    assert directory.active(["ffn"]) == {"ffn": [0, 2]}
+    assert directory.claim(["ffn.7"], "me", ttl=60.0) == ["ffn.7"]
+    directory.release(["ffn.7"], "me")
+    directory.withdraw(UIDS, AT)
+    assert directory.active(["ffn"]) == {"ffn": []}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["redis://a:1,redis://b:1", "redis://127.0.0.1:port", "redis://127.0.0.1/name", "unix://", "tcp://127.0.0.1:1"],
+)
+def test_addresses_that_are_none(wrong: str) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ValueError, match=r"is no address of a Redis.*redis://HOST:PORT/DATABASE"):
+        RedisDirectory(wrong)
+
+
+def test_the_url_of_a_redis_is_no_endpoint() -> None:
+    with pytest.raises(ValueError, match=r"redis://db:1 is a Redis; use anabranch\.RedisDirectory"):
+        Directory("redis://:secret@db:1")
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for make in (RedisDirectory, as_directory, lambda url: ab.ParameterServer(directory=url)):
+        with pytest.raises(ModuleNotFoundError, match=r"redis://db:6379: .*pip install 'anabranch\[redis\]'") as caught:
+            make("redis://:secret@db:6379")
+        assert caught.value.name == "redis"
+
+
+@pytest.mark.slow
+def test_nothing_of_redis_is_imported_before_there_is_a_redis() -> None:
+    code = """
+import sys
+import anabranch as ab
+from anabranch.experts.directory import as_directory
+ab.ExpertServer, ab.ParameterServer, ab.RedisDirectory, as_directory(ab.Directory())
+assert not [name for name in sys.modules if name.partition(".")[0] == "redis"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_what_only_this_host_can_reach_is_not_announced_to_others(stack: ExitStack) -> None:
+    pytest.importorskip("redis")
+    directory = RedisDirectory("redis://10.0.0.1:6379")
+    with pytest.raises(ValueError, match="is a socket of one host"):
+        directory.announce(UIDS, AT, ttl=60.0)
+    with pytest.raises(ValueError, match="where a server listens"):
+        directory.announce(UIDS, "tcp://0.0.0.0:7000", ttl=60.0)
+
+
+@pytest.mark.slow
+def test_over_tls(tmp_path: Path, redis: RealRedis) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    redis.stop()
+    folder = tmp_path / "tls"
+    folder.mkdir(mode=0o700)
+    files = {"cert": "directory.pem", "key": "directory.pem", "ca-cert": "authority.pem"}
+    options = [word for what, name in files.items() for word in (f"--tls-{what}-file", str(keys / name))]
+    with RealRedis(folder, *options, "--port", "0", "--tls-port", str(redis.port)):
+        url = f"rediss://127.0.0.1:{redis.port}/1?ssl_ca_certs={keys}/authority.pem&ssl_check_hostname=false"
+        ours = f"{url}&ssl_certfile={keys}/worker.pem&ssl_keyfile={keys}/worker.pem"
+        directory = RedisDirectory(ours)
+        directory.announce(UIDS, ELSEWHERE, ttl=60.0)
+        assert directory.lookup(UIDS) == dict.fromkeys(UIDS, ELSEWHERE)
+        with pytest.raises(PeerLost):  # it asks for a certificate
+            RedisDirectory(url).lookup(UIDS)

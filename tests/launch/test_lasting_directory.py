@@ -1,0 +1,159 @@
+"""``anabranch run --directory``: a job whose directory was there before it, and is there after it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import anabranch as ab
+from anabranch.cli.app import _app
+from anabranch.launch import launch
+from anabranch.launch.address_status import Addresses
+from redis_servers import RealRedis, redis
+
+__all__ = ["redis"]
+
+Script = Callable[[str], Path]
+LIMIT = 100.0
+
+JOB = """
+import json, os, pathlib, signal, sys, time
+import torch
+import anabranch as ab
+
+here = pathlib.Path(sys.argv[1])
+job = ab.job()
+
+def make_backends(index, count):
+    part = here / "part"
+    part.write_text(str(os.getpid()))
+    part.rename(here / f"pid-{index}")
+    return [ab.ExpertBackend(f"ffn.{index}", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])]
+
+directory = job.serve(make_backends)
+x = torch.ones(1, 2)
+expert = ab.RemoteExpert("ffn.0", directory)
+expert(x)
+"""
+
+CALLS = (
+    JOB
+    + """
+print(json.dumps({"listens": directory.lookup(["ffn.0"])["ffn.0"], "others": directory.active(["other"])["other"],
+                  "directory": repr(directory)}))
+"""
+)
+
+KILLS = (
+    JOB
+    + """
+before = (here / "pid-0").read_text()
+os.kill(int(before), signal.SIGKILL)
+while (here / "pid-0").read_text() == before:
+    time.sleep(0.01)
+while True:
+    try:
+        print(ab.RemoteExpert("ffn.0", directory)(x).tolist())
+        break
+    except (ab.BoundaryError, ValueError):
+        time.sleep(0.1)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "listens", "others"), [(None, "unix:", [7]), ("127.0.0.1", "tcp://127.0.0.1:", [])])
+def test_experts_are_announced_in_redis_and_those_of_others_found(
+    script: Script, tmp_path: Path, redis: RealRedis, host: str | None, listens: str, others: list[int]
+) -> None:
+    backend = ab.ExpertBackend("other.7", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
+    # The mark of another job's expert process is none of ours.
+    ab.RedisDirectory(redis.url).announce(["anabranch-expert.0"], "unix:/nowhere", ttl=600.0)
+    with ab.ExpertServer([backend], directory=redis.url):
+        outcome = launch(
+            script(CALLS), [str(tmp_path)], experts=1, host=host, log_dir=tmp_path, directory=redis.url, seconds=LIMIT
+        )
+        assert outcome.exit_code == 0, outcome
+        assert ab.RedisDirectory(redis.url).active(["other"]) == {"other": [7]}
+    told = json.loads((tmp_path / "worker-0.log").read_text())
+    assert told["listens"].startswith(listens)
+    assert told["others"] == others, "with certificates made for the job alone it sees nobody else"
+    assert told["directory"] == f"RedisDirectory('{redis.url}')"
+    assert ab.RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}, "withdrawn at the end"
+
+
+@pytest.mark.slow
+def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Path, redis: RealRedis) -> None:
+    told: list[str] = []
+    outcome = launch(
+        script(KILLS),
+        [str(tmp_path)],
+        experts=1,
+        log_dir=tmp_path,
+        directory=redis.url,
+        seconds=LIMIT,
+        tell=told.append,
+    )
+    assert outcome.exit_code == 0, outcome
+    assert "[[1.0, 1.0]]" in (tmp_path / "worker-0.log").read_text()
+    assert any("started again" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--directory", "redis://10.0.0.1:6379"], "give --host"),
+        (["--directory", "redis://127.0.0.1:port"], "is no address of a Redis"),
+        (["--directory", "tcp://10.0.0.1:7001"], "asks for certificates; name theirs in ANABRANCH_KEYS"),
+        (["--directory", "nonsense"], "'nonsense' is no endpoint"),
+        (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray has no use for it"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(script: Script, arguments: list[str], told: str) -> None:
+    pytest.importorskip("redis")
+    found = CliRunner().invoke(_app, ["run", "--experts", "1", *arguments, str(script("raise SystemExit(3)"))])
+    assert found.exit_code == 2
+    assert told in " ".join(found.output.replace("│", " ").split())
+
+
+def test_a_redis_that_does_not_answer_is_told_before_anything_starts(script: Script) -> None:
+    pytest.importorskip("redis")
+    path = script("raise SystemExit(3)")
+    found = CliRunner().invoke(_app, ["run", "--directory", "redis://:secret@127.0.0.1:1", str(path)])
+    assert found.exit_code == 1
+    assert "no Redis answers there" in found.output
+    assert "secret" not in found.output
+
+
+def test_a_redis_is_asked_at_its_address(redis: RealRedis) -> None:
+    with Addresses([redis.url]) as addresses:
+        (role,) = addresses.look().roles
+        assert (role.role, role.state, role.endpoint) == ("directory", "running", redis.url)
+        redis.stop()
+        assert addresses.look().roles[0].state == "gone"
+
+
+@pytest.mark.slow
+def test_an_expert_server_of_the_command_line_is_found_by_status_and_by_name(redis: RealRedis) -> None:
+    command = [sys.executable, "-m", "anabranch.cli"]
+    serving = ["serve", "experts", "--uids", "ffn.[0:2]", "--module", "nop", "--features", "4"]
+    with subprocess.Popen([*command, *serving, "--directory", redis.url], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("listening on ")
+            mixture = ab.RemoteMixtureOfExperts(4, [2], redis.url, "ffn", k_best=2)
+            assert mixture(torch.ones(3, 4)).shape == (3, 4)
+            asked = [*command, "status", "--address", redis.url]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT, check=True)
+            assert "directory" in done.stdout
+        finally:
+            process.terminate()
+            process.wait(60.0)
+    assert ab.RedisDirectory(redis.url).active(["ffn"]) == {"ffn": []}
