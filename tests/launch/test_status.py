@@ -109,12 +109,6 @@ def test_the_newest_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         status_of(tmp_path / "anabranch-logs-c")
 
 
-def roles_of(folder: Path) -> dict[str, dict[str, object]]:
-    """The roles as ``anabranch status --json`` tells them, by name."""
-    done = subprocess.run([*STATUS, str(folder), "--json"], capture_output=True, text=True, timeout=60, check=True)
-    return {f"{one['role']} {one['rank']}": one for one in json.loads(done.stdout)["roles"]}
-
-
 TRAINS = """
     import torch, anabranch as ab
     model = torch.nn.Linear(2, 1)

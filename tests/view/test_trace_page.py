@@ -189,7 +189,9 @@ def test_a_packed_trace_is_a_trace(tmp_path: Path) -> None:
     assert len(read_trace(tmp_path / "out.json.gz")["lanes"]) == 1
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "{", "{}", "[3]", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}', "nul"])
+@pytest.mark.parametrize(
+    "text", ["", "[" * 100_000, "{", "{}", "[3]", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}', "nul"]
+)
 def test_a_file_that_is_no_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json is no trace in Chrome's format: "):

@@ -47,9 +47,9 @@ class RoleStatus:
         rank: which of its role.
         pid: its process; ``None`` while it is to be started, or started again.
         endpoint: where a service listens.
-        state: ``"starting"``: it does not run yet, or is a service that does not listen yet; ``"waiting"``: for another process, for half a second
-            or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it has ended and is to be
-            started again; ``"gone"``: it has ended.
+        state: ``"starting"``: it does not run yet, or is a service that does not listen yet; ``"waiting"``: for another
+            process, for half a second or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it
+            has ended and is to be started again; ``"gone"``: it has ended.
         steps: optimizer steps of a worker, those of a loaded checkpoint included; ``None`` if it has no ``Executor``.
         waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
             gone, or else those that do not wait themselves.

@@ -28,7 +28,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 @dataclass(slots=True)
 class TraceFile:
-    """What stands in a file.
+    """The contents of a file.
 
     Attributes:
         events: spans (``"ph": "X"``), names (``"M"``) and the ends of arrows (``"s"`` and ``"f"``).

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias
 
 from anabranch.view.schedules import schedules_of
 from anabranch.view.trace_events import Event, TraceFile, read_events
+from anabranch.waits import in_words
 
 __all__ = ["TraceData", "read_trace"]
 
@@ -22,7 +22,6 @@ _MOST_SPANS = 200_000
 _MOST_WAITS = 200
 _BYTES = ("bytes", "sent_bytes", "received_bytes")
 _STAGE = "anabranch-stage-"  # begins the name of a stage's thread
-_RECEIVING = re.compile(r"R([FB])\d+\.(\d+)<\d+$")
 
 
 def read_trace(path: Path) -> TraceData:
@@ -225,27 +224,13 @@ def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:
             {
                 "process": lane.process,
                 "peer": ", ".join(_peers(str(facts.get("peer", "")))),
-                "operation": _in_words(str(facts.get("operation", event["name"]))),
+                "operation": in_words(str(facts.get("operation", event["name"]))),
                 "step": steps.at(lane.process, event["ts"]),
                 "us": round(event["dur"], 1),
                 "ts": event["ts"],
             }
         )
     return waits
-
-
-def _in_words(operation: str) -> str:
-    """Return what a stage waits for as people say it.
-
-    >>> _in_words("pipeline step RB0.3<1"), _in_words("pull")
-    ('pipeline step: gradients of microbatch 3', 'pull')
-    """
-    what = _RECEIVING.search(operation)
-    if what is None:
-        return operation
-    words = f"{'gradients' if what[1] == 'B' else 'activations'} of microbatch {what[2]}"
-    before = operation[: what.start()].strip()
-    return f"{before}: {words}" if before else words
 
 
 def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, int, str, float, float]]:
