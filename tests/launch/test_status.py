@@ -95,6 +95,15 @@ def test_the_command_prints_a_table_and_refuses_what_is_no_job(tmp_path: Path) -
     assert "log folder" in done.stderr
 
 
+def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    told = {"pid": os.getpid(), "run": {"loss": float("nan"), "curve": [1.0, float("inf")]}}
+    (tmp_path / "worker-0.status").write_text(json.dumps(told))
+    done = subprocess.run([*STATUS, str(tmp_path), "--json"], capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert (found["loss"], found["curve"]) == (None, [1.0, None])
+
+
 def test_the_newest_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ValueError, match="no job of yours"):

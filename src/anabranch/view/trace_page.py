@@ -41,7 +41,7 @@ class _Lane:
     process: str
     name: str
     place: tuple[Any, Any]
-    events: list[Mapping[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 def _data_of(file: TraceFile) -> TraceData:

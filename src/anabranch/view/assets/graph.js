@@ -29,7 +29,7 @@ const build = (indices, depth, path, phase) => {
     const own = path ? path + "." + parts[depth] : parts[depth];
     const children = build(indices.slice(i, j), depth + 1, own, phase);
     const only = children.length === 1 ? children[0] : null;
-    if (only && only.children) { only.title = parts[depth] + "." + only.title; items.push(only); }
+    if (only && only.children && !(phase === "input" && depth === 0)) { only.title = parts[depth] + "." + only.title; items.push(only); }
     else items.push(groupOf(parts[depth], own, phase, children));
     i = j;
   }

@@ -132,7 +132,7 @@ const drawSchedules = () => {
   made.firstChild.append(choice, ...["forward", "backward", "weight", "recompute"].map(phase => key(PHASES[phase], phase)));
   const draw = () => {
     const {stages, planned, ran} = trace.schedules[choice.value];
-    const width = SMALL ? 640 : 1180, left = 62, row = 26;
+    const width = SMALL ? innerWidth - 40 : 1180, left = 62, row = 26;
     const block = (title, rows, unit) => {
       const end = Math.max(...rows.flat().map(one => one[2] + one[3]), 1e-9);
       const busy = rows.flat().reduce((sum, one) => sum + one[3], 0) / (end * stages.length);
@@ -202,7 +202,13 @@ const drawTimeline = () => {
   const canvas = element("canvas", {class: "drawing", tabindex: 0, role: "img", style: `height:${height}px${SMALL ? ";touch-action:pan-y" : ""}`,
     "aria-label": "timeline of all processes; arrow keys move, plus and minus zoom, 0 shows all"});
   const view = {from: first, to: last, y: 0}, all = {from: first, to: last};
-  const steps = trace.lanes.length && rows.flatMap(row => row.spans || []).filter(span => span.category === "step").sort((a, b) => a.start - b.start);
+  const taken = new Map(); // by the name of a step: those that were taken; of one that trains they are the most
+  for (const span of rows.flatMap(row => row.spans || [])) if (span.category === "step") {
+    const found = taken.get(span.name) || taken.set(span.name, {numbers: new Set(), spans: []}).get(span.name);
+    found.numbers.add((span.facts || {}).step); found.spans.push(span);
+  }
+  const steps = [...taken.values()].sort((a, b) => b.numbers.size - a.numbers.size).map(found => found.spans)[0] || [];
+  steps.sort((a, b) => a.start - b.start);
   if (steps.length > 12) { // the whole of a long run is a grey bar
     const middle = steps[Math.floor(steps.length / 2)], some = (middle.end - middle.start) * 4;
     view.from = middle.start - some / 2; view.to = middle.end + some / 2;
@@ -261,7 +267,7 @@ const drawTimeline = () => {
     for (let time = Math.ceil((view.from - all.from) / tick) * tick; time + all.from <= view.to; time += tick) {
       context.fillText(tickText(time, tick), x(time + all.from) + 3, HEAD / 2); context.fillRect(x(time + all.from), 4, 1, HEAD - 8);
     }
-    canvas.dataset.drawn = boxes.length; canvas.dataset.arrows = count;
+    canvas.dataset.drawn = boxes.length; canvas.dataset.arrows = count; canvas.dataset.rows = rows.filter(row => row.spans).length;
   });
   const clamp = () => {
     const least = Math.min(1, (all.to - all.from) / 2), most = (all.to - all.from) * 1.1;
