@@ -54,7 +54,9 @@ def graph(layers: int = 12, *, evil: str = "") -> str:
     for phase in ("forward", "backward", "update"):
         for layer in range(layers):
             for part in ("attention", "linear"):
-                nodes.append(node(f"{phase}_{layer}_{part}{evil}", phase, f"layers.{layer}.{part}{evil}", [last], evil or "mm"))
+                nodes.append(
+                    node(f"{phase}_{layer}_{part}{evil}", phase, f"layers.{layer}.{part}{evil}", [last], evil or "mm")
+                )
                 last = len(nodes) - 1
     nodes.append(node(f"output loss{evil}", "output", "outputs", [last], f"loss{evil}"))
     data = {
@@ -82,13 +84,13 @@ def test_the_first_look_at_a_graph_has_the_layers_and_one_box_for_the_optimizer(
         """,
         tmp_path,
     )
-    assert found["layers"][:3] == ["layers", "0", "attention"] or found["layers"][:3] == ["layers", "0", "1"]
+    assert found["layers"][:2] == ["layers", "0"]
     assert found["optimizer"] == [["optimizer", 24]]
     assert found["state"] == [["inputs", 1], ["optimizer state", 1], ["parameters", 12]]
     assert found["under"]
     assert found["inside"]
     assert found["readable"] >= 9
-    assert found["facts"] == "39 operations, at most 2.0 KiB, 250 ms" or found["facts"].endswith("at most 2.0 KiB, 250 ms")
+    assert found["facts"].endswith(" operations, at most 2.0 KiB, 250 ms")
 
 
 def test_a_graph_is_moved_opened_and_followed_by_keys(tmp_path: Path) -> None:
@@ -179,7 +181,16 @@ def trace(tmp_path: Path) -> str:
         if name.startswith("worker"):
             peers = [other for other in names if other != name]
             part.spans = [
-                ("pull", "crossing", "requests", 1000 * turn, 100_000_000 + turn, 1, {"peer": peer, "bytes": 1e6 + turn}, None)
+                (
+                    "pull",
+                    "crossing",
+                    "requests",
+                    1000 * turn,
+                    100_000_000 + turn,
+                    1,
+                    {"peer": peer, "bytes": 1e6 + turn},
+                    None,
+                )
                 for turn, peer in enumerate(peers * 5)
             ]
         part.spans += [
@@ -230,7 +241,9 @@ def test_rows_that_overlap_are_one_of_few_lines_and_a_wait_is_shown_by_enter(tmp
     assert found["focus"] == "CANVAS"
 
 
-def test_on_a_phone_a_finger_scrolls_past_the_timeline_and_the_schedule_is_as_wide_as_the_screen(tmp_path: Path) -> None:
+def test_on_a_phone_a_finger_scrolls_past_the_timeline_and_the_schedule_is_as_wide_as_the_screen(
+    tmp_path: Path,
+) -> None:
     found = asked(
         trace(tmp_path),
         """

@@ -116,7 +116,7 @@ const ends = ({a, b}) => {
   return [xa, ya, xa + reach, ya, xb - reach, yb, xb, yb];
 };
 const countOf = item => `${item.count} ${item.phase === "input" || item.phase === "output" ? "tensor" : "op"}${item.count === 1 ? "" : "s"}`;
-const formOf = item => item.children ? countOf(item) : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
+const formOf = item => item.children ? countOf(item) : nodes[item.leaf].boundary && nodes[item.leaf].phase !== "output" ? nodes[item.leaf].boundary : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
 const redraw = canvasOf(canvas, (context, width, tall) => {
   const paint = {}, of = name => paint[name] = paint[name] || colour(name);
   context.fillStyle = of("ground"); context.fillRect(0, 0, width, tall);
@@ -126,7 +126,8 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
   if (picked) near.add(picked);
   const dim = picked && !(picked.children && picked.open) || hits.size, lit = item => !dim || near.has(item) || hits.has(item) || item.hit;
   const group = (item, test) => { for (let up = item.parent; up; up = up.parent) if (test(up)) return true; return false; };
-  let labels = 0;
+  const labels = []; // where there are some already
+  const isFree = box => !labels.some(one => box[0] < one[2] && box[2] > one[0] && box[1] < one[3] && box[3] > one[1]) && labels.push(box);
   const mine = new Set(picked ? picked.edges : []);
   const quiet = edge => !mine.has(edge) && (edge.a.phase === "input" || edge.b.phase === "output"); // below the boxes
   const drawEdges = wanted => edges.filter(wanted).forEach(edge => {
@@ -139,12 +140,14 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
     context.beginPath(); context.moveTo(line[0], line[1]); context.bezierCurveTo(...line.slice(2)); context.stroke();
     const tip = Math.sign(line[6] - line[4]) || 1; // an arrow's head where it ends
     context.beginPath(); context.moveTo(line[6], line[7]); context.lineTo(line[6] - 6 * tip, line[7] - 3.5); context.lineTo(line[6] - 6 * tip, line[7] + 3.5); context.fillStyle = context.strokeStyle; context.fill();
-    if ((own || !state && edges.length < 160) && edge.bytes && scale > .55 && labels < 80) {
+    if ((own || !state && edges.length < 160) && edge.bytes && scale > .55 && labels.length < 80) {
       const beside = line[2] < Math.min(line[0], line[6]); // of boxes above each other: left of the bend, off the boxes
       const x = (line[0] + 3 * line[2] + 3 * line[4] + line[6]) / 8 - (beside ? 3 : 0), y = (line[1] + line[7]) / 2, text = bytes(edge.bytes);
+      const wide = 6 * text.length, start = x - (beside ? wide : wide / 2);
+      if (!isFree([start, y - 6, start + wide, y + 6]) && !own) return;
       context.font = "10px system-ui, sans-serif"; context.textAlign = beside ? "right" : "center"; context.globalAlpha = own ? 1 : dim ? .1 : .9;
       context.lineWidth = 3; context.strokeStyle = of("ground"); context.strokeText(text, x, y); context.fillStyle = of("soft"); context.fillText(text, x, y);
-      context.textAlign = "left"; labels += 1;
+      context.textAlign = "left";
     }
   });
   drawEdges(quiet);
