@@ -23,7 +23,8 @@ DESK, PHONE = "1280,900", "500,900"  # Chromium's windows are no narrower; the p
 
 PRESS = """
 const out = {};
-const press = (target, key) => target.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+const press = (target, key) =>
+  target.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
 const finger = (target, kind, id, x, y) => target.dispatchEvent(
   new PointerEvent("pointer" + kind, {pointerId: id, clientX: x, clientY: y, pointerType: "touch", bubbles: true}));
 Element.prototype.setPointerCapture = () => {};
@@ -79,7 +80,8 @@ def test_the_first_look_at_a_graph_has_the_layers_and_one_box_for_the_optimizer(
         out.state = of("input").map(item => [item.title, item.count]);
         out.under = of("output")[0].y > of("update")[0].y && of("output")[0].x === of("update")[0].x;
         out.readable = scale * 12; // pixels of a letter
-        out.inside = visible.every(item => item.x * scale + dx >= 0 && (item.x + item.w) * scale + dx <= canvas.clientWidth);
+        const right = item => (item.x + item.w) * scale + dx;
+        out.inside = visible.every(item => item.x * scale + dx >= 0 && right(item) <= canvas.clientWidth);
         out.facts = $("facts").textContent;
         """,
         tmp_path,
@@ -204,8 +206,12 @@ def trace(tmp_path: Path) -> str:
 
 
 LABELS = """
-out.labels = [...document.querySelectorAll("svg text[paint-order]")].map(text => { const box = text.getBoundingClientRect(); return [box.left, box.top, box.right, box.bottom]; });
-out.boxes = [...document.querySelectorAll("svg rect[rx='7']")].map(rect => { const box = rect.getBoundingClientRect(); return [box.left, box.top, box.right, box.bottom]; });
+const placesOf = what => [...document.querySelectorAll(what)].map(one => {
+  const {left, top, right, bottom} = one.getBoundingClientRect();
+  return [left, top, right, bottom];
+});
+out.labels = placesOf("svg text[paint-order]");
+out.boxes = placesOf("svg rect[rx='7']");
 out.wide = document.documentElement.scrollWidth <= innerWidth;
 """
 
@@ -248,7 +254,8 @@ def test_on_a_phone_a_finger_scrolls_past_the_timeline_and_the_schedule_is_as_wi
         trace(tmp_path),
         """
         out.touch = getComputedStyle(document.querySelector("canvas")).touchAction;
-        out.schedule = [...document.querySelectorAll("svg[aria-label^='as ']")].map(svg => svg.viewBox.baseVal.width / svg.getBoundingClientRect().width);
+        const shrunk = svg => svg.viewBox.baseVal.width / svg.getBoundingClientRect().width;
+        out.schedule = [...document.querySelectorAll("svg[aria-label^='as ']")].map(shrunk);
         """,
         tmp_path,
         size=PHONE,
