@@ -58,12 +58,14 @@ def test_readers_never_see_half_of_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_to_be_started_is_listed_before_it_is(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.steps").write_bytes((2000).to_bytes(8, "little"))  # of another job in the same folder
     record = JobFile(tmp_path)
     record.expects({"worker": 1, "parameters": 0, "expert": 1})
     assert [(role.name, role.state) for role in status_of(tmp_path).roles] == [
         ("worker 0", "starting"),
         ("expert 0", "starting"),
     ]
+    assert status_of(tmp_path).roles[0].steps is None
     record.began("worker", 0, os.getpid(), None)
     record.returns("worker", 0)
     assert [role.state for role in status_of(tmp_path).roles] == ["restarting", "starting"]

@@ -55,8 +55,9 @@ class JobFile:
         self._roles: dict[tuple[str, int], dict[str, object]] = {}
         self._failed = False
         self._trace = None if trace is None else str(trace.absolute())
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)  # of another job in the same folder
+        for left in (self._path, *folder.glob("worker-*.steps")):  # by another job in the same folder
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
 
     def expects(self, counts: Mapping[str, int]) -> None:
         """Record so many processes of each role that are to be started."""
