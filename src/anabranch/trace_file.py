@@ -186,12 +186,13 @@ def _order(part: ProcessTrace) -> tuple[int, str, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One end of a flow: where its span lies in the file; times in nanoseconds."""
+    """One end of a flow: where its span lies in the file, and whether it is one that failed; times in nanoseconds."""
 
     pid: int
     tid: int
     start: int
     end: int
+    failed: bool = False
 
 
 class _Writer:
@@ -248,7 +249,7 @@ class _Writer:
                 used.add(tid)
                 self._name("thread_name", pid, tid, name=lanes.name(tid))
                 self._name("thread_sort_index", pid, tid, sort_index=tid)
-            place = _End(pid, tid, start + offset, max(end, start + 1) + offset)
+            place = _End(pid, tid, start + offset, max(end, start + 1) + offset, bool(facts and "error" in facts))
             event = {
                 "ph": "X",
                 "name": name,
@@ -279,7 +280,8 @@ class _Writer:
         for ends in self._flows.values():
             for asks, serves in zip(ends.get("ask", ()), ends.get("serve", ())[-1:], strict=False):
                 yield (asks, asks.start), (serves, serves.start)
-                yield (serves, serves.end - 1), (asks, asks.end - 1)
+                if not asks.failed:  # else whoever asked was gone before the answer came
+                    yield (serves, serves.end - 1), (asks, asks.end - 1)
             for sends, receives in zip(ends.get("send", ()), ends.get("receive", ()), strict=False):
                 yield (sends, sends.start), (receives, receives.end - 1)
             meet = sorted(ends.get("meet", ()), key=lambda end: end.start)

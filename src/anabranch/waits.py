@@ -7,16 +7,20 @@ A wait that is shorter costs them a look at a clock at most. ``anabranch status`
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from anabranch.status_file import status_file
 
-__all__ = ["LONG", "Wait", "begin", "current", "end"]
+__all__ = ["LONG", "Wait", "begin", "current", "end", "in_words"]
 
 LONG = 0.5
 """Seconds after which a wait is recorded."""
+
+_RECEIVING = re.compile(r"R([FB])\d+\.(\d+)<\d+$")
+_WORDS = {"life": "its first answer", "norm": "norm of the gradients", "release": "update"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,20 @@ def end(number: int | None) -> None:
 def current() -> tuple[Wait, ...]:
     """Return the waits of all threads of this process, the longest first."""
     return tuple(sorted(_waits.copy().values(), key=lambda wait: wait.since))
+
+
+def in_words(operation: str) -> str:
+    """Return an operation as people say it: those of stages and servers are short for messages.
+
+    >>> in_words("pipeline step RB0.3<1"), in_words("life"), in_words("pull")
+    ('pipeline step: gradients of microbatch 3', 'its first answer', 'pull')
+    """
+    what = _RECEIVING.search(operation)
+    if what is None:
+        return _WORDS.get(operation, operation)
+    words = f"{'gradients' if what[1] == 'B' else 'activations'} of microbatch {what[2]}"
+    before = operation[: what.start()].strip()
+    return f"{before}: {words}" if before else words
 
 
 def _changed() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from anabranch.launch import launch
 from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_status import status_of
 
 
 def read(folder: Path) -> dict[str, object]:
@@ -54,6 +55,20 @@ def test_readers_never_see_half_of_it(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "replace", look)
     record.began("worker", 1, 2, None)
     assert len(read(tmp_path)["roles"]) == 2  # type: ignore[arg-type]
+
+
+def test_what_is_to_be_started_is_listed_before_it_is(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.steps").write_bytes((2000).to_bytes(8, "little"))  # of another job in the same folder
+    record = JobFile(tmp_path)
+    record.expects({"worker": 1, "parameters": 0, "expert": 1})
+    assert [(role.name, role.state) for role in status_of(tmp_path).roles] == [
+        ("worker 0", "starting"),
+        ("expert 0", "starting"),
+    ]
+    assert status_of(tmp_path).roles[0].steps is None
+    record.began("worker", 0, os.getpid(), None)
+    record.returns("worker", 0)
+    assert [role.state for role in status_of(tmp_path).roles] == ["restarting", "starting"]
 
 
 def test_a_file_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
@@ -120,10 +135,10 @@ def test_a_service_that_is_started_again_is_listed_with_its_new_process(
 
         directory = ab.job().serve(make)
         end = time.monotonic() + 60
-        while len(json.load(open(sys.argv[1]))["roles"]) < 2:  # not written yet
+        found = lambda: json.load(open(sys.argv[1]))["roles"][1]
+        while found()["pid"] is None:
             assert time.monotonic() < end
             time.sleep(0.01)
-        found = lambda: json.load(open(sys.argv[1]))["roles"][1]
         first = found()
         assert first["endpoint"] == directory.lookup(["e.0"])["e.0"], first
         os.kill(first["pid"], signal.SIGKILL)

@@ -115,7 +115,7 @@ def test_roles_that_run_well_make_room_for_those_that_do_not() -> None:
     lines = shown(replace(JOB, roles=roles), 80, lines=12)
     assert len(lines) <= 12
     assert any(line.split() == ["expert", "0", "stopped"] for line in lines)
-    assert lines[-1].split() == ["14", "more", "14", "running"]
+    assert lines[-1].split() == ["15", "more", "15", "running"]
 
 
 def test_what_nobody_has_told_is_left_out() -> None:
@@ -148,3 +148,12 @@ def test_names_cannot_move_the_cursor() -> None:
     lines = shown(replace(JOB, roles=(replace(evil), evil), progress=(TrackedLoop("l\r\x1b[A", 1, 2, 1.0),)), 120)
     assert len(lines) == 6
     assert not any("\x1b" in line or "\x9b" in line or "\r" in line for line in lines)
+
+
+def test_what_crosses_has_two_lines_and_what_finds_no_room_is_counted() -> None:
+    rates = {f"table of.a.long.name.{number}": 2e6 - number * 1e5 for number in range(7)}
+    lines = shown(replace(JOB, roles=(replace(WORKER, crossing=rates),)), 80)
+    assert lines[-2:] == [
+        "crossing  table of.a.long.name.0 2.0 MB/s · table of.a.long.name.1 1.9 MB/s",
+        "          table of.a.long.name.2 1.8 MB/s · table of.a.long.name.3 1.7 MB/s · 3…",
+    ]

@@ -190,7 +190,7 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(script: Script, tmp_pa
     )
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
-    with start_run("--log-dir", tmp_path, path, stdin=theirs, stdout=theirs, stderr=theirs) as launcher:
+    with start_run("--plain", "--log-dir", tmp_path, path, stdin=theirs, stdout=theirs, stderr=theirs) as launcher:
         os.close(theirs)
         shown = b""
         with suppress(OSError):  # EIO: the last holder of the terminal is gone

@@ -52,6 +52,13 @@ def test_the_states_of_processes(tmp_path: Path) -> None:
     assert {one.state for one in status_of(tmp_path).roles} == {"gone"}
 
 
+def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
+    JobFile(tmp_path).began("expert", 0, os.getpid(), f"unix:{tmp_path}/socket")
+    assert status_of(tmp_path).roles[0].state == "starting"
+    (tmp_path / "expert-0.status").write_text(json.dumps({"pid": os.getpid(), "experts": {"uptime": 3.0}}))
+    assert status_of(tmp_path).roles[0].state == "running"
+
+
 def test_a_job_of_executors_tells_its_steps(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
@@ -88,6 +95,15 @@ def test_the_command_prints_a_table_and_refuses_what_is_no_job(tmp_path: Path) -
     assert "log folder" in done.stderr
 
 
+def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    told = {"pid": os.getpid(), "run": {"loss": float("nan"), "curve": [1.0, float("inf")]}}
+    (tmp_path / "worker-0.status").write_text(json.dumps(told))
+    done = subprocess.run([*STATUS, str(tmp_path), "--json"], capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert (found["loss"], found["curve"]) == (None, [1.0, None])
+
+
 def test_the_newest_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ValueError, match="no job of yours"):
@@ -100,12 +116,6 @@ def test_the_newest_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert latest_job() == tmp_path / "anabranch-logs-a"
     with pytest.raises(ValueError, match="does not describe a job"):
         status_of(tmp_path / "anabranch-logs-c")
-
-
-def roles_of(folder: Path) -> dict[str, dict[str, object]]:
-    """The roles as ``anabranch status --json`` tells them, by name."""
-    done = subprocess.run([*STATUS, str(folder), "--json"], capture_output=True, text=True, timeout=60, check=True)
-    return {f"{one['role']} {one['rank']}": one for one in json.loads(done.stdout)["roles"]}
 
 
 TRAINS = """
@@ -130,16 +140,20 @@ def test_status_says_who_waits_for_a_frozen_process(
         wait_until(lambda: (status_of(tmp_path).roles[0].steps or 0) > 3)
         pid = next(role.pid for role in status_of(tmp_path).roles if role.name == frozen)
         assert pid is not None
+        seen: dict[str, RoleStatus] = {}
+
+        def waits() -> bool:
+            seen.update((role.name, role) for role in status_of(tmp_path).roles)
+            return seen["worker 0"].state == "waiting"
+
         os.kill(pid, signal.SIGSTOP)
         try:
-            wait_until(lambda: status_of(tmp_path).roles[0].state == "waiting")
-            seen = roles_of(tmp_path)
+            wait_until(waits)  # read here: a job does without a frozen server for seconds only
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert seen[frozen]["state"] == "stopped"
-        assert seen["worker 0"]["state"] == "waiting"
-        assert seen["worker 0"]["waiting_for"] == frozen
-        assert float(str(seen["worker 0"]["waiting_seconds"])) >= 0.5
+        assert seen[frozen].state == "stopped"
+        assert seen["worker 0"].waiting_for == frozen
+        assert (seen["worker 0"].waiting_seconds or 0.0) >= 0.5
         wait_until(lambda: status_of(tmp_path).roles[0].state == "running")
         assert status_of(tmp_path).progress[0].label == "training"
         wait_until(lambda: status_of(tmp_path).loss is not None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,13 +62,22 @@ def status(
             look = lambda: status_of(folder)  # noqa: E731
         found = look()
         if as_json:
-            typer.echo(json.dumps(asdict(found)))
+            typer.echo(json.dumps(_finite(asdict(found)), allow_nan=False))
         elif watch:
             _watch(look, found)
         else:
             _print(found)
     if address and any(role.state in ("gone", "stopped") for role in found.roles):
         raise typer.Exit(1)
+
+
+def _finite(value: Any) -> Any:
+    """Return ``value`` with null for each number that is not finite, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(found: JobStatus) -> None:

@@ -13,6 +13,7 @@ from anabranch.launch.job_page import job_data, trace_of
 from anabranch.launch.job_status import latest_job
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
+from anabranch.view.trace_events import is_packed
 from anabranch.view.trace_page import read_trace
 
 __all__ = ["view"]
@@ -66,7 +67,7 @@ def _page(path: Path) -> str:
         raise ValueError(f"there is no {path}; give a job's log folder (--log-dir), a trace or a saved graph")
     with path.open("rb") as file:
         start = file.read(256).lstrip()
-    if start[:1] in (b"{", b"["):
+    if start[:1] in (b"{", b"[") or not start or is_packed(start):
         return _run(path.name, job=None, trace=read_trace(path))
     return _graph(path)
 

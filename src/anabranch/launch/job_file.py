@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,8 +30,8 @@ class JobFile:
          "started": 1764000000.0, "ended": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
-    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again. Of a job that
-    writes a trace at its end, ``"trace"`` says where.
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again, and before it is started
+    at all, which ``"begun": false`` tells. Of a job that writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.
@@ -55,8 +55,16 @@ class JobFile:
         self._roles: dict[tuple[str, int], dict[str, object]] = {}
         self._failed = False
         self._trace = None if trace is None else str(trace.absolute())
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)  # of another job in the same folder
+        for left in (self._path, *folder.glob("worker-*.steps")):  # by another job in the same folder
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
+
+    def expects(self, counts: Mapping[str, int]) -> None:
+        """Record so many processes of each role that are to be started."""
+        for role, count in counts.items():
+            for rank in range(count):
+                self._roles[role, rank] = {"role": role, "rank": rank, "pid": None, "endpoint": None, "begun": False}
+        self._write(None)
 
     def began(self, role: str, rank: int, pid: int, endpoint: str | None) -> None:
         """Record a process that was started, or started again."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from anabranch.launch.job_file import JOB_FILE
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
+from anabranch.waits import in_words
 
 __all__ = ["job_data", "trace_of"]
 
@@ -50,7 +51,7 @@ def _role(role: RoleStatus) -> dict[str, Any]:
         "state": role.state,
         "waiting_for": role.waiting_for,
         "waiting_seconds": role.waiting_seconds,
-        "operation": role.operation,
+        "operation": in_words(role.operation or ""),
         "facts": {name: value for name, value in facts.items() if value},
     }
 

@@ -45,11 +45,11 @@ class RoleStatus:
     Attributes:
         role: ``"worker"``, ``"parameters"`` or ``"expert"``.
         rank: which of its role.
-        pid: its process; ``None`` while it is to be started again.
+        pid: its process; ``None`` while it is to be started, or started again.
         endpoint: where a service listens.
-        state: ``"starting"``: a service that does not listen yet; ``"waiting"``: for another process, for half a second
-            or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it has ended and is to be
-            started again; ``"gone"``: it has ended.
+        state: ``"starting"``: it does not run yet, or is a service that does not listen yet; ``"waiting"``: for another
+            process, for half a second or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it
+            has ended and is to be started again; ``"gone"``: it has ended.
         steps: optimizer steps of a worker, those of a loaded checkpoint included; ``None`` if it has no ``Executor``.
         waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
             gone, or else those that do not wait themselves.
@@ -191,11 +191,13 @@ def _kept_folders() -> Iterator[tuple[float, Path]]:
 
 
 def _read_role(
-    folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None
+    folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None, begun: bool = True
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
-    state: State = "gone" if ended else "restarting" if pid is None else _state_of(pid, endpoint)
-    found = RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role))
-    return found, _told(folder / f"{role}-{rank}.status", pid)
+    state: State = "gone" if ended else _state_of(pid, endpoint) if pid else "restarting" if begun else "starting"
+    told = _told(folder / f"{role}-{rank}.status", pid)
+    if state == "starting" and any(service in told for service in _SERVICES):
+        state = "running"  # it listens no more, for the job ends
+    return RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role)), told
 
 
 def _told(path: Path, pid: int | None) -> Mapping[str, Any]:

@@ -155,6 +155,7 @@ def launch(
             base |= recorded
         started = time.monotonic()
         stack.callback(job_file.ended)
+        job_file.expects({"worker": workers, "parameters": servers, "expert": experts})
 
         def attempt(number: int) -> JobOutcome:
             if number:

@@ -94,6 +94,9 @@ def _place(name: str) -> tuple[Metric, tuple[str, ...]]:
     head, _, group = name.rpartition("/") if short.isdecimal() else (name, "", "0")
     step, _, short = head.rpartition("/")
     if short == _RATE:
-        return Metric("training_learning_rate", "gauge", "of a parameter group", ("step", "group")), (step, group)
+        return Metric("training_learning_rate", "gauge", "the learning rate of a parameter group", ("step", "group")), (
+            step,
+            group,
+        )
     step, _, short = name.partition("/") if "/" in name else ("", "", name)
     return Metric("training_output", "gauge", "a number that the step returned", ("step", "name")), (step, short)

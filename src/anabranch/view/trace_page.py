@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 import json
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from anabranch.view.schedules import schedules_of
+from anabranch.view.trace_events import Event, TraceFile, read_events
+from anabranch.waits import in_words
 
 __all__ = ["TraceData", "read_trace"]
 
@@ -20,7 +22,6 @@ _MOST_SPANS = 200_000
 _MOST_WAITS = 200
 _BYTES = ("bytes", "sent_bytes", "received_bytes")
 _STAGE = "anabranch-stage-"  # begins the name of a stage's thread
-_RECEIVING = re.compile(r"R([FB])\d+\.(\d+)<\d+$")
 
 
 def read_trace(path: Path) -> TraceData:
@@ -30,49 +31,40 @@ def read_trace(path: Path) -> TraceData:
         ValueError: it is not a trace; says what is wrong.
         OSError: it cannot be read.
     """
-    try:
-        read = json.loads(path.read_bytes())
-        events, other = (read, {}) if isinstance(read, list) else (read["traceEvents"], read.get("otherData", {}))
-        return _data_of(events, other if isinstance(other, dict) else {})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a trace in Chrome's format: {_said(error)}") from error
-
-
-def _said(error: Exception) -> str:
-    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    return _data_of(read_events(path))
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Spans of one thread, or of one row of overlapping spans."""
+    """Spans of one thread, or of one row of overlapping spans; ``place`` is its process and thread in the file."""
 
     process: str
     name: str
-    order: tuple[float, int, int]
-    events: list[Mapping[str, Any]] = field(default_factory=list)
+    place: tuple[Any, Any]
+    events: list[Event] = field(default_factory=list)
 
 
-def _data_of(events: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> TraceData:
-    lanes, dropped = _lanes(events)
+def _data_of(file: TraceFile) -> TraceData:
+    lanes, dropped = _lanes(file.events)
     steps = _Steps(lanes)
     texts = _Texts()
     drawn = []
     for lane in lanes:
         spans: list[float] = []
         for event in lane.events:
-            numbers = (texts.of(str(event["name"])), texts.of(str(event.get("cat", ""))))
-            spans += [*numbers, round(event["ts"], 3), round(event.get("dur", 0), 3), texts.of_facts(event.get("args"))]
+            numbers = (texts.of(event["name"]), texts.of(event["cat"]))
+            spans += [*numbers, round(event["ts"], 3), round(event["dur"], 3), texts.of_facts(event["args"])]
         drawn.append({"process": lane.process, "name": lane.name, "spans": spans})
-    numbers_of = {lane.order[1:]: number for number, lane in enumerate(lanes)}
+    numbers_of = {lane.place: number for number, lane in enumerate(lanes)}
     return {
         "lanes": drawn,
         "texts": texts.texts,
         "facts": texts.facts,
-        "arrows": _arrows(events, numbers_of),
+        "arrows": _arrows(file.events, numbers_of),
         "crossings": _crossings(lanes),
         "waits": _waits(lanes, steps),
         "schedules": schedules_of(_actions(lanes, steps)),
-        "notes": _notes(other, dropped),
+        "notes": [*_notes_on_file(file), *_notes(file.other, dropped)],
     }
 
 
@@ -101,26 +93,34 @@ class _Texts:
         return number
 
 
-def _lanes(events: Iterable[Mapping[str, Any]]) -> tuple[list[_Lane], int]:
+def _lanes(events: Iterable[Event]) -> tuple[list[_Lane], int]:
     """Return the lanes in the order in which viewers show them, and how many spans were too many."""
-    named: dict[tuple[str, int, int], Any] = {}
-    spans: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    named: dict[tuple[Any, Any, Any], Any] = {}
+    spans: dict[tuple[Any, Any], list[Event]] = {}
     count = 0
     for event in events:
         if event["ph"] == "M":
-            named[event["name"], event["pid"], event.get("tid", 0)] = event["args"]
+            named[event["name"], event["pid"], event["tid"]] = event["args"]
         elif event["ph"] == "X":
             count += 1
             if count <= _MOST_SPANS:
                 spans.setdefault((event["pid"], event["tid"]), []).append(event)
-    lanes = []
+    lanes: list[tuple[Any, _Lane]] = []
     for (pid, tid), found in spans.items():
         process = named.get(("process_name", pid, 0), {}).get("name", f"process {pid}")
         name = named.get(("thread_name", pid, tid), {}).get("name", f"thread {tid}")
         place = named.get(("process_sort_index", pid, 0), {}).get("sort_index", pid)
-        found.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
-        lanes.append(_Lane(str(process), str(name), (place, pid, tid), found))
-    return sorted(lanes, key=lambda lane: lane.order), max(0, count - _MOST_SPANS)
+        found.sort(key=lambda event: (event["ts"], -event["dur"]))
+        order = [*map(_in_order, (place, pid, tid))]
+        lanes.append((order, _Lane(str(process), str(name), (pid, tid), found)))
+    lanes.sort(key=lambda one: one[0])
+    return [lane for _, lane in lanes], max(0, count - _MOST_SPANS)
+
+
+def _in_order(number: object) -> tuple[bool, float, str]:
+    """Return what sorts numbers first and names, which other tools give processes and threads, behind them."""
+    is_number = isinstance(number, int | float)
+    return not is_number, float(number) if isinstance(number, int | float) else 0.0, str(number)
 
 
 class _Steps:
@@ -130,8 +130,8 @@ class _Steps:
         self._of: dict[str, list[tuple[float, float, int]]] = {}
         for lane in lanes:
             for event in lane.events:
-                if event.get("cat") == "step":
-                    step = event.get("args", {}).get("step")
+                if event["cat"] == "step":
+                    step = event["args"].get("step")
                     if isinstance(step, int):
                         self._of.setdefault(lane.process, []).append((event["ts"], event["ts"] + event["dur"], step))
         for found in self._of.values():
@@ -144,17 +144,21 @@ class _Steps:
         return found[place][2] if place >= 0 and found[place][1] >= time else None
 
 
-def _arrows(events: Iterable[Mapping[str, Any]], lanes: Mapping[tuple[int, int], int]) -> list[list[Any]]:
+def _arrows(events: Iterable[Event], lanes: Mapping[tuple[Any, Any], int]) -> list[list[Any]]:
     """Return for each flow the lane and the time of both its ends."""
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    starts = {_flow(event): event for event in events if event["ph"] == "s"}
     arrows = []
     for event in events:
-        start = starts.get(event.get("id")) if event["ph"] == "f" else None
+        start = starts.get(_flow(event)) if event["ph"] == "f" else None
         if start is not None:
             ends = [(lanes.get((end["pid"], end["tid"])), end["ts"]) for end in (start, event)]
             if all(lane is not None for lane, _ in ends):
                 arrows.append([value for end in ends for value in end])
     return arrows[:_MOST_SPANS]
+
+
+def _flow(event: Event) -> tuple[str, str, str]:
+    return event["cat"], event["name"], str(event.get("id"))
 
 
 def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
@@ -163,19 +167,23 @@ def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
     stages = _processes_of_stages(lanes)
     for lane in lanes:
         for event in lane.events:
-            facts = event.get("args") or {}
-            if event.get("cat") != "crossing" or "peer" not in facts or event["name"].startswith("receive "):
+            facts = event["args"]
+            if event["cat"] != "crossing" or "peer" not in facts or event["name"].startswith("receive "):
                 continue  # what is received, its sender has sent
             here = f"stage {lane.name[len(_STAGE) :]}" if lane.name.startswith(_STAGE) else lane.process
             peers = [_called(peer, stages) for peer in _peers(str(facts["peer"]))]
             for peer in peers:
                 total = found.setdefault((here, peer, str(event["name"])), [0, 0.0])
                 total[0] += 1
-                total[1] += sum(float(facts.get(name, 0)) for name in _BYTES) / len(peers)
+                total[1] += sum(map(_number, map(facts.get, _BYTES))) / len(peers)
     return [
         {"from": one, "to": other, "name": name, "count": count, "bytes": round(size)}
         for (one, other, name), (count, size) in found.items()
     ]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _peers(text: str) -> list[str]:
@@ -194,8 +202,8 @@ def _processes_of_stages(lanes: Iterable[_Lane]) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     for lane in lanes:
         for event in lane.events:
-            facts = event.get("args") or {}
-            if event.get("cat") == "compute" and "stage" in facts:
+            facts = event["args"]
+            if event["cat"] == "compute" and "stage" in facts:
                 found.setdefault(f"stage {facts['stage']}", set()).add(lane.process)
     single = {stage: next(iter(processes)) for stage, processes in found.items() if len(processes) == 1}
     return single if len(set(single.values())) == len(found) else {}
@@ -207,16 +215,16 @@ def _called(peer: str, stages: Mapping[str, str]) -> str:
 
 def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:
     """Return the longest waits."""
-    found = [(event, lane) for lane in lanes for event in lane.events if event.get("cat") == "wait"]
+    found = [(event, lane) for lane in lanes for event in lane.events if event["cat"] == "wait"]
     found.sort(key=lambda one: -one[0]["dur"])
     waits = []
     for event, lane in found[:_MOST_WAITS]:
-        facts = event.get("args") or {}
+        facts = event["args"]
         waits.append(
             {
                 "process": lane.process,
                 "peer": ", ".join(_peers(str(facts.get("peer", "")))),
-                "operation": _in_words(str(facts.get("operation", event["name"]))),
+                "operation": in_words(str(facts.get("operation", event["name"]))),
                 "step": steps.at(lane.process, event["ts"]),
                 "us": round(event["dur"], 1),
                 "ts": event["ts"],
@@ -225,30 +233,22 @@ def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:
     return waits
 
 
-def _in_words(operation: str) -> str:
-    """Return what a stage waits for as people say it.
-
-    >>> _in_words("pipeline step RB0.3<1"), _in_words("pull")
-    ('pipeline step: gradients of microbatch 3', 'pull')
-    """
-    what = _RECEIVING.search(operation)
-    if what is None:
-        return operation
-    words = f"{'gradients' if what[1] == 'B' else 'activations'} of microbatch {what[2]}"
-    before = operation[: what.start()].strip()
-    return f"{before}: {words}" if before else words
-
-
 def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, int, str, float, float]]:
     """Yield step, stage, microbatch, phase, start and duration of what the stages of a pipeline computed."""
     for lane in lanes:
         for event in lane.events:
-            facts = event.get("args") or {}
-            if event.get("cat") == "compute" and "stage" in facts and "microbatch" in facts:
+            stage, microbatch = event["args"].get("stage"), event["args"].get("microbatch")
+            if event["cat"] == "compute" and isinstance(stage, int) and isinstance(microbatch, int):
                 step = steps.at(lane.process, event["ts"])
                 if step is not None:
-                    place = int(facts["stage"]), int(facts["microbatch"])
-                    yield step, *place, str(event["name"]), float(event["ts"]), float(event["dur"])
+                    yield step, stage, microbatch, event["name"], float(event["ts"]), float(event["dur"])
+
+
+def _notes_on_file(file: TraceFile) -> Iterable[str]:
+    if file.ends_early:
+        yield "the file ends in the middle: what comes before is shown"
+    if file.skipped:
+        yield f"{file.skipped:,} events have no time and are left out"
 
 
 def _notes(other: Mapping[str, Any], dropped: int) -> list[str]:

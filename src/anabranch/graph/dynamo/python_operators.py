@@ -25,14 +25,15 @@ _REGISTERED_AT = ": registered at "
 
 def name_of_python_operator(target: Any) -> str | None:
     """Return the name of the operator that a node calls, if it is the user's Python or has a backward in Python."""
-    return next((operator.name() for operator in _operators(target) if _is_python(operator)), None)
+    found = next(filter(_is_python, _operators(target)), None)
+    return None if found is None else str(found.name())  # type: ignore[no-untyped-call]
 
 
 def _operators(target: Any) -> Iterator[torch._ops.OpOverload[..., Any]]:
     if isinstance(target, torch._ops.OpOverload):
         yield target
     elif isinstance(target, torch._ops.OpOverloadPacket):
-        for overload in target.overloads():
+        for overload in target.overloads():  # type: ignore[no-untyped-call]
             yield getattr(target, overload)
 
 
@@ -40,7 +41,8 @@ def _is_python(operator: torch._ops.OpOverload[..., Any]) -> bool:
     defined = OPDEFS.get(operator._schema.name)
     if defined is not None:
         return defined._backward_fn is not None or _is_the_users(defined)
-    return any(_comes_from_python(line) for line in torch._C._dispatch_dump(operator.name()).splitlines())
+    name = operator.name()  # type: ignore[no-untyped-call]
+    return any(_comes_from_python(line) for line in torch._C._dispatch_dump(name).splitlines())
 
 
 def _is_the_users(defined: CustomOpDef) -> bool:

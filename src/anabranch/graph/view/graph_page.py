@@ -18,6 +18,8 @@ from anabranch.view.page import page_of
 
 __all__ = ["boundary_of", "graph_data", "to_html"]
 
+_KINDS = {"argument": "inputs", "parameter": "parameters", "buffer": "buffers"}
+
 
 def to_html(graph: OperationGraph, path: str | Path, title: str = "graph") -> None:
     """See ``Graph.to_html``."""
@@ -29,9 +31,7 @@ def graph_data(graph: OperationGraph) -> dict[str, object]:
     records = _records(graph)
     plan = plan_memory(graph)
     operations = sum(record["phase"] not in ("input", "output") for record in records)
-    facts = f"{operations} operations, peak {plan.peak_bytes:,} bytes"
-    if graph.times:
-        facts += f", {1e3 * sum(graph.times.values()):.3f} ms"
+    facts = {"operations": operations, "peak": plan.peak_bytes, "seconds": sum(graph.times.values())}
     alive = _alive(plan)
     makers = [""] * len(alive)
     for name, (first, _) in plan.intervals.items():
@@ -53,7 +53,7 @@ def _records(graph: OperationGraph) -> list[dict[str, object]]:
     index: dict[fx.Node, int] = {}
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         index[node] = len(records)
-        kind = "inputs" if binding.kind == "argument" else f"{binding.kind} state"
+        kind = _KINDS.get(binding.kind, f"{binding.kind} state")
         records.append({**_look(node), "name": binding.name, "label": binding.name, "scope": kind, "phase": "input"})
     for node in graph.fx.nodes:
         if node.op == "call_function":

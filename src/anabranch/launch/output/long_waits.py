@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
+from anabranch.waits import in_words
 
 __all__ = ["LongWaits"]
 
@@ -65,9 +66,9 @@ def _reason(role: RoleStatus) -> tuple[str, str, str]:
 
 def _line(alike: Sequence[RoleStatus], roles: Sequence[RoleStatus]) -> str:
     kind, peers, operation = _reason(alike[0])
+    told = f"{peers} in {in_words(operation)} ({max(map(_seconds, alike)):.0f} s)"
     ranks = ", ".join(str(role.rank) for role in alike)
     who = f"{kind}{'s' if len(alike) > 1 else ''} {ranks} {'wait' if len(alike) > 1 else 'waits'}"
     states = {role.name: role.state for role in roles if role.name in peers.split(", ")}
     words = [f"{name} is {state}" for name, state in states.items() if state not in ("running", "waiting")]
-    seconds = max(map(_seconds, alike))
-    return "; ".join([f"{who} for {peers} in {operation} ({seconds:.0f} s)", *words]).replace("worker", "rank")
+    return "; ".join([f"{who} for {told}", *words]).replace("worker", "rank")

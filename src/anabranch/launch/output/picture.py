@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -27,6 +28,7 @@ from rich.text import Text
 
 from anabranch.deadline import minutes_and_seconds
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
+from anabranch.waits import in_words
 
 __all__ = ["drawn", "picture", "sparkline"]
 
@@ -40,7 +42,8 @@ _STYLES = {
     "restarting": "magenta",
     "gone": "dim",
 }
-_BESIDE_ROLES = 4  # lines: the head, the bar, the loss, what crosses
+_BESIDE_ROLES = 5  # lines: the head, the bar, the loss, what crosses in two
+_CROSSING, _MOST_CROSSING_LINES = "crossing  ", 2
 
 
 def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | None = None) -> RenderableType:
@@ -182,7 +185,7 @@ def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None
         table.add_row(Text(f"{hidden} more", style="dim"), Text(words, style="dim"))
     parts: list[RenderableType] = [table]
     if crossing := _crossing(job.roles):
-        parts.append(Text("crossing  " + " · ".join(crossing), no_wrap=True, overflow="ellipsis"))
+        parts.append(_Crossing(crossing))
     return Group(*parts)
 
 
@@ -200,7 +203,7 @@ def _wait(role: RoleStatus) -> str:
         return ""
     seconds = role.waiting_seconds
     since = f"{seconds:.1f} s" if seconds < 60 else minutes_and_seconds(seconds)
-    return _printable(f"{since} for {role.waiting_for} ({role.operation})  ")
+    return _printable(f"{since} for {role.waiting_for} ({in_words(role.operation or '')})  ")
 
 
 def _facts(role: RoleStatus, before: RoleStatus | None) -> Iterable[str]:
@@ -257,6 +260,26 @@ def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
     for role in roles:
         totals.update({name: round(rate) for name, rate in role.crossing.items()})
     return [f"{_printable(name)} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
+
+
+class _Crossing:
+    """A line or two that tell what crosses: no part is on both of them, and those without room are counted."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it."""
+        lines = [_CROSSING + self._parts[0]]
+        for number, part in enumerate(self._parts[1:], 1):
+            if cell_len(lines[-1]) + cell_len(part) + 3 <= options.max_width:
+                lines[-1] += f" · {part}"
+            elif len(lines) < _MOST_CROSSING_LINES:
+                lines.append(" " * len(_CROSSING) + part)
+            else:
+                lines[-1] += f" · {len(self._parts) - number} more"
+                break
+        yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
 
 
 def _printable(text: str) -> str:

@@ -1,9 +1,10 @@
 const {nodes} = data;
-const COLUMNS = {input: 0, forward: 1, backward: 2, between: 3, update: 3, output: 4};
-const WIDTH = 250, LEAF = 20, FOLDED = 28, HEAD = 24, PAD = 7, GAP = 4, BETWEEN = 120;
+const COLUMNS = {input: 0, forward: 1, backward: 2, between: 3, update: 3, output: 3};
+const WIDTH = 250, LEAF = 20, FOLDED = 28, HEAD = 24, PAD = 7, GAP = 4, BETWEEN = 110;
 document.body.className = "graph";
 $("title").textContent = document.title;
-$("facts").textContent = data.facts;
+const {operations, peak: most, seconds} = data.facts;
+$("facts").textContent = `${operations.toLocaleString("en")} operations, at most ${bytes(most)}${seconds ? `, ${duration(1e6 * seconds)}` : ""}`;
 const KEYS = {forward: "forward", backward: "backward", update: "optimizer", boundary: "boundary", input: "inputs, state"};
 for (const name in KEYS) $("keys").append(element("span", {class: "key", style: "margin-right:9px"}, element("i", {style: `background:var(--${name})`}), KEYS[name]));
 
@@ -28,17 +29,22 @@ const build = (indices, depth, path, phase) => {
     const own = path ? path + "." + parts[depth] : parts[depth];
     const children = build(indices.slice(i, j), depth + 1, own, phase);
     const only = children.length === 1 ? children[0] : null;
-    if (only && only.children) { only.title = parts[depth] + "." + only.title; items.push(only); }
+    if (only && only.children && !(phase === "input" && depth === 0)) { only.title = parts[depth] + "." + only.title; items.push(only); }
     else items.push(groupOf(parts[depth], own, phase, children));
     i = j;
   }
   return items;
 };
-nodes.forEach(node => { node.parts = node.scope ? (node.phase === "input" || node.phase === "output" ? [node.scope] : node.scope.split(".")) : []; node.readers = []; });
+// Of what a state belongs to: that of "optimizer.layers.0.weight.step" is layers, 0, weight.
+const ownersOf = node => node.scope === "inputs" ? [] : node.name.replace(/^optimizer\./, "").split(".").slice(0, -1);
+const partsOf = node => node.phase === "input" ? [node.scope, ...ownersOf(node)] : node.phase === "output" ? [node.scope] : node.scope ? node.scope.split(".") : [];
+nodes.forEach(node => { node.parts = partsOf(node); node.readers = []; });
 nodes.forEach((node, index) => node.inputs.forEach(from => nodes[from].readers.push(index)));
 const phases = new Map();
-nodes.forEach((node, index) => { const phase = node.phase === "between" ? "update" : node.phase; phases.set(phase, [...(phases.get(phase) || []), index]); });
-const columns = [[], [], [], [], []];
+nodes.forEach((node, index) => { const phase = node.phase === "between" ? "update" : node.phase; phases.has(phase) ? phases.get(phase).push(index) : phases.set(phase, [index]); });
+const columns = [[], [], [], []];
+const kinds = [...new Set(nodes.filter(node => node.phase === "input").map(node => node.scope))].sort(); // parameters are among inputs
+if (phases.has("input")) phases.get("input").sort((a, b) => kinds.indexOf(nodes[a].scope) - kinds.indexOf(nodes[b].scope) || a - b);
 for (const [phase, indices] of phases) {
   const items = build(indices, 0, "", phase);
   columns[COLUMNS[phase] ?? 1].push(...(phase === "update" ? [groupOf("optimizer", "", phase, items)] : items));
@@ -110,7 +116,7 @@ const ends = ({a, b}) => {
   return [xa, ya, xa + reach, ya, xb - reach, yb, xb, yb];
 };
 const countOf = item => `${item.count} ${item.phase === "input" || item.phase === "output" ? "tensor" : "op"}${item.count === 1 ? "" : "s"}`;
-const formOf = item => item.children ? countOf(item) : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
+const formOf = item => item.children ? countOf(item) : nodes[item.leaf].boundary && nodes[item.leaf].phase !== "output" ? nodes[item.leaf].boundary : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
 const redraw = canvasOf(canvas, (context, width, tall) => {
   const paint = {}, of = name => paint[name] = paint[name] || colour(name);
   context.fillStyle = of("ground"); context.fillRect(0, 0, width, tall);
@@ -118,9 +124,10 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
   const [left, top, right, bottom] = [-dx / scale, -dy / scale, (width - dx) / scale, (tall - dy) / scale];
   const near = new Set(picked ? picked.edges.flatMap(edge => [edge.a, edge.b]) : []);
   if (picked) near.add(picked);
-  const dim = picked || hits.size, lit = item => !dim || near.has(item) || hits.has(item) || item.hit;
+  const dim = picked && !(picked.children && picked.open) || hits.size, lit = item => !dim || near.has(item) || hits.has(item) || item.hit;
   const group = (item, test) => { for (let up = item.parent; up; up = up.parent) if (test(up)) return true; return false; };
-  let labels = 0;
+  const labels = []; // where there are some already
+  const isFree = box => !labels.some(one => box[0] < one[2] && box[2] > one[0] && box[1] < one[3] && box[3] > one[1]) && labels.push(box);
   const mine = new Set(picked ? picked.edges : []);
   const quiet = edge => !mine.has(edge) && (edge.a.phase === "input" || edge.b.phase === "output"); // below the boxes
   const drawEdges = wanted => edges.filter(wanted).forEach(edge => {
@@ -133,30 +140,35 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
     context.beginPath(); context.moveTo(line[0], line[1]); context.bezierCurveTo(...line.slice(2)); context.stroke();
     const tip = Math.sign(line[6] - line[4]) || 1; // an arrow's head where it ends
     context.beginPath(); context.moveTo(line[6], line[7]); context.lineTo(line[6] - 6 * tip, line[7] - 3.5); context.lineTo(line[6] - 6 * tip, line[7] + 3.5); context.fillStyle = context.strokeStyle; context.fill();
-    if ((own || !state && edges.length < 160) && edge.bytes && scale > .55 && labels < 80) {
-      const x = (line[0] + 3 * line[2] + 3 * line[4] + line[6]) / 8, y = (line[1] + line[7]) / 2, text = bytes(edge.bytes);
-      context.font = "10px system-ui, sans-serif"; context.textAlign = "center"; context.globalAlpha = own ? 1 : dim ? .1 : .9;
+    if ((own || !state && edges.length < 160) && edge.bytes && scale > .55 && labels.length < 80) {
+      const beside = line[2] < Math.min(line[0], line[6]); // of boxes above each other: left of the bend, off the boxes
+      const x = (line[0] + 3 * line[2] + 3 * line[4] + line[6]) / 8 - (beside ? 3 : 0), y = (line[1] + line[7]) / 2, text = bytes(edge.bytes);
+      const wide = 6 * text.length, start = x - (beside ? wide : wide / 2);
+      if (!isFree([start, y - 6, start + wide, y + 6]) && !own) return;
+      context.font = "10px system-ui, sans-serif"; context.textAlign = beside ? "right" : "center"; context.globalAlpha = own ? 1 : dim ? .1 : .9;
       context.lineWidth = 3; context.strokeStyle = of("ground"); context.strokeText(text, x, y); context.fillStyle = of("soft"); context.fillText(text, x, y);
-      context.textAlign = "left"; labels += 1;
+      context.textAlign = "left";
     }
   });
   drawEdges(quiet);
   for (const item of visible) {
     if (item.x > right || item.x + item.w < left || item.y > bottom || item.y + item.h < top) continue;
     const open = item.children && item.open, fill = item.boundary && !open ? "boundary" : item.phase === "output" ? "input" : item.phase === "between" ? "update" : item.phase;
-    context.globalAlpha = open || lit(item) || group(item, up => up === picked) ? 1 : .3;
+    const dimmed = !open && !lit(item) && !group(item, up => up === picked);
+    context.globalAlpha = dimmed ? .25 : 1;
     context.beginPath(); context.roundRect(item.x, item.y, item.w, item.h, open ? 8 : 4);
     context.fillStyle = of(open ? "paper" : fill); context.fill();
     context.lineWidth = item === picked ? 3 / Math.min(1, scale) : open ? 1 : .5; context.strokeStyle = of(item === picked ? "mark" : open ? fill in KEYS ? fill : "line" : "line"); context.stroke();
     if (item.time && !open) { context.fillStyle = of("wait"); context.fillRect(item.x, item.y + item.h - 3, item.w * item.time / longest, 3); }
     if (scale * LEAF < 7) continue;
+    context.globalAlpha = 1;
     const line = item.y + (open ? HEAD / 2 + 1 : item.h / 2), side = open ? `${countOf(item)}, click to fold` : (item.children ? "▸ " : "") + formOf(item);
     context.textBaseline = "middle"; context.font = `${item.children ? "600 " : ""}12px system-ui, sans-serif`;
-    context.fillStyle = open ? of("ink") : "#fff";
+    context.fillStyle = open ? of("ink") : dimmed ? of("soft") : "#fff";
     const room = item.w - 20 - 6.3 * side.length;
     context.fillText(shortened(item.title, Math.max(4, Math.floor(room / 6.6))), item.x + 8, line);
-    context.font = "11px system-ui, sans-serif"; context.textAlign = "right"; context.globalAlpha *= .85;
-    context.fillStyle = open ? of("soft") : "#fff"; context.fillText(side, item.x + item.w - 8, line);
+    context.font = "11px system-ui, sans-serif"; context.textAlign = "right"; context.globalAlpha = .85;
+    context.fillStyle = open || dimmed ? of("soft") : "#fff"; context.fillText(side, item.x + item.w - 8, line);
     context.textAlign = "left";
   }
   drawEdges(edge => !quiet(edge));
@@ -174,15 +186,16 @@ const fit = () => {
   redraw();
 };
 // Where the whole would be too small to read, its upper part, from the forward on.
+const READABLE = innerWidth < 600 ? 1 : .75;
 const fitReadable = () => {
   fit();
   const wide = (canvas.clientWidth - 32) / (extent[2] - extent[0]), first = (columns[1][0] || columns.flat()[0] || {x: 0}).x;
-  if (scale >= .6) return;
-  scale = Math.max(.6, Math.min(wide, 1)); dy = 16;
+  if (scale >= READABLE) return;
+  scale = Math.max(READABLE, Math.min(wide, 1)); dy = 16;
   dx = wide >= scale ? (canvas.clientWidth - scale * (extent[2] + extent[0])) / 2 : 24 - scale * first;
   redraw();
 };
-const centre = item => { scale = Math.max(scale, .7); dx = canvas.clientWidth / 2 - (item.x + item.w / 2) * scale; dy = canvas.clientHeight / 2 - (item.y + Math.min(item.h, 60) / 2) * scale; redraw(); };
+const centre = item => { scale = Math.max(scale, READABLE); dx = canvas.clientWidth / 2 - (item.x + item.w / 2) * scale; dy = canvas.clientHeight / 2 - (item.y + Math.min(item.h, 60) / 2) * scale; redraw(); };
 const at = (x, y) => {
   const [px, py] = [(x - dx) / scale, (y - dy) / scale];
   return visible.findLast(item => px >= item.x && px <= item.x + item.w && py >= item.y && py <= item.y + item.h);
@@ -255,7 +268,7 @@ gestures(canvas, {
   },
 });
 const search = $("search");
-let found = [], turn = 0;
+let found = [], turn = 0, sought = "";
 const openAll = open => { eachGroup(columns.flat(), item => { item.open = open; }); if (!open) openFirst(56); select(null); layout(); fitReadable(); };
 const markHits = () => {
   eachGroup(columns.flat(), item => { item.hit = false; });
@@ -264,15 +277,16 @@ const markHits = () => {
 const goHit = () => { if (found.length) { const item = placed.get(found[turn % found.length]); openTo(item); centre(item); } };
 const seek = () => {
   const text = search.value.trim().toLowerCase();
-  turn = 0; select(null);
+  turn = 0; sought = search.value; select(null);
   found = text ? nodes.map((_, i) => i).filter(i => (nodes[i].label + " " + nodes[i].scope + " " + nodes[i].name).toLowerCase().includes(text)) : [];
   hits = new Set(found.map(index => placed.get(index)));
   markHits();
   $("found").textContent = text ? `${found.length} found` : "";
   goHit(); redraw();
 };
-search.addEventListener("input", seek);
-search.addEventListener("keydown", event => { if (event.key === "Enter") { turn += 1; goHit(); } if (event.key === "Escape") { search.value = ""; seek(); canvas.focus(); } });
+let typing = 0;
+search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(seek, 250); }); // not what half a word finds
+search.addEventListener("keydown", event => { if (event.key === "Enter") { clearTimeout(typing); if (sought !== search.value) seek(); else { turn += 1; goHit(); } } if (event.key === "Escape") { search.value = ""; seek(); canvas.focus(); } });
 const step = by => { const boxes = visible.filter(item => !item.open || !item.children), i = boxes.indexOf(picked), item = boxes[(i + by + boxes.length) % boxes.length]; select(item); centre(item); };
 const keys = {ArrowLeft: () => move(60, 0), ArrowRight: () => move(-60, 0), ArrowUp: () => move(0, 60), ArrowDown: () => move(0, -60), "+": () => zoom(1.3), "=": () => zoom(1.3), "-": () => zoom(1 / 1.3), "0": fit,
   j: () => step(1), k: () => step(-1), Enter: () => { if (picked && picked.children) toggle(picked); }, Escape: () => select(null)};
@@ -283,7 +297,9 @@ $("open").onclick = () => openAll(true); $("fold").onclick = () => openAll(false
 
 // Memory over the run.
 const {alive, makers} = data, peak = Math.max(...alive, 1);
-$("memory-facts").textContent = `bytes allocated over the run, at most ${bytes(peak)} at ${data.peak}`;
+const atPeak = nodes.findIndex(node => node.name === data.peak), highest = element("a", atPeak < 0 ? {} : {tabindex: 0, role: "button"}, data.peak);
+if (atPeak >= 0) { highest.addEventListener("click", () => go(placed.get(atPeak))); highest.addEventListener("keydown", event => { if (event.key === "Enter") go(placed.get(atPeak)); }); }
+$("memory-peak").append(`bytes allocated over the run, at most ${bytes(peak)} at `, highest);
 const memory = $("memory");
 canvasOf(memory, (context, width, tall) => {
   context.clearRect(0, 0, width, tall);

@@ -34,33 +34,43 @@ const drawMap = () => {
     rows.set(role, [...(rows.get(role) || []), name]);
   }
   const workers = rows.get("worker") || [], others = [...rows.keys()].sort().filter(role => role !== "worker").flatMap(role => rows.get(role).sort((a, b) => a.localeCompare(b, "en", {numeric: true})));
-  const most = SMALL ? 2 : 7, lines = [];
+  const most = SMALL ? 3 : 7, half = SMALL ? 48 : 62, lines = [];
   for (const line of [workers, others]) for (let i = 0; i < line.length; i += most) lines.push(line.slice(i, i + most));
-  const wide = Math.max(...lines.map(line => line.length), 2), width = wide * (SMALL ? 160 : Math.max(170, Math.min(260, 1100 / wide)));
+  const wide = Math.max(...lines.map(line => line.length), 2), width = SMALL ? Math.max(innerWidth - 40, wide * 104) : wide * Math.max(170, Math.min(260, 1100 / wide));
   const curved = lines.length - 1, height = 44 + 130 * (lines.length - 1) + ([...total.values()].some(one => lines[curved].includes(one.pair[0]) && lines[curved].includes(one.pair[1])) ? 64 : 22), at = new Map();
   lines.forEach((line, y) => line.forEach((name, x) => at.set(name, [width * (x + .5) / line.length, 30 + 130 * y])));
   const svg = drawn(element("div"), "svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": "who exchanged bytes with whom"});
   const heaviest = Math.max(...[...total.values()].map(one => one.bytes), 1);
-  const labels = [];
+  const labels = [], step = width / wide;
+  const curve = (p0, p1, p2, p3) => t => (1 - t) ** 3 * p0 + 3 * (1 - t) ** 2 * t * p1 + 3 * (1 - t) * t * t * p2 + t ** 3 * p3;
   for (const {pair: [a, b], bytes: size, parts} of total.values()) {
     const [x1, y1] = at.get(a), [x2, y2] = at.get(b);
-    const bend = y1 === y2 ? 46 : 0, mx = (x1 + x2) / 2, my = (y1 + y2) / 2 + bend * .75;
-    const path = a === b ? `M${x1 - 20} ${y1 - 16} C${x1 - 30} ${y1 - 50} ${x1 + 30} ${y1 - 50} ${x1 + 20} ${y1 - 16}`
-      : `M${x1} ${y1} C${x1} ${y1 + bend} ${x2} ${y2 + bend} ${x2} ${y2}`;
+    // Neighbours in a row are joined below it; a line that skips a row goes around the box in between.
+    const down = y1 === y2 ? 46 : 0, aside = Math.abs(y1 - y2) > 140 && Math.abs(x1 - x2) < step ? (x1 + x2 < width ? 1 : -1) * step * .66 : 0;
+    const points = a === b ? [x1 - 20, y1 - 16, x1 - 30, y1 - 50, x1 + 30, y1 - 50, x1 + 20, y1 - 16]
+      : [x1, y1, x1 + aside, y1 + down + (y2 - y1) * (aside ? .3 : 0), x2 + aside, y2 + down - (y2 - y1) * (aside ? .3 : 0), x2, y2];
+    const path = `M${points.slice(0, 2)} C${points.slice(2)}`;
     const line = drawn(svg, "path", {d: path, fill: "none", stroke: "var(--crossing)", "stroke-opacity": .55,
       "stroke-width": 1 + 6 * Math.sqrt(size / heaviest)});
     drawn(line, "title", {}, `${a} and ${b}: ${bytes(size)}\n` + [...parts].map(([name, n]) => `${name}: ${bytes(n)}`).join("\n"));
-    // Not in the middle, so that labels of lines that cross do not meet.
-    const share = labels.length % 2 ? .36 : .62;
-    labels.push(a === b ? [x1, y1 - 46, size] : bend ? [mx, my, size] : [x1 + (x2 - x1) * share, y1 + (y2 - y1) * share, size]);
+    labels.push([curve(...[0, 2, 4, 6].map(i => points[i])), curve(...[1, 3, 5, 7].map(i => points[i])), bytes(size), size]);
   }
-  if (labels.length <= 40) for (const [x, y, size] of labels) {
-    drawn(svg, "text", {x, y: y + 4, "text-anchor": "middle", stroke: "var(--paper)", "stroke-width": 4, "paint-order": "stroke"}, bytes(size));
+  // The heaviest first, each where its line has room for it; what has none is told on hover.
+  const taken = [...at.values()].map(([x, y]) => [x - half, y - 17, x + half, y + 17]);
+  for (const [alongX, alongY, text] of labels.sort((one, other) => other[3] - one[3])) {
+    const wide = 4 + 6.6 * text.length;
+    for (const share of [.5, .4, .6, .32, .68, .26, .74, .2, .8]) {
+      const x = alongX(share), y = alongY(share), box = [x - wide / 2, y - 8, x + wide / 2, y + 8];
+      if (box[0] < 0 || box[2] > width || taken.some(one => box[0] < one[2] && box[2] > one[0] && box[1] < one[3] && box[3] > one[1])) continue;
+      taken.push(box);
+      drawn(svg, "text", {x, y: y + 4, "text-anchor": "middle", stroke: "var(--paper)", "stroke-width": 4, "paint-order": "stroke"}, text);
+      break;
+    }
   }
   for (const [name, [x, y]] of at) {
     const box = drawn(svg, "g", {});
-    drawn(box, "rect", {x: x - 62, y: y - 17, width: 124, height: 34, rx: 7, fill: "var(--paper)", stroke: name.startsWith("worker") ? "var(--forward)" : "var(--serve)", "stroke-width": 1.5});
-    drawn(box, "text", {x, y: y + 4, "text-anchor": "middle"}, shortened(name, 18));
+    drawn(box, "rect", {x: x - half, y: y - 17, width: 2 * half, height: 34, rx: 7, fill: "var(--paper)", stroke: name.startsWith("worker") ? "var(--forward)" : "var(--serve)", "stroke-width": 1.5});
+    drawn(box, "text", {x, y: y + 4, "text-anchor": "middle"}, shortened(name, SMALL ? 14 : 18));
     drawn(box, "title", {}, name);
   }
   section("Who exchanged what with whom", element("div", {class: "scroll"}, svg.parentNode));
@@ -68,7 +78,7 @@ const drawMap = () => {
 
 // Values that are not finite are null, and gaps in the line.
 const chart = (title, values, unit, from, to) => {
-  const width = 460, height = 150, left = 50, bottom = 22, known = values.filter(v => v !== null);
+  const width = SMALL ? innerWidth - 40 : Math.min(600, (Math.min(innerWidth, 1280) - 80) / 2), height = 150, left = 62, bottom = 22, known = values.filter(v => v !== null);
   const low = Math.min(...known), high = Math.max(...known), range = high - low || Math.abs(high) || 1;
   const x = i => left + (width - left - 8) * (values.length > 1 ? i / (values.length - 1) : .5);
   const y = v => 8 + (height - bottom - 16) * (1 - (v - low) / range);
@@ -80,6 +90,14 @@ const chart = (title, values, unit, from, to) => {
   }
   const points = values.map((v, i) => v === null ? "" : `${i && values[i - 1] !== null ? "L" : "M"}${x(i).toFixed(1)} ${y(v).toFixed(1)}`);
   drawn(svg, "path", {d: points.join(""), fill: "none", stroke: "var(--forward)", "stroke-width": 2, "stroke-linejoin": "round"});
+  const spot = drawn(svg, "circle", {r: 4, fill: "var(--mark)", visibility: "hidden"});
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), share = ((event.clientX - box.left) * width / box.width - left) / (width - left - 8);
+    const i = Math.max(0, Math.min(values.length - 1, Math.round(share * (values.length - 1)))), value = values[i];
+    showTip(event, value === null ? "not finite" : number(value) + unit, [`${Math.round(100 * i / Math.max(1, values.length - 1))} % of the run`]);
+    for (const [name, to] of Object.entries(value === null ? {visibility: "hidden"} : {cx: x(i), cy: y(value), visibility: "visible"})) spot.setAttribute(name, to);
+  });
+  svg.addEventListener("pointerleave", () => { hideTip(); spot.setAttribute("visibility", "hidden"); });
   drawn(svg, "text", {class: "soft", x: left, y: height - 5}, from);
   drawn(svg, "text", {class: "soft", x: width - 8, y: height - 5, "text-anchor": "end"}, to);
   return element("div", {}, element("div", {class: "soft"}, `${title} ${values[values.length - 1] === null ? "not finite" : number(values[values.length - 1]) + unit}`), svg.parentNode);
@@ -92,13 +110,14 @@ const drawJob = () => {
   if (job.loss.filter(v => v !== null).length > 1) charts.append(chart("loss", job.loss, "", "first step", steps ? `step ${steps}` : "now"));
   if (job.pace.length > 1) charts.append(chart("pace", job.pace, " steps/s", "start", duration(job.seconds * 1e6)));
   if (charts.children.length) section("Loss and pace", charts);
-  const table = element("table", {}, element("tr", {}, ...["process", "state", "waits for", "facts"].map(text => element("th", {}, text))));
+  const some = job.roles.some(role => role.waiting_for), titles = ["process", "state", ...(some ? ["waits for"] : []), "facts"];
+  const table = element("table", {}, element("tr", {}, ...titles.map(text => element("th", {}, text))));
   for (const role of job.roles) {
     const waits = role.waiting_for ? `${role.waiting_for} in ${role.operation}, ${duration(role.waiting_seconds * 1e6)}` : "";
-    const said = (name, value) => typeof value !== "number" ? value : name.includes("bytes") ? bytes(value) : Number.isInteger(value) ? value.toLocaleString("en") : number(value);
+    const said = (name, value) => typeof value !== "number" ? value : name.includes("bytes") ? bytes(value) : name === "uptime" ? duration(value * 1e6) : Number.isInteger(value) ? value.toLocaleString("en") : number(value);
     const facts = Object.entries(role.facts).filter(([name]) => !["pid", "endpoint"].includes(name)).map(([name, value]) => `${name.replaceAll("_", " ")} ${said(name, value)}`).join(", ");
     const state = element("span", {class: "state " + role.state}, job.ended ? "ended" : role.state);
-    table.append(element("tr", {}, ...[role.name, state, waits, element("span", {class: "soft"}, facts)].map((cell, i) => element("td", i < 2 ? {class: "whole"} : {}, cell))));
+    table.append(element("tr", {}, ...[role.name, state, ...(some ? [waits] : []), element("span", {class: "soft"}, facts)].map((cell, i) => element("td", i < 2 ? {class: "whole"} : {}, cell))));
   }
   section("Processes", element("div", {class: "scroll"}, table));
 };
@@ -113,7 +132,7 @@ const drawSchedules = () => {
   made.firstChild.append(choice, ...["forward", "backward", "weight", "recompute"].map(phase => key(PHASES[phase], phase)));
   const draw = () => {
     const {stages, planned, ran} = trace.schedules[choice.value];
-    const width = SMALL ? 640 : 1180, left = 62, row = 26;
+    const width = SMALL ? innerWidth - 40 : 1180, left = 62, row = 26;
     const block = (title, rows, unit) => {
       const end = Math.max(...rows.flat().map(one => one[2] + one[3]), 1e-9);
       const busy = rows.flat().reduce((sum, one) => sum + one[3], 0) / (end * stages.length);
@@ -140,7 +159,7 @@ const drawSchedules = () => {
 
 // A time of the axis, with as many digits as tell it from the next tick.
 const tickText = (time, tick) => {
-  const [unit, name] = time >= 1e6 ? [1e6, " s"] : tick >= 1e3 ? [1e3, " ms"] : [1, " µs"];
+  const [unit, name] = Math.max(Math.abs(time), tick) >= 1e6 ? [1e6, " s"] : tick >= 1e3 ? [1e3, " ms"] : [1, " µs"];
   return (time / unit).toFixed(Math.max(0, Math.ceil(Math.log10(unit / tick) - 1e-9))) + name;
 };
 
@@ -149,32 +168,47 @@ let reveal = () => {};
 const drawTimeline = () => {
   if (!trace || !trace.lanes.length) return;
   const ROW = 15, NAME = SMALL ? 84 : 170, HEAD = 20;
-  const rows = [];
-  let process = null, first = Infinity, last = 0, top = HEAD;
+  // What overlaps has lanes of its own in the file ("workers", "workers 2", ...); here they are one row of some lines.
+  const rows = [], LINES = 4, laneRows = new Map(), bases = new Map();
+  let process = null, first = Infinity, last = -Infinity, top = HEAD;
   trace.lanes.forEach((lane, index) => {
-    const spans = [], open = [];
+    const spans = [], open = [], base = bases.get(lane.process + "\n" + lane.name.replace(/ \d+$/, "")), line = base ? Math.min(base.lanes, LINES - 1) : 0;
     let depth = 0;
     for (let i = 0; i < lane.spans.length; i += 5) {
       const [name, category, start, length, facts] = lane.spans.slice(i, i + 5);
       while (open.length && open[open.length - 1] <= start + 1e-9) open.pop();
-      spans.push({name: trace.texts[name], kind: kindOf(trace.texts[category], trace.texts[name]), category: trace.texts[category], start, end: start + length, facts: trace.facts[facts], depth: open.length, longest: 0});
+      spans.push({name: trace.texts[name], kind: kindOf(trace.texts[category], trace.texts[name]), category: trace.texts[category], start, end: start + length, facts: trace.facts[facts], depth: line + open.length, longest: 0});
       open.push(start + length);
       depth = Math.max(depth, open.length);
       first = Math.min(first, start); last = Math.max(last, start + length);
     }
+    if (base) { base.spans.push(...spans); base.lanes += 1; base.depth = Math.max(base.depth, line + depth); laneRows.set(index, [base, line]); return; }
+    const row = {lane, spans, depth, lanes: 1};
+    if (lane.process !== process) { rows.push({title: lane.process, h: 18}); process = lane.process; }
+    bases.set(lane.process + "\n" + lane.name, row);
+    laneRows.set(index, [row, 0]);
+    rows.push(row);
+  });
+  for (const row of rows) {
+    if (row.title !== undefined) { row.y = top + 4; top += 22; continue; }
+    row.y = top; row.h = row.depth * ROW + 2; top += row.h + 1;
+    if (row.lanes > 1) row.spans.sort((one, other) => one.start - other.start);
     // The latest end so far, by which a search from the left knows where to begin.
     let longest = -Infinity;
-    for (const span of spans) { longest = Math.max(longest, span.end); span.longest = longest; }
-    if (lane.process !== process) { top += 4; rows.push({title: lane.process, y: top, h: 18}); top += 18; process = lane.process; }
-    rows.push({lane, index, spans, y: top, h: depth * ROW + 2});
-    top += depth * ROW + 3;
-  });
-  const laneRows = new Map(rows.filter(row => row.lane).map(row => [row.index, row]));
-  const height = Math.min(top + 6, Math.round(innerHeight * .75));
-  const canvas = element("canvas", {class: "drawing", tabindex: 0, role: "img", style: `height:${height}px`,
+    for (const span of row.spans) { longest = Math.max(longest, span.end); span.longest = longest; }
+  }
+  // On a phone all rows are there, and a finger that moves up or down scrolls the page.
+  const height = Math.min(top + 6, SMALL ? 3000 : Math.round(innerHeight * .75));
+  const canvas = element("canvas", {class: "drawing", tabindex: 0, role: "img", style: `height:${height}px${SMALL ? ";touch-action:pan-y" : ""}`,
     "aria-label": "timeline of all processes; arrow keys move, plus and minus zoom, 0 shows all"});
   const view = {from: first, to: last, y: 0}, all = {from: first, to: last};
-  const steps = trace.lanes.length && rows.flatMap(row => row.spans || []).filter(span => span.category === "step").sort((a, b) => a.start - b.start);
+  const taken = new Map(); // by the name of a step: those that were taken; of one that trains they are the most
+  for (const span of rows.flatMap(row => row.spans || [])) if (span.category === "step") {
+    const found = taken.get(span.name) || taken.set(span.name, {numbers: new Set(), spans: []}).get(span.name);
+    found.numbers.add((span.facts || {}).step); found.spans.push(span);
+  }
+  const steps = [...taken.values()].sort((a, b) => b.numbers.size - a.numbers.size).map(found => found.spans)[0] || [];
+  steps.sort((a, b) => a.start - b.start);
   if (steps.length > 12) { // the whole of a long run is a grey bar
     const middle = steps[Math.floor(steps.length / 2)], some = (middle.end - middle.start) * 4;
     view.from = middle.start - some / 2; view.to = middle.end + some / 2;
@@ -190,7 +224,7 @@ const drawTimeline = () => {
     for (const row of rows) {
       const y = row.y - view.y;
       if (y + row.h < HEAD || y > tall) continue;
-      if (row.title) { context.fillStyle = ink; context.font = "bold 12px system-ui, sans-serif"; context.fillText(shortened(row.title, 40), 6, y + 9); context.font = "11px system-ui, sans-serif"; continue; }
+      if (row.title !== undefined) { context.fillStyle = ink; context.font = "bold 12px system-ui, sans-serif"; context.fillText(shortened(row.title, 40), 6, y + 9); context.font = "11px system-ui, sans-serif"; continue; }
       context.fillStyle = soft; context.fillText(shortened(row.lane.name, SMALL ? 12 : 26), 10, y + ROW / 2 + 1);
       let low = 0, high = row.spans.length;
       while (low < high) { const middle = (low + high) >> 1; if (row.spans[middle].longest < view.from) low = middle + 1; else high = middle; }
@@ -213,11 +247,13 @@ const drawTimeline = () => {
         boxes.push([left, y + span.depth * ROW, w, span, row]);
       }
     }
-    context.lineWidth = 1; context.strokeStyle = colour("mark"); context.globalAlpha = .5;
+    context.lineWidth = 1; context.strokeStyle = colour("mark");
     let count = 0;
     const visible = trace.arrows.filter(([, a, , b]) => Math.max(a, b) >= view.from && Math.min(a, b) <= view.to);
+    context.globalAlpha = Math.max(.15, Math.min(.5, 30 / visible.length)); // many are a pattern, not a wall
     if (visible.length <= 400) for (const [la, a, lb, b] of visible) {
-      const ya = laneRows.get(la).y - view.y + ROW / 2, yb = laneRows.get(lb).y - view.y + ROW / 2, xa = x(a), xb = x(b);
+      const [[from, above], [to, below]] = [laneRows.get(la), laneRows.get(lb)];
+      const ya = from.y + above * ROW - view.y + ROW / 2, yb = to.y + below * ROW - view.y + ROW / 2, xa = x(a), xb = x(b);
       if (Math.max(xa, xb) < NAME || Math.min(ya, yb) > tall) continue;
       context.beginPath(); context.moveTo(xa, ya); context.bezierCurveTo(xa + 24, ya, xb - 24, yb, xb, yb); context.stroke();
       context.beginPath(); context.arc(xb, yb, 2, 0, 7); context.fillStyle = colour("mark"); context.fill();
@@ -231,7 +267,7 @@ const drawTimeline = () => {
     for (let time = Math.ceil((view.from - all.from) / tick) * tick; time + all.from <= view.to; time += tick) {
       context.fillText(tickText(time, tick), x(time + all.from) + 3, HEAD / 2); context.fillRect(x(time + all.from), 4, 1, HEAD - 8);
     }
-    canvas.dataset.drawn = boxes.length; canvas.dataset.arrows = count;
+    canvas.dataset.drawn = boxes.length; canvas.dataset.arrows = count; canvas.dataset.rows = rows.filter(row => row.spans).length;
   });
   const clamp = () => {
     const least = Math.min(1, (all.to - all.from) / 2), most = (all.to - all.from) * 1.1;
@@ -304,9 +340,13 @@ const drawWaits = () => {
 
 $("title").textContent = document.title;
 const told = [];
-if (job) told.push(`${job.roles.length} processes`, `${job.ended ? "ended after" : "running for"} ${duration(job.seconds * 1e6)}`);
+if (job) told.push(`${job.roles.length} process${job.roles.length === 1 ? "" : "es"}`, `${job.ended ? "ended after" : "running for"} ${duration(job.seconds * 1e6)}`);
 if (job && job.saved) told.push(`checkpoint in ${job.saved}`);
-if (trace) told.push(`${trace.lanes.reduce((sum, lane) => sum + lane.spans.length / 5, 0).toLocaleString("en")} spans`, ...trace.notes);
+if (trace) {
+  const count = trace.lanes.reduce((sum, lane) => sum + lane.spans.length / 5, 0);
+  told.push(`${count.toLocaleString("en")} span${count === 1 ? "" : "s"}`, ...trace.notes);
+}
 $("facts").textContent = told.join(" · ");
+if (trace && !trace.lanes.length) section("Timeline", element("div", {class: "soft"}, "There are no spans in this trace."));
 drawMap(); drawJob(); drawSchedules(); drawTimeline(); drawWaits();
 document.body.dataset.drawn = String(document.querySelectorAll("section").length);
