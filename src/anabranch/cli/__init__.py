@@ -12,6 +12,8 @@ def main() -> None:
     """Run the command that ``sys.argv`` names, and exit with its code."""
     try:
         from anabranch.cli.app import main as run_command  # a third of a second, in which Ctrl-C may come
+
+        run_command()
     except KeyboardInterrupt:
+        print("anabranch: SIGINT: stopped before anything had started", file=sys.stderr)
         sys.exit(130)
-    run_command()

@@ -206,6 +206,9 @@ def run(
                 raise
             # The other options were checked as they were read.
             raise typer.BadParameter(str(error), param_hint="--host") from error
+        except KeyboardInterrupt:  # before the launcher collects signals
+            _tell("SIGINT: stopped before anything had started")
+            raise typer.Exit(130) from None
         finally:
             failed = outcome is not None and outcome.first_failure is not None
             if log_dir is None and not failed:
