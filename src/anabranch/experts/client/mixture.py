@@ -12,8 +12,9 @@
                      └────────────────────────────────────────────────────────────────────────────┘
 
 An expert that does not answer is left out of the softmax, so the result is that of a mixture of the responders alone,
-and so are its gradients. Rows left with too few, some lost with their process, ask the next best ones. The experts that it asks depend on the gate's values, so all of that lies behind one boundary:
-the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
+and so are its gradients. Rows left with too few, some lost with their process, ask the next best ones. The experts that
+it asks depend on the gate's values, so all of that lies behind one boundary: the tape and a captured graph see one
+operation whose outputs have the form given by the experts' schema.
 
 The file is long because the two mixtures share one asker and one boundary, which nothing else uses.
 """
@@ -137,7 +138,7 @@ class _Asked:
     def present(self, choices: Choices) -> NDArray[np.bool_]:
         """Return an array of shape (rows, k): true if the slot's expert has answered for the row."""
         position, count = _positions(choices, self.calls, self.rows)
-        return position != count
+        return cast("NDArray[np.bool_]", position != count)
 
     def lost_any(self, choices: Choices) -> bool:
         """Return True if an expert's process is gone, or the expert is listed and cannot be asked."""
@@ -252,8 +253,7 @@ class _Asker:
     ) -> _Chosen:
         """Ask the chosen experts, and the next best ones for rows that lost theirs with a process.
 
-        Args:
-            choose: returns the choices of all rows, without the given uids.
+        ``choose`` returns the choices of all rows, without the given uids.
         """
         device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
         choices = choose(())
