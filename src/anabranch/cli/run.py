@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.trace_file import check_trace_path
 
 __all__ = ["run"]
+
+_ITS_OWN = r"after [\d.]+ s|at attempt \d+"
 
 
 def run(
@@ -247,30 +250,38 @@ def _show_end(outcome: Outcome, folder: Path, *, verbose: bool) -> None:
     """Say what failed first, who only followed, and where the newest checkpoint lies."""
     first = outcome.first_failure
     if first is not None:
-        _show_failure(first)
-        others = [exit_ for exit_ in outcome.exits if exit_ is not first and not exit_.well and not exit_.stopped]
-        lost = [] if verbose else [exit_ for exit_ in others if exit_.blames_another()]
-        alike = [exit_ for exit_ in others if exit_ not in lost and _words(exit_) == _words(first)]
-        for folded, how in ((lost, f"lost {first.who}"), (alike, "failed alike")):
+        failures = [exit_ for exit_ in outcome.exits if not exit_.well and not exit_.stopped]
+        alike = [exit_ for exit_ in failures if _words(exit_) == _words(first)]
+        shown = alike[0] if alike else first  # rank 0's words are on the screen already
+        _show_failure(shown)
+        others = [exit_ for exit_ in failures if exit_ not in (shown, first, *alike)]
+        lost = [] if verbose else [exit_ for exit_ in others if _lost(exit_, first)]
+        same = [exit_ for exit_ in alike if exit_ is not shown]
+        for folded, how in ((lost, f"lost {first.who}"), (same, "failed alike")):
             if folded:
                 ranks = ", ".join(str(exit_.rank) for exit_ in folded)
                 _tell(f"{'rank' if len(folded) == 1 else 'ranks'} {ranks} {how}; the logs are in {folder}")
         for exit_ in others:
-            if exit_ not in lost and exit_ not in alike:
+            if exit_ not in lost:
                 _show_failure(exit_)
     if first is not None or outcome.interrupted is not None:
         _show_checkpoint(folder)
 
 
+def _lost(failure: Exit, first: Exit) -> bool:
+    """Tell whether it follows from the first; where that one has lost a server itself, it lost no worker."""
+    return failure.blames_a_worker() or (failure.blames_another() and not first.blames_another())
+
+
 def _words(failure: Exit) -> str:
-    """Return its last words without its rank."""
-    return failure.last_words().replace(f"[rank{failure.rank}]: ", "")
+    """Return its last words without its rank and its times."""
+    return re.sub(_ITS_OWN, "", failure.last_words().replace(f"[rank{failure.rank}]: ", ""))
 
 
 def _show_failure(failure: Exit) -> None:
     words = failure.last_words()
     # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
-    if words and failure.who == "rank 0" and not failure.blames_another():
+    if words and failure.who == "rank 0" and not failure.blames_a_worker():
         _tell(f"{failure.describe()}. What it wrote is above")
     else:
         _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")

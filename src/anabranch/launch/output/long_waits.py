@@ -12,6 +12,7 @@ __all__ = ["LongWaits"]
 
 _EVERY = 2.0  # seconds between two looks
 _LONG = 10.0
+_CONNECTING = ("life", "join")  # what a worker asks a parameter server first
 _AGAIN = 3  # times as long until the next line about the same wait
 
 
@@ -70,4 +71,5 @@ def _line(alike: Sequence[RoleStatus], roles: Sequence[RoleStatus]) -> str:
     states = {role.name: role.state for role in roles if role.name in peers.split(", ")}
     words = [f"{name} is {state}" for name, state in states.items() if state not in ("running", "waiting")]
     seconds = max(map(_seconds, alike))
-    return "; ".join([f"{who} for {peers} in {operation} ({seconds:.0f} s)", *words]).replace("worker", "rank")
+    doing = "to connect" if operation in _CONNECTING else f"in {operation}"
+    return "; ".join([f"{who} for {peers} {doing} ({seconds:.0f} s)", *words]).replace("worker", "rank")

@@ -35,6 +35,7 @@ from anabranch.errors import (
     DeadlineExceeded,
     NonFinite,
     NotFound,
+    PeerLost,
     RolledBack,
     SchemaError,
 )
@@ -677,11 +678,24 @@ class ParameterClient:
         self._torn = None
         for ledger in self._ledgers.values():
             ledger.life = 0
-        lives = self._all([self._request(shard, "life", once=False) for shard in range(self.shards)])
+        lives = self._lives()
         for endpoint, life in zip(self._endpoints, lives, strict=True):
             self._ledgers[endpoint].life = unpack(life.payload, int)
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._all([self._request(shard, "join", message) for shard in range(self.shards)])
+
+    def _lives(self) -> list[Answer]:
+        """Wait for shards that do not listen yet as long as a call may take: a new machine compiles for a minute."""
+        deadline = Deadline.after(self._timeout)
+        while True:
+            requests = [self._request(shard, "life", once=False) for shard in range(self.shards)]
+            try:
+                return self._gather(requests, deadline)
+            except PeerLost as error:
+                if deadline.expired() or not isinstance(error.__cause__, ConnectionRefusedError):
+                    raise
+            if self._watch is not None:
+                self._watch()
 
     def wait_for_turn(self, step: int) -> None:
         """Wait until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
