@@ -71,10 +71,10 @@ def test_a_signal_that_came_before_its_handler_ends_the_launcher_too(
 def test_ctrl_c_before_the_launcher_collects_signals_is_one_line(script: Script, where: str) -> None:
     """Typer leaves with its code and says nothing."""
     program = """
-        import sys
+        import os, signal, sys
         import anabranch.cli
         def press(*_, **__):
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         if sys.argv[1] == "anabranch.cli.app":
             sys.meta_path.insert(0, type("Pressed", (), {"find_spec": staticmethod(press)}))
         else:
