@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -154,6 +155,9 @@ def run(
             wanted = parse_resources(resources)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--resources") from error
+    _tell_of_options(
+        script, arguments or [], {"--workers": workers == 1, "--servers": not servers, "--experts": not experts}
+    )
     directory = _log_directory(log_dir)
     with hold_signals():
         outcome: Outcome | None = None
@@ -226,6 +230,13 @@ def _check_engine(engine: str, **given: object) -> None:
         if given[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
             raise typer.BadParameter(f"--engine {engine} has no use for it; {cure}", param_hint=f"--{name}")
+
+
+def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:
+    """Say that an option stands behind the script, if it was not given before it."""
+    for name, absent in missing.items():
+        if absent and any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
+            _tell(f"{name} stands behind {script}, so the script gets it; options of `anabranch run` stand before it")
 
 
 def _log_directory(wanted: Path | None) -> Path:
