@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from anabranch.doing import read_doing
 from anabranch.launch.job_file import JOB_FILE
 
 __all__ = ["JobStatus", "Loop", "RoleStatus", "State", "WaitOfRole", "job_of", "latest_job", "status_of"]
@@ -55,6 +56,8 @@ class RoleStatus:
             gone, or else those that do not wait themselves.
         waiting_seconds: how long it has waited.
         operation: what it waits in.
+        doing: what a worker is at beside steps, as a sentence goes on: ``"is fetching a batch from its loader"``.
+        doing_seconds: for how long.
         service: what a server tells of itself: ``requests``, ``bytes``, a queue, ...; totals since it started,
             ``uptime`` seconds ago.
         loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
@@ -71,6 +74,8 @@ class RoleStatus:
     waiting_for: str | None = None
     waiting_seconds: float | None = None
     operation: str | None = None
+    doing: str | None = None
+    doing_seconds: float = 0.0
     service: Mapping[str, Any] = field(default_factory=dict)
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     crossed: Mapping[str, float] = field(default_factory=dict)
@@ -194,7 +199,17 @@ def _read_role(
     folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
     state: State = "gone" if ended else "restarting" if pid is None else _state_of(pid, endpoint)
-    found = RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role))
+    doing, seconds = read_doing(folder / f"{role}-{rank}.doing", pid)
+    found = RoleStatus(
+        role,
+        rank,
+        pid,
+        endpoint,
+        state,
+        _steps(folder / f"worker-{rank}.steps", role),
+        doing=doing.words or None,
+        doing_seconds=seconds,
+    )
     return found, _told(folder / f"{role}-{rank}.status", pid)
 
 

@@ -32,6 +32,7 @@ class LongWaits:
         self._tell = tell
         self._look_at = look_at
         self._next = 0.0
+        self._due_doings: dict[str, float] = {}
         self._due: dict[str, float] = {}  # for each process that was told of, how long it waits at the next line
 
     def moment(self) -> float | None:
@@ -47,6 +48,7 @@ class LongWaits:
             roles = self._look_at(self._folder).roles
         except ValueError:  # a folder that was removed
             return
+        self._look_at_doings(roles)
         waiting = [role for role in roles if (role.waiting_seconds or 0.0) >= _LONG]
         self._due = {role.name: self._due.get(role.name, _LONG) for role in waiting}
         due = [role for role in waiting if _seconds(role) >= self._due[role.name]]
@@ -54,6 +56,23 @@ class LongWaits:
             alike = sorted(group, key=lambda role: role.rank)
             self._tell(_line(alike, roles))
             self._due.update({role.name: _AGAIN * _seconds(role) for role in alike})
+
+    def _look_at_doings(self, roles: Sequence[RoleStatus]) -> None:
+        """Tell of what workers are at themselves: each thing once, and again when it takes three times as long."""
+        busy = [role for role in roles if role.role == "worker" and role.doing and role.state == "running"]
+        due = [role for role in busy if role.doing_seconds >= self._due_doings.get(_doing(role), _LONG)]
+        for doing, group in groupby(sorted(due, key=_doing), key=_doing):
+            alike = sorted(group, key=lambda role: role.rank)
+            seconds = max(role.doing_seconds for role in alike)
+            self._due_doings[doing] = _AGAIN * seconds
+            who = (
+                f"rank {alike[0].rank}" if len(alike) == 1 else f"each of ranks {', '.join(str(r.rank) for r in alike)}"
+            )
+            self._tell(f"{who} {doing} ({seconds:.0f} s)")
+
+
+def _doing(role: RoleStatus) -> str:
+    return role.doing or ""
 
 
 def _seconds(role: RoleStatus) -> float:
