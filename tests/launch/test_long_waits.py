@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,8 @@ def test_what_workers_are_at_themselves_is_told_once_and_again_when_it_lasts() -
 
     def fetching(*seconds: float) -> list[str]:
         words = Doing.FETCHING.words
-        return told.look(
-            *(RoleStatus("worker", r, 1, None, "running", doing=words, doing_seconds=s) for r, s in enumerate(seconds))
-        )
+        roles = [role(f"worker {rank}", "running") for rank in range(len(seconds))]
+        return told.look(*(replace(r, doing=words, doing_seconds=s) for r, s in zip(roles, seconds, strict=True)))
 
     assert fetching(8.0, 9.0) == []
     assert fetching(12.0, 13.0) == ["each of ranks 0, 1 is fetching a batch from its loader (13 s)"]

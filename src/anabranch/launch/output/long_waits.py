@@ -65,9 +65,8 @@ class LongWaits:
             alike = sorted(group, key=lambda role: role.rank)
             seconds = max(role.doing_seconds for role in alike)
             self._due_doings[doing] = _AGAIN * seconds
-            who = (
-                f"rank {alike[0].rank}" if len(alike) == 1 else f"each of ranks {', '.join(str(r.rank) for r in alike)}"
-            )
+            ranks = ", ".join(str(role.rank) for role in alike)
+            who = f"rank {ranks}" if len(alike) == 1 else f"each of ranks {ranks}"
             self._tell(f"{who} {doing} ({seconds:.0f} s)")
 
 
