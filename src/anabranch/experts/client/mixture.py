@@ -676,6 +676,10 @@ class _Mixture(nn.Module):
                 stacklevel=4,
             )
 
+    def extra_repr(self) -> str:
+        """Return where the experts lie in the grid, and how many are asked."""
+        return f"{self.uid_prefix!r}, grid_size={self.grid_size}, k_best={self.k_best}"
+
     def learn_form(self) -> None:
         """Asks for the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
         schema = self._asker.schema_of(self.uid_prefix, len(self.grid_size))

@@ -221,6 +221,10 @@ class ParameterClient:
         if worker is not None:
             self.join(0)
 
+    def __repr__(self) -> str:
+        """Return its shards."""
+        return f"ParameterClient({'in this process' if self.in_process else self._endpoints})"
+
     @property
     def shards(self) -> int:
         """The number of shards."""
