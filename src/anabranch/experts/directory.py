@@ -231,7 +231,8 @@ class Directory:
 
     def __repr__(self) -> str:
         """Return where its table is."""
-        return f"Directory({"" if self.endpoint is None else repr(self.endpoint)})"
+        where = "" if self.endpoint is None else repr(self.endpoint)
+        return f"Directory({where})"
 
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""
