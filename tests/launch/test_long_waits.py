@@ -55,6 +55,11 @@ def test_a_wait_is_told_after_ten_seconds_and_then_ever_more_rarely() -> None:
     assert told.look(role("worker 0", "waiting", 11.0, "worker 1")) == ["rank 0 waits for rank 1 in pull (11 s)"]
 
 
+def test_a_line_says_when_the_wait_is_given_up_where_that_is_known() -> None:
+    waits = replace(role("worker 0", "waiting", 12.0, "worker 1", "all_reduce"), waiting_limit=599.6)
+    assert Told().look(waits) == ["rank 0 waits for rank 1 in all_reduce (12 s, at most 600 s)"]
+
+
 def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None:
     roles = [role(f"worker {rank}", "waiting", 10.0 + rank, "parameters 0") for rank in (0, 2, 1)]
     other = role("worker 3", "waiting", 10.0, "worker 9", "all_reduce")

@@ -32,11 +32,13 @@ class WaitOfRole:
         peers: as the process names them: ``"rank 1"``, or an endpoint.
         operation: ``"all_reduce"``, ``"pull"``.
         seconds: how long it has lasted.
+        limit: after how many seconds it is given up, if that is known.
     """
 
     peers: tuple[str, ...]
     operation: str
     seconds: float
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class RoleStatus:
         waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
             gone, or else those that do not wait themselves.
         waiting_seconds: how long it has waited.
+        waiting_limit: after how many seconds it gives up, if that is known: the executor's ``timeout``.
         operation: what it waits in.
         doing: what a worker is at beside steps, as a sentence goes on: ``"is fetching a batch from its loader"``.
         doing_seconds: for how long.
@@ -73,6 +76,7 @@ class RoleStatus:
     steps: int | None = None
     waiting_for: str | None = None
     waiting_seconds: float | None = None
+    waiting_limit: float | None = None
     operation: str | None = None
     doing: str | None = None
     doing_seconds: float = 0.0
@@ -265,7 +269,7 @@ def _wait_of(role: RoleStatus, facts: Mapping[str, Any]) -> WaitOfRole | None:
         return None
     wait = facts["waits"][0]
     seconds = wait["seconds"] if "seconds" in wait else time.monotonic() - wait["since"]
-    return WaitOfRole(tuple(wait["peers"]), wait["operation"], max(0.0, seconds))
+    return WaitOfRole(tuple(wait["peers"]), wait["operation"], max(0.0, seconds), wait.get("limit"))
 
 
 def _with_wait(role: RoleStatus, roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> RoleStatus:
@@ -278,6 +282,7 @@ def _with_wait(role: RoleStatus, roles: Sequence[RoleStatus], waits: Mapping[str
         state="waiting",
         waiting_for=", ".join(names),
         waiting_seconds=wait.seconds,
+        waiting_limit=wait.limit,
         operation=wait.operation,
     )
 

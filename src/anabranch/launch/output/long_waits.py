@@ -90,4 +90,6 @@ def _line(alike: Sequence[RoleStatus], roles: Sequence[RoleStatus]) -> str:
     words = [f"{name} is {state}" for name, state in states.items() if state not in ("running", "waiting")]
     seconds = max(map(_seconds, alike))
     doing = "to connect" if operation in _CONNECTING else f"in {operation}"
-    return "; ".join([f"{who} for {peers} {doing} ({seconds:.0f} s)", *words]).replace("worker", "rank")
+    limit = alike[0].waiting_limit
+    until = "" if limit is None else f", at most {limit:.0f} s"
+    return "; ".join([f"{who} for {peers} {doing} ({seconds:.0f} s{until})", *words]).replace("worker", "rank")
