@@ -29,6 +29,7 @@ class Doing(IntEnum):
     FETCHING = 1
     CAPTURING = 2
     COMPILING = 3
+    CONNECTING = 4
 
     @property
     def words(self) -> str:
@@ -41,6 +42,7 @@ _WORDS = {
     Doing.FETCHING: "is fetching a batch from its loader",
     Doing.CAPTURING: "is capturing a step as a graph, once for each kind of batch",
     Doing.COMPILING: "is compiling the kernels of tables, once on this machine",
+    Doing.CONNECTING: "is connecting to the other workers",
 }
 _RECORD = struct.Struct("<qdB")  # pid, time.monotonic(), what
 _file: tuple[int, str, mmap.mmap] | None = None
