@@ -323,9 +323,11 @@ def _interruptible(meet: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            met.set_result(meet())
+            meet()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             met.set_exception(error)
+        else:
+            met.set_result(None)
 
     thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
     thread.start()
