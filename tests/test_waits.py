@@ -51,7 +51,17 @@ def test_a_wait_for_ranks_is_recorded_once_it_is_long_and_forgotten_at_its_end(t
     assert not seen[0]
     assert [(wait.peers, wait.operation) for wait in seen[-1]] == [(("rank 1", "rank 3"), "all_reduce")]
     assert seen[-1][0].seconds() >= waits.LONG
-    assert files == [[{"peers": ["rank 1", "rank 3"], "operation": "all_reduce", "since": seen[-1][0].since}]]
+    assert files == [
+        [
+            {
+                "peers": ["rank 1", "rank 3"],
+                "operation": "all_reduce",
+                "since": seen[-1][0].since,
+                "limit": seen[-1][0].limit,
+            }
+        ]
+    ]
+    assert 0.0 < (seen[-1][0].limit or 0.0) <= 60.0
     assert waits.current() == ()
     assert read(told)["waits"] == []
 

@@ -31,6 +31,9 @@ def executor(**options: Any) -> ab.Executor:
 
 
 STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: ab.TrainStep(MODEL, nn.MSELoss(), SGD), TypeError, "MSELoss takes an output and a target; write lambda"),
+    (lambda: ab.TrainStep(MODEL, nn.functional.l1_loss, SGD), TypeError, "l1_loss takes an output and a target"),
+    (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "make tensors or arrays of its numbers"),
     (lambda: step(None), TypeError, "optimizer is one Optimizer or a list of them, got NoneType"),
     (lambda: step(torch.optim.SGD), TypeError, "got the class SGD; make one"),
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),

@@ -31,11 +31,13 @@ class Wait:
         peers: what it waits for: ``"rank 1"``, or the endpoint of a service.
         operation: what it does meanwhile: ``"all_reduce"``, ``"pull"``.
         since: ``time.monotonic()`` when it began, which is the same clock in every process of this machine.
+        limit: seconds after its beginning at which it is given up; ``None`` if that is not known.
     """
 
     peers: tuple[str, ...]
     operation: str
     since: float
+    limit: float | None = None
 
     def seconds(self) -> float:
         """Return how long it has lasted."""
@@ -47,7 +49,7 @@ _waits: dict[int, Wait] = {}
 _numbers = itertools.count()
 
 
-def begin(peers: Sequence[str], operation: str, since: float) -> int:
+def begin(peers: Sequence[str], operation: str, since: float, limit: float | None = None) -> int:
     """Record a wait, and return its number for ``end``.
 
     >>> number = begin(["rank 1"], "all_reduce", since=time.monotonic() - 2)
@@ -58,7 +60,7 @@ def begin(peers: Sequence[str], operation: str, since: float) -> int:
     ()
     """
     number = next(_numbers)
-    _waits[number] = Wait(tuple(peers), operation, since)
+    _waits[number] = Wait(tuple(peers), operation, since, limit)
     _changed()
     return number
 

@@ -125,3 +125,19 @@ def test_the_quickstart_runs_alone_and_then_on_two_workers(tmp_path: Path) -> No
     assert together.returncode == 0, together.stderr
     assert alone.stdout == together.stdout == "trained for 40 steps\n"
     assert os.listdir(tmp_path / "runs" / "first")
+
+
+@pytest.mark.slow
+def test_the_newcomer_s_model_trains_alone_and_with_a_server_alike(tmp_path: Path) -> None:
+    ((_, code),) = blocks("your_model.md")
+    (tmp_path / "train.py").write_text(code)
+    words = [words for page, words in ALL if page == "your_model.md"]
+    assert [line[0] for line in words] == ["python", "rm", "anabranch"]
+    with contextlib.chdir(tmp_path):
+        alone = subprocess.run([sys.executable, *words[0][1:]], capture_output=True, text=True, timeout=100, check=True)
+        subprocess.run(words[1], check=True, timeout=50)
+        together = run(*words[2][2:])
+    assert together.returncode == 0, together.stderr
+    losses = [[float(line.split()[-1]) for line in done.stdout.splitlines()] for done in (alone, together)]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
+    assert losses[0][-1] < 0.2

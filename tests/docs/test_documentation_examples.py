@@ -25,6 +25,7 @@ PAGES = (
     "coming_from.md",
     "howto.md",
     "quickstart.md",
+    "your_model.md",
     "guides/training.md",
     "guides/checkpoints.md",
     "guides/experts.md",

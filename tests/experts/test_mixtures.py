@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -680,3 +681,76 @@ def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
         assert output.shape == (*shape, 3)
         assert torch.isfinite(loss)
     assert [backend.updates for backend in backends] == [0, 0]
+
+
+def test_rows_that_lost_their_experts_with_a_process_ask_the_next_best(programs: Programs, tmp_path: Path) -> None:
+    with DirectoryServer() as names, programs.start(VICTIM_PROCESS, "0", names.endpoint, str(tmp_path)) as victim:
+        assert victim.stdout.readline() == "up\n"
+        alive = make_backends(1)
+        with ExpertServer(alive, directory=names.endpoint), Client(retries=2) as client:
+            moe = RemoteMixtureOfExperts(8, (2, 2), Directory(names.endpoint), "ffn", k_best=2, client=client)
+            x = torch.randn(64, 8)
+            before = moe(x)
+            victim.kill()
+            before.sum().backward()  # a mixture goes on though both experts of some rows died since their forward
+            after = moe(x)
+            first, second = moe.gate(x).split([2, 2], dim=1)
+            best = (first[:, :, None] + second[:, None]).flatten(1).topk(2).indices
+            used = torch.stack([(best == 2 + j).any(1) for j in range(2)], dim=1)
+            lost = ~used.any(1, keepdim=True)
+            assert lost.any() and used.all(1).any() and (used.sum(1) == 1).any()  # noqa: PT018
+            weights = second.masked_fill(~used & ~lost, float("-inf")).softmax(1)
+            by_hand = weights[:, [0]] * alive[0].module(x) + weights[:, [1]] * alive[1].module(x)
+            assert torch.allclose(after, by_hand, atol=1e-5)
+
+
+def test_too_few_answers_say_what_would_do(programs: Programs, tmp_path: Path) -> None:
+    with DirectoryServer() as names, programs.start(VICTIM_PROCESS, "0", names.endpoint, str(tmp_path)) as victim:
+        assert victim.stdout.readline() == "up\n"
+        with Client(retries=2) as client:
+            moe = RemoteMixtureOfExperts(8, (1, 2), Directory(names.endpoint), "ffn", k_best=2, k_min=2, client=client)
+            x = torch.randn(4, 8)
+            moe(x)
+            victim.kill()
+            with pytest.raises(BoundaryError, match="lower k_min=2") as caught:
+                moe(x)
+    assert "allow_zero_outputs=True" in str(caught.value)
+    assert "anabranch run --experts N" in str(caught.value)
+
+
+def test_a_gradient_that_is_missing_says_what_would_do() -> None:
+    with grid(2) as (directory, experts, _):
+        moe = mixture(directory, (2,), k_best=1)
+        output = moe(torch.randn(3, 4, dtype=torch.float64))
+        for expert in experts.values():
+            expert.fault = RuntimeError("gone")
+        with pytest.raises(BoundaryError, match="with backward_k_min=0 the step goes on"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("servers", "options", "warns"),
+    [
+        (1, {}, "one process serves 4 of the 4 experts of 'ffn'"),
+        (2, {}, ""),
+        (2, {"k_min": 3}, "one process serves 2 of the 4 experts"),
+        (1, {"allow_zero_outputs": True}, ""),
+    ],
+)
+def test_a_mixture_in_a_job_warns_of_a_process_that_it_cannot_lose(
+    monkeypatch: pytest.MonkeyPatch, servers: int, options: dict[str, object], warns: str
+) -> None:
+    monkeypatch.setenv("ANABRANCH_EXPERTS", "2")
+    with grid(4, servers=servers) as (directory, _, _), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mixture(directory, (4,), k_best=3, **options)
+    assert [str(one.message)[: len(warns)] for one in caught] == ([warns] if warns else [])
+    assert all(one.filename == __file__ for one in caught)
+
+
+def test_beam_search_looks_behind_prefixes_whose_experts_are_all_avoided() -> None:
+    directory = Directory()
+    directory.announce([f"ffn.{i}.{j}" for i in range(3) for j in range(2)], "unix:/run/experts", ttl=30.0)
+    scores = [np.array([[2.0, 1.0, 0.0]]), np.array([[0.5, 0.0]])]
+    found = beam_search(directory, "ffn", scores, 1, {"ffn.0.0", "ffn.0.1"})
+    assert [found.uids[slot] for slot in found.slots[0]] == ["ffn.1.0"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from anabranch.doing import Doing
 from anabranch.launch.job_status import JobStatus, RoleStatus, State, status_of
 from anabranch.launch.output.long_waits import LongWaits
 from launched import start_run
@@ -53,6 +55,11 @@ def test_a_wait_is_told_after_ten_seconds_and_then_ever_more_rarely() -> None:
     assert told.look(role("worker 0", "waiting", 11.0, "worker 1")) == ["rank 0 waits for rank 1 in pull (11 s)"]
 
 
+def test_a_line_says_when_the_wait_is_given_up_where_that_is_known() -> None:
+    waits = replace(role("worker 0", "waiting", 12.0, "worker 1", "all_reduce"), waiting_limit=599.6)
+    assert Told().look(waits) == ["rank 0 waits for rank 1 in all_reduce (12 s, at most 600 s)"]
+
+
 def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None:
     roles = [role(f"worker {rank}", "waiting", 10.0 + rank, "parameters 0") for rank in (0, 2, 1)]
     other = role("worker 3", "waiting", 10.0, "worker 9", "all_reduce")
@@ -60,6 +67,47 @@ def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None
         "ranks 0, 1, 2 wait for parameters 0 in pull (12 s); parameters 0 is stopped",
         "rank 3 waits for rank 9 in all_reduce (10 s)",
     ]
+
+
+def test_what_workers_are_at_themselves_is_told_once_and_again_when_it_lasts() -> None:
+    told = Told()
+
+    def fetching(*seconds: float) -> list[str]:
+        words = Doing.FETCHING.words
+        roles = [role(f"worker {rank}", "running") for rank in range(len(seconds))]
+        return told.look(*(replace(r, doing=words, doing_seconds=s) for r, s in zip(roles, seconds, strict=True)))
+
+    assert fetching(8.0, 9.0) == []
+    assert fetching(12.0, 13.0) == ["each of ranks 0, 1 is fetching a batch from its loader (13 s)"]
+    assert fetching(12.0, 0.0) == []  # another batch, as slow
+    assert fetching(40.0, 0.0) == ["rank 0 is fetching a batch from its loader (40 s)"]
+
+
+def test_a_job_s_screen_says_that_a_loader_gives_no_batch(tmp_path: Path, script: Callable[[str], Path]) -> None:
+    path = script(
+        """
+        import sys, time, torch, anabranch as ab
+        from pathlib import Path
+        class Slow:
+            def __iter__(self):
+                Path(sys.argv[1]).touch()
+                while Path(sys.argv[1]).exists():
+                    time.sleep(0.01)
+                yield torch.ones(2, 2)
+        model = torch.nn.Linear(2, 1)
+        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor({"train": step}, dataloaders={"train": Slow()}) as executor:
+            executor.run("train")
+        """
+    )
+    waiting = tmp_path / "waiting"
+    with start_run("--workers", "1", "--log-dir", tmp_path, path, waiting) as job:
+        wait_until(waiting.exists)
+        wait_until(lambda: status_of(tmp_path).roles[0].doing == Doing.FETCHING.words)
+        waiting.unlink()
+        job.communicate(60.0)
+        assert job.wait() == 0
+    assert status_of(tmp_path).roles[0].doing is None
 
 
 def test_a_folder_that_is_gone_is_passed_over() -> None:

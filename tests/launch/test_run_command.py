@@ -80,6 +80,25 @@ def test_wrong_arguments_are_named_without_a_traceback(
     assert "Traceback" not in output.err
 
 
+def test_a_script_in_the_place_of_a_command_is_told_how_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["anabranch", "my train.py", "--lr", "0.1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "anabranch run 'my train.py'" in capsys.readouterr().err
+
+
+def test_options_behind_the_script_are_the_script_s_and_that_is_said(script: Script) -> None:
+    prints = script("import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:])")
+    done = run(prints, "--workers", 2, "--servers=1")
+    assert done.stdout == "1 ['--workers', '2', '--servers=1']\n"
+    for option in ("--workers", "--servers"):
+        assert f"{option} stands behind {prints}, so the script gets it" in done.stderr
+    assert "stands behind" not in run("--workers", 2, prints, "--workers", 2).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [([], "run"), (["--help"], "run"), (["run", "--help"], "--workers"), (["--version"], "anabranch ")],

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,46 @@ def test_a_signal_before_anything_of_the_users_runs_ends_at_once(
     assert told == [f"{number.name}: stopped before all processes had started"]
     assert marked_processes(mark) == before
     assert not (tmp_path / "worker-0.log").exists()
+
+
+def test_a_signal_that_came_before_its_handler_ends_the_launcher_too(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the picture of a job was imported Ctrl-C was collected, and looked at when all processes had started."""
+    adopted: list[bool] = []
+    adopt = local.adopt_orphans
+
+    def pressed() -> AbstractContextManager[None]:
+        os.kill(os.getpid(), signal.SIGINT)
+        adopted.append(True)
+        return adopt()
+
+    monkeypatch.setattr(local, "adopt_orphans", pressed)
+    monkeypatch.setattr(local.Rendezvous, "wait_until_ready", lambda rendezvous: pytest.fail("it went on"))
+    outcome = launch(script("print('never')"), workers=2, log_dir=tmp_path)
+    assert (outcome.exit_code, adopted) == (130, [True])
+
+
+@pytest.mark.parametrize("where", ["anabranch.cli.app", "anabranch.cli.run.launch"])
+def test_ctrl_c_before_the_launcher_collects_signals_is_one_line(script: Script, where: str) -> None:
+    """Typer leaves with its code and says nothing."""
+    program = """
+        import os, signal, sys
+        import anabranch.cli
+        def press(*_, **__):
+            os.kill(os.getpid(), signal.SIGINT)
+        if sys.argv[1] == "anabranch.cli.app":
+            sys.meta_path.insert(0, type("Pressed", (), {"find_spec": staticmethod(press)}))
+        else:
+            from anabranch.cli import run
+            run.launch = press
+        sys.argv = ["anabranch", "run", sys.argv[2]]
+        anabranch.cli.main()
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program), where, str(script("print('never')"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "anabranch: SIGINT: stopped before anything had started\n"
 
 
 def test_a_second_signal_kills_though_the_launchers_loop_is_busy(
@@ -172,7 +213,7 @@ def test_the_sender_of_a_signal_is_known_and_nothing_that_is_started_blocks_it(t
             seen = []
             box._presses.is_another = lambda number, sender, now: seen.append((number, sender)) or len(seen) > 1
             asked = []
-            box.on_stop = lambda number, again: asked.append((number, again))
+            box.call_on_stop(lambda number, again: asked.append((number, again)))
             assert inherited_mask() == sorted(map(int, before))
             for number in (signal.SIGINT, signal.SIGTERM):
                 subprocess.run(["sh", "-c", f"echo $$; kill -{int(number)} $PPID"], check=True, stdout=sys.stderr)

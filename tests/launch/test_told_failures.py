@@ -89,9 +89,24 @@ def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
 def test_those_that_failed_alike_are_folded(script: Script) -> None:
     done = run("--workers", 3, script("import sys\nsys.exit('two workers at most')"))
     assert done.returncode == 1
-    # One was the first, whichever; rank 0's own words were shown as it wrote them.
-    assert 1 <= done.stderr.count("two workers at most") <= 2
+    assert done.stderr.count("two workers at most") == 1, "as rank 0 wrote it, whichever was the first"
     assert done.stderr.count("failed alike; the logs are in ") == 1
+
+
+def test_those_that_lost_the_same_server_are_folded_and_blame_no_worker(script: Script) -> None:
+    lost = """
+        import os, time
+        from anabranch.errors import PeerLost
+        rank = int(os.environ["RANK"])
+        time.sleep(0.1 * (1 - rank))
+        raise PeerLost("Connection refused", peer="unix:/there", operation="pull", elapsed=1.0 + rank)
+        """
+    done = run("--workers", 2, script(lost))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "What it wrote is above" in done.stderr
+    assert "anabranch: rank 1 failed alike; the logs are in " in done.stderr
+    assert "lost rank" not in done.stderr
 
 
 @pytest.fixture

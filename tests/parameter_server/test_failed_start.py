@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterServer
+from anabranch.events import Event, subscribe
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 
 
 class Unreachable:
@@ -28,3 +31,24 @@ def test_a_shard_that_cannot_be_announced_leaves_nothing_open(tmp_path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("anabranch-shard")]
     with ParameterServer(durability="log", checkpoint_dir=tmp_path):  # the directory was given back
         pass
+
+
+def test_a_worker_waits_for_a_shard_that_does_not_listen_yet(tmp_path: Path) -> None:
+    """The first servers on a busy new machine compile for more than a minute: their workers had given up by then."""
+    endpoint = f"unix:{tmp_path / 'private' / 'shard'}"
+    (tmp_path / "private").mkdir(mode=0o700)
+    tried = threading.Semaphore(0)
+
+    def note(event: Event) -> None:
+        if event.name == "transport.retry":
+            tried.release()
+
+    def join() -> int:
+        with ParameterClient([endpoint], worker=Worker(0, 1, "bsp"), retries=1, timeout=60.0) as client:
+            return client.shards
+
+    with subscribe(note), ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join)
+        assert all(tried.acquire(timeout=60.0) for _ in range(4))  # more than the retries of a call
+        with ParameterServer(listen=endpoint):
+            assert joined.result(timeout=60.0) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -10,11 +12,12 @@ import typer
 from anabranch.cli.keys import keys
 from anabranch.cli.run import run
 from anabranch.cli.serve import serve
-from anabranch.cli.standard_streams import open_standard_streams
+from anabranch.cli.standard_streams import open_standard_streams, say
 from anabranch.cli.status import status
 from anabranch.cli.view import view
 
 __all__ = ["main"]
+
 
 _app = typer.Typer(
     name="anabranch",
@@ -59,4 +62,7 @@ def _options(
 def main() -> None:
     """Run the command that ``sys.argv`` names, and exit with its code."""
     open_standard_streams()
+    if len(sys.argv) > 1 and (given := sys.argv[1]).endswith(".py"):
+        say(f"anabranch: {given!r} is a script and no command; start it with: anabranch run {shlex.quote(given)}")
+        sys.exit(2)
     _app(prog_name="anabranch")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +32,7 @@ from anabranch.transport.network.certificates import KEYS_VARIABLE
 __all__ = ["run"]
 
 _ASK_SECONDS = 10.0
+_ITS_OWN = r"after [\d.]+ s|at attempt \d+"
 
 
 def run(
@@ -173,6 +176,9 @@ def run(
             wanted = parse_resources(resources)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--resources") from error
+    _tell_of_options(
+        script, arguments or [], {"--workers": workers == 1, "--servers": not servers, "--experts": not experts}
+    )
     logs = _log_directory(log_dir)
     with hold_signals():
         outcome: JobOutcome | None = None
@@ -229,6 +235,9 @@ def run(
                 raise
             # The other options were checked as they were read.
             raise typer.BadParameter(str(error), param_hint="--host") from error
+        except KeyboardInterrupt:  # before the launcher collects signals
+            _tell("SIGINT: stopped before anything had started")
+            raise typer.Exit(130) from None
         finally:
             failed = outcome is not None and outcome.first_failure is not None
             if log_dir is None and not failed:
@@ -253,6 +262,13 @@ def _ask_directory(directory: str, experts: int, host: str | None) -> None:
             RedisLink(directory).run(TIME, [], "directory.time", Deadline.after(_ASK_SECONDS))
 
 
+def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:
+    """Say that an option stands behind the script, if it was not given before it."""
+    for name, absent in missing.items():
+        if absent and any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
+            _tell(f"{name} stands behind {script}, so the script gets it; options of `anabranch run` stand before it")
+
+
 def _log_directory(wanted: Path | None) -> Path:
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="anabranch-logs-"))
@@ -275,30 +291,38 @@ def _show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
     """Say what failed first, who only followed, and where the newest checkpoint lies."""
     first = outcome.first_failure
     if first is not None:
-        _show_failure(first)
-        others = [exit_ for exit_ in outcome.exits if exit_ is not first and not exit_.well and not exit_.stopped]
-        lost = [] if verbose else [exit_ for exit_ in others if exit_.blames_another()]
-        alike = [exit_ for exit_ in others if exit_ not in lost and _words(exit_) == _words(first)]
-        for folded, how in ((lost, f"lost {first.who}"), (alike, "failed alike")):
+        failures = [exit_ for exit_ in outcome.exits if not exit_.well and not exit_.stopped]
+        alike = [exit_ for exit_ in failures if _words(exit_) == _words(first)]
+        shown = alike[0] if alike else first  # rank 0's words are on the screen already
+        _show_failure(shown)
+        others = [exit_ for exit_ in failures if exit_ not in (shown, first, *alike)]
+        lost = [] if verbose else [exit_ for exit_ in others if _lost(exit_, first)]
+        same = [exit_ for exit_ in alike if exit_ is not shown]
+        for folded, how in ((lost, f"lost {first.who}"), (same, "failed alike")):
             if folded:
                 ranks = ", ".join(str(exit_.rank) for exit_ in folded)
                 _tell(f"{'rank' if len(folded) == 1 else 'ranks'} {ranks} {how}; the logs are in {folder}")
         for exit_ in others:
-            if exit_ not in lost and exit_ not in alike:
+            if exit_ not in lost:
                 _show_failure(exit_)
     if first is not None or outcome.interrupted is not None:
         _show_checkpoint(folder)
 
 
+def _lost(failure: Exit, first: Exit) -> bool:
+    """Tell whether it follows from the first; where that one has lost a server itself, it lost no worker."""
+    return failure.blames_a_worker() or (failure.blames_another() and not first.blames_another())
+
+
 def _words(failure: Exit) -> str:
-    """Return its last words without its rank."""
-    return failure.last_words().replace(f"[rank{failure.rank}]: ", "")
+    """Return its last words without its rank and its times."""
+    return re.sub(_ITS_OWN, "", failure.last_words().replace(f"[rank{failure.rank}]: ", ""))
 
 
 def _show_failure(failure: Exit) -> None:
     words = failure.last_words()
     # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
-    if words and failure.who == "rank 0" and not failure.blames_another():
+    if words and failure.who == "rank 0" and not failure.blames_a_worker():
         _tell(f"{failure.describe()}. What it wrote is above")
     else:
         _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")

@@ -12,10 +12,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from anabranch import spans
 from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.deadline import Deadline
+from anabranch.doing import Doing, during
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
 from anabranch.transport.beats import Beats, Identity
@@ -36,6 +40,7 @@ __all__ = ["Pending", "Workers", "meet_peers"]
 
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
+_LOOK_SECONDS = 0.5  # a signal that comes as a wait begins is seen at its end
 _LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
@@ -301,4 +306,36 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = PrefixStore(f"anabranch/{attempt}/{next(_meetings)}", store)
-    dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+    meet = partial(dist.init_process_group, backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+    with during(Doing.CONNECTING):
+        if "nccl" in backend:  # its device is the thread's
+            meet()
+        else:
+            _interruptible(meet)
+
+
+def _interruptible(meet: Callable[[], None]) -> None:
+    """Call ``meet`` on another thread, for no signal reaches Python while gloo waits for a rank that does not come.
+
+    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it.
+    """
+    met: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            meet()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            met.set_exception(error)
+        else:
+            met.set_result(None)
+
+    thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
+    thread.start()
+    try:
+        while not wait([met], timeout=_LOOK_SECONDS).done:
+            pass
+    except BaseException:
+        atexit.register(end_without_waiting)
+        raise
+    thread.join()
+    met.result()

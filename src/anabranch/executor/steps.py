@@ -132,6 +132,7 @@ class TrainStep(StepDescription):
         _check_model(model)
         if not callable(loss):
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
+        _check_not_of_torch(model, loss)
         reduction = choice("reduction", reduction, _REDUCTIONS)
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
@@ -252,6 +253,17 @@ def _check_bound(name: str, value: object) -> None:
         raise TypeError(f"{name} is a finite number above 0, or None, got {value!r}")
     if value is not None and not 0 < float(value) < math.inf:
         raise ValueError(f"{name} is a finite number above 0, or None, got {value!r}")
+
+
+def _check_not_of_torch(model: nn.Module, loss: object) -> None:
+    """Refuse a loss of torch, which takes an output and a target, where no pipe would call it so."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    kind = loss if hasattr(loss, "__name__") else type(loss)
+    if not isinstance(model, Pipe) and kind.__module__ in ("torch.nn.modules.loss", "torch.nn.functional"):
+        raise TypeError(
+            f"loss is called as loss(model, batch), and {name} takes an output and a target; write "
+            f"lambda model, batch: criterion(model(batch[0]), batch[1]), where criterion is that {name}"
+        )
 
 
 def _check_model(model: nn.Module) -> None:

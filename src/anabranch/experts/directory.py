@@ -228,6 +228,11 @@ class Directory:
         self._replicas = None if endpoint is None else Replicas(endpoint)
         self._reach = None if endpoint is None else Reach(client, role=role, keys=keys, insecure=insecure)
 
+    def __repr__(self) -> str:
+        """Return where its table is."""
+        where = "" if self.endpoint is None else repr(self.endpoint)
+        return f"Directory({where})"
+
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)

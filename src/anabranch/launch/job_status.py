@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from anabranch.doing import read_doing
 from anabranch.launch.job_file import JOB_FILE
 
 __all__ = ["JobStatus", "TrackedLoop", "RoleStatus", "State", "WaitOfRole", "job_of", "latest_job", "status_of"]
@@ -31,11 +32,13 @@ class WaitOfRole:
         peers: as the process names them: ``"rank 1"``, or an endpoint.
         operation: ``"all_reduce"``, ``"pull"``.
         seconds: how long it has lasted.
+        limit: after how many seconds it is given up, if that is known.
     """
 
     peers: tuple[str, ...]
     operation: str
     seconds: float
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ class RoleStatus:
         waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
             gone, or else those that do not wait themselves.
         waiting_seconds: how long it has waited.
+        waiting_limit: after how many seconds it gives up, if that is known: the executor's ``timeout``.
         operation: what it waits in.
+        doing: what a worker is at beside steps, as a sentence goes on: ``"is fetching a batch from its loader"``.
+        doing_seconds: for how long.
         service: what a server tells of itself: ``requests``, ``bytes``, a queue, ...; totals since it started,
             ``uptime`` seconds ago.
         loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
@@ -70,7 +76,10 @@ class RoleStatus:
     steps: int | None = None
     waiting_for: str | None = None
     waiting_seconds: float | None = None
+    waiting_limit: float | None = None
     operation: str | None = None
+    doing: str | None = None
+    doing_seconds: float = 0.0
     service: Mapping[str, Any] = field(default_factory=dict)
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     crossed: Mapping[str, float] = field(default_factory=dict)
@@ -197,7 +206,18 @@ def _read_role(
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
         state = "running"  # it listens no more, for the job ends
-    return RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role)), told
+    doing, seconds = read_doing(folder / f"{role}-{rank}.doing", pid)
+    found = RoleStatus(
+        role,
+        rank,
+        pid,
+        endpoint,
+        state,
+        _steps(folder / f"worker-{rank}.steps", role),
+        doing=doing.words or None,
+        doing_seconds=seconds,
+    )
+    return found, told
 
 
 def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
@@ -252,7 +272,7 @@ def _wait_of(role: RoleStatus, facts: Mapping[str, Any]) -> WaitOfRole | None:
         return None
     wait = facts["waits"][0]
     seconds = wait["seconds"] if "seconds" in wait else time.monotonic() - wait["since"]
-    return WaitOfRole(tuple(wait["peers"]), wait["operation"], max(0.0, seconds))
+    return WaitOfRole(tuple(wait["peers"]), wait["operation"], max(0.0, seconds), wait.get("limit"))
 
 
 def _with_wait(role: RoleStatus, roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> RoleStatus:
@@ -265,6 +285,7 @@ def _with_wait(role: RoleStatus, roles: Sequence[RoleStatus], waits: Mapping[str
         state="waiting",
         waiting_for=", ".join(names),
         waiting_seconds=wait.seconds,
+        waiting_limit=wait.limit,
         operation=wait.operation,
     )
 

@@ -241,7 +241,7 @@ def _attempt(
 
         stopping = _Stopping(running, services)
         stack.push(stopping.leave)
-        signals.on_stop = stopping.stop
+        signals.call_on_stop(stopping.stop)
         start = _Starter(server, say, job_file)
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
         meeting_place = start(

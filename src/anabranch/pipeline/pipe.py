@@ -266,6 +266,10 @@ class Pipe(nn.Module):
     def _layers_here(self) -> list[Layer]:
         return [layer for j in self._here for layer in self._stages[j].layers]
 
+    def extra_repr(self) -> str:
+        """Return how the layers are shared out, and the order of the work."""
+        return f"balance={self.balance}, schedule={self._schedules.name!r}, chunks={self.chunks}"
+
     @property
     def balance(self) -> list[int]:
         """The number of layers in each stage, on all ranks."""

@@ -119,6 +119,12 @@ class RowTable:
         else:
             self._storage = RowStorage(self._vocabulary.rows, self._layout.stride, spec.dtype, with_sums=with_sums)
 
+    def __repr__(self) -> str:
+        """Return its name, size and rule."""
+        rows = "dynamic" if self.spec.rows is None else self.spec.rows
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        return f"RowTable({self.spec.name!r}, {rows} x {self.spec.width}, {dtype}, {self._rule.family.name})"
+
     @property
     def rule(self) -> RowOptimizer:
         """The optimizer with the numbers of the next step."""

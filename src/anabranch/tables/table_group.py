@@ -83,6 +83,10 @@ class TableGroup:
         self._shard, self._shards = first.shard, placements[0].shards
         self._scratches: list[tuple[Array, Array, Array]] = []
 
+    def __repr__(self) -> str:
+        """Return its tables."""
+        return f"TableGroup({self.tables})"
+
     def pull(
         self,
         ids: Tensor,

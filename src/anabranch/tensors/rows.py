@@ -103,7 +103,10 @@ def count_rows(batch: Structure) -> int:
             raise ValueError(_disagreement(batch, leaves))
         rows = own
     if rows < 0:
-        raise ValueError("the batch holds no tensor with rows (dim 0); give TrainStep rows=callable(batch) -> weight")
+        raise ValueError(
+            "the batch holds no tensor with rows (dim 0); make tensors or arrays of its numbers, or give TrainStep "
+            "rows=callable(batch) -> weight"
+        )
     return rows
 
 

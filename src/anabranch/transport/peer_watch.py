@@ -81,7 +81,8 @@ class PeerWatch:
         try:
             while not done(max(_SMALLEST_WAIT, patience)):
                 if number is None and time.monotonic() - began >= waits.LONG:
-                    number = waits.begin([f"rank {rank}" for rank in ranks], operation, began)
+                    limit = time.monotonic() - began + deadline.remaining()
+                    number = waits.begin([f"rank {rank}" for rank in ranks], operation, began, limit)
                 self.check(ranks, operation, deadline, step=step)
                 if deadline.expired():
                     raise _too_late(ranks, operation, deadline, step)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.collectives import Workers
+from anabranch.doing import Doing, during
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.tensors import Structure, map_structure
 
@@ -112,7 +113,7 @@ class Batches:
 
     def _take(self, loader: BoundLoader) -> Structure:
         began = time.monotonic()
-        with spans.span("load", "load"):
+        with spans.span("load", "load"), during(Doing.FETCHING):
             batch = loader.next_batch()
         self.load_seconds += time.monotonic() - began
         return batch

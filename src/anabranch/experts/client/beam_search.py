@@ -32,6 +32,20 @@ class Choices:
     slots: NDArray[np.int64]
     coordinates: NDArray[np.int64]
 
+    def with_rows_of(self, other: Choices, which: NDArray[np.bool_]) -> Choices:
+        """Return these choices with those of ``other`` for the rows that are true in ``which``."""
+        place = {uid: slot for slot, uid in enumerate(dict.fromkeys([*self.uids, *other.uids]))}
+        width = max(self.slots.shape[1], other.slots.shape[1])
+        mine, theirs = self._widened(width), other._widened(width)
+        translated = np.array([*(place[uid] for uid in other.uids), -1])[theirs.slots]
+        slots = np.where(which[:, None], translated, mine.slots)
+        return Choices([*place], slots, np.where(which[:, None, None], theirs.coordinates, mine.coordinates))
+
+    def _widened(self, width: int) -> Choices:
+        missing = width - self.slots.shape[1]
+        slots = np.pad(self.slots, ((0, 0), (0, missing)), constant_values=-1)
+        return Choices(self.uids, slots, np.pad(self.coordinates, ((0, 0), (0, missing), (0, 0))))
+
 
 def beam_search(
     directory: DirectoryLike,
@@ -66,12 +80,15 @@ def beam_search(
     coordinates_RKD = np.zeros((rows, 1, 0), dtype=np.int64)
     for dimension, grid_RG in enumerate(scores):
         size = grid_RG.shape[1]
-        known_PG = _known(directory, prefixes, size, avoid if dimension == len(scores) - 1 else ())
+        last = dimension == len(scores) - 1
+        # Each avoided expert may spoil one prefix that is better than those of the experts to be found.
+        width = k if last else k + len(avoid)
+        known_PG = _known(directory, prefixes, size, avoid if last else ())
         if kept is not None:
             known_PG &= kept[dimension]
         candidate_RKG = np.where(known_PG[beam_RK], score_RK[:, :, None] + grid_RG[:, None, :], -np.inf)
         flat = candidate_RKG.reshape(rows, beam_RK.shape[1] * size)
-        best = np.argsort(-flat, axis=1, kind="stable")[:, :k]
+        best = np.argsort(-flat, axis=1, kind="stable")[:, :width]
         score_RK = np.take_along_axis(flat, best, axis=1)
         parent, index = best // size, best % size
         there = np.isfinite(score_RK)

@@ -12,17 +12,22 @@
                      └────────────────────────────────────────────────────────────────────────────┘
 
 An expert that does not answer is left out of the softmax, so the result is that of a mixture of the responders alone,
-and so are its gradients. The experts that it asks depend on the gate's values, so all of that lies behind one boundary:
-the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
+and so are its gradients. Rows left with too few, some lost with their process, ask the next best ones. The experts that
+it asks depend on the gate's values, so all of that lies behind one boundary: the tape and a captured graph see one
+operation whose outputs have the form given by the experts' schema.
 
 The file is long because the two mixtures share one asker and one boundary, which nothing else uses.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import os
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -37,7 +42,7 @@ from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Form, cross, outside_tracing
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
 from anabranch.experts.client.connections import Reach
@@ -45,14 +50,20 @@ from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import Nesting, flatten
 from anabranch.experts.schema import Schema, with_leading
+from anabranch.experts.uids import check_prefix
+from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
 from anabranch.transport.directory.uids import check_prefix
 
 __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
 
+_log = logging.getLogger("anabranch.experts")
+
 # A mixture has other experts to turn to, so it does not wait for one that refuses connections.
 _RETRIES = 2
+_MOST_LOOKED_UP = 4096
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +113,57 @@ class _Manner:
     casting: bool
 
 
+@dataclass(slots=True)
+class _Asked:
+    """The calls of one forward: those of the best experts, then those in place of lost ones.
+
+    Attributes:
+        calls: the calls.
+        rows: the rows that each was made for.
+        outputs: its answer; ``None`` if there was none.
+    """
+
+    calls: list[ExpertCall]
+    rows: list[NDArray[np.int64]]
+    outputs: list[list[Tensor | None] | None]
+
+    def add(
+        self,
+        calls: Sequence[ExpertCall],
+        rows: Sequence[NDArray[np.int64]],
+        outputs: Sequence[list[Tensor | None] | None],
+    ) -> None:
+        self.calls += calls
+        self.rows += rows
+        self.outputs += outputs
+
+    def present(self, choices: Choices) -> NDArray[np.bool_]:
+        """Return an array of shape (rows, k): true if the slot's expert has answered for the row."""
+        position, count = _positions(choices, self.calls, self.rows)
+        return cast("NDArray[np.bool_]", position != count)
+
+    def lost_any(self, choices: Choices) -> bool:
+        """Return True if an expert's process is gone, or the expert is listed and cannot be asked."""
+        gone = any(isinstance(call.error, PeerLost) for call in self.calls)
+        return gone or bool(set(choices.uids) - {call.uid for call in self.calls})
+
+    def failed(self, choices: Choices) -> set[str]:
+        """Return the uids of the chosen experts that gave no answer."""
+        return set(choices.uids) - {call.uid for call in self.calls if call.answered}
+
+
 @dataclass(frozen=True, slots=True)
 class _Chosen:
     """The answers of the chosen experts.
 
     Attributes:
+        choices: the experts that were asked for each row in the end.
         present: of shape (rows, k): true if the slot's expert answered.
         outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where it did not.
         schema: of the experts.
     """
 
+    choices: Choices
     present: Tensor
     outputs: list[Tensor | None]
     schema: Schema
@@ -145,14 +197,20 @@ class _Asker:
         )
 
     def choose(
-        self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline, kept: Sequence[Tensor] | None
+        self,
+        uid_prefix: str,
+        scores: Sequence[Tensor],
+        k: int,
+        deadline: Deadline,
+        kept: Sequence[Tensor] | None,
+        failed: Collection[str] = (),
     ) -> Choices:
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
         directory = within(self.finder.directory, deadline)
         masks = None if kept is None else [mask.cpu().numpy() for mask in kept]
-        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now(), masks)
+        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now().union(failed), masks)
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
         """Return the schema of any announced expert, asked for if none has been asked yet."""
@@ -188,30 +246,56 @@ class _Asker:
 
     def ask(
         self,
-        choices: Choices,
+        choose: Callable[[Collection[str]], Choices],
         args: tuple[Structure, ...],
         kwargs: dict[str, Structure],
         deadline: Deadline,
         entry: Tensor | None,
         manner: _Manner,
     ) -> _Chosen:
-        """Asks the chosen experts; raises if too few answer."""
+        """Ask the chosen experts, and the next best ones for rows that lost theirs with a process.
+
+        ``choose`` returns the choices of all rows, without the given uids.
+        """
         device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
-        found = self.finder.find(choices.uids, deadline)
-        calls, rows = self._make_calls(choices, found, args, kwargs, manner)
-        outputs = self._run(calls, rows, choices, deadline, entry) if calls else []
-        present = _present(choices, [call.uid for call in calls if call.answered])
-        self._check_enough(present, calls, deadline)
-        schema = calls[0].schema if calls else self.finder.any_schema
+        choices = choose(())
+        asked = _Asked([], [], [])
+        self._ask_round(asked, choices, choices.slots >= 0, args, kwargs, deadline, entry, manner)
+        short = ~self._has_enough(asked.present(choices))
+        if short.any() and asked.lost_any(choices) and not self.terms.allow_zero_outputs and not deadline.expired():
+            choices = choices.with_rows_of(choose(asked.failed(choices)), short)
+            unasked = short[:, None] & (choices.slots >= 0) & ~asked.present(choices)
+            self._ask_round(asked, choices, unasked, args, kwargs, deadline, entry, manner)
+        present = asked.present(choices)
+        self._check_enough(present, asked.calls, deadline)
+        schema = asked.calls[0].schema if asked.calls else self.finder.any_schema
         if schema is None:
             raise _no_schema(deadline)
-        _check_alike(calls)
-        position, count = _positions(choices, calls, rows)
+        _check_alike(asked.calls)
+        position, count = _positions(choices, asked.calls, asked.rows)
         columns = [
-            None if spec is None else _gather(outputs, index, spec, position, count, device)
+            None if spec is None else _gather(asked.outputs, index, spec, position, count, device)
             for index, spec in enumerate(schema.output_specs)
         ]
-        return _Chosen(torch.from_numpy(present).to(device), columns, schema)
+        return _Chosen(choices, torch.from_numpy(present).to(device), columns, schema)
+
+    def _ask_round(
+        self,
+        asked: _Asked,
+        choices: Choices,
+        wanted: NDArray[np.bool_],
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+        deadline: Deadline,
+        entry: Tensor | None,
+        manner: _Manner,
+    ) -> None:
+        """Ask the experts of those slots that are true in ``wanted``, each once for all its rows."""
+        found = self.finder.find(choices.uids, deadline)
+        calls, rows = self._make_calls(choices, wanted, found, args, kwargs, manner)
+        if calls:
+            outputs = self._run(calls, rows, choices, deadline, entry)
+            asked.add(calls, rows, outputs)
 
     def schema_of(self, uid_prefix: str, dimensions: int) -> Schema:
         """Return the schema of the mixture's experts."""
@@ -258,6 +342,7 @@ class _Asker:
     def _make_calls(
         self,
         choices: Choices,
+        wanted: NDArray[np.bool_],
         found: dict[str, tuple[str, Schema]],
         args: tuple[Structure, ...],
         kwargs: dict[str, Structure],
@@ -269,7 +354,9 @@ class _Asker:
             if uid not in found:
                 continue
             endpoint, schema = found[uid]
-            mine = np.nonzero((choices.slots == slot).any(axis=1))[0]
+            mine = np.nonzero(((choices.slots == slot) & wanted).any(axis=1))[0]
+            if not len(mine):
+                continue
             inputs, _ = schema.flatten_inputs(args, kwargs, casting=manner.casting)
             some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
             calls.append(ExpertCall(uid, endpoint, schema, some, manner.evaluating))
@@ -298,9 +385,12 @@ class _Asker:
             for call in asked:
                 self._note(call.uid, call.gradient_error)
             came = _count(total, [rows_of[id(call)] for call in asked if call.gradient_error is None])
-            least = np.minimum(_count(total, [rows_of[id(call)] for call in asked]), terms.backward_k_min)
+            alive = [call for call in asked if not isinstance(call.gradient_error, PeerLost)]
+            least = np.minimum(_count(total, [rows_of[id(call)] for call in alive]), terms.backward_k_min)
             if (came < least).any():
                 raise self._too_few("backward", asked, [call.gradient_error for call in asked], (came < least).sum())
+            if len(alive) < len(asked):
+                self._tell_of_lost_gradients(asked, (came == 0) & (_count(total, [rows_of[id(c)] for c in asked]) > 0))
 
         made = call_experts(
             Calls(
@@ -326,6 +416,15 @@ class _Asker:
                 self.finder.forget([call.uid])
         return made
 
+    def _tell_of_lost_gradients(self, asked: Sequence[ExpertCall], without: NDArray[np.bool_]) -> None:
+        uids = sorted({call.uid for call in asked if isinstance(call.gradient_error, PeerLost)})
+        _log.warning(
+            "%s died between forward and backward: what they would have learned from this step is lost, and %d rows "
+            "pass no gradient through the mixture in it",
+            ", ".join(uids),
+            without.sum(),
+        )
+
     def _note(self, uid: str, error: Exception | None) -> None:
         if error is None:
             self.finder.avoidance.answered(uid)
@@ -333,8 +432,11 @@ class _Asker:
             self._failed[type(error).__name__] += 1
             self.finder.avoidance.failed(uid)
 
+    def _has_enough(self, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return cast("NDArray[np.bool_]", present.sum(axis=1) >= self.terms.k_min)
+
     def _check_enough(self, present: NDArray[np.bool_], calls: Sequence[ExpertCall], deadline: Deadline) -> None:
-        short = present.sum(axis=1) < self.terms.k_min
+        short = ~self._has_enough(present)
         if short.any() and not self.terms.allow_zero_outputs:
             raise self._too_few("forward", calls, [call.error for call in calls], short.sum(), deadline.elapsed())
 
@@ -349,12 +451,22 @@ class _Asker:
         least = self.terms.k_min if phase == "forward" else self.terms.backward_k_min
         said = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
         told = "; ".join(said[:3]) or "the directory knows too few"
+        cures = _cures(phase, least, lost=any(isinstance(error, PeerLost) for error in errors))
         return BoundaryError(
-            f"{short} rows have fewer than {least} experts that answered ({told})",
+            f"{short} rows have fewer than {least} experts that answered ({told}); {cures}",
             peer=f"{len(calls)} experts",
             operation=f"mixture.{phase}",
             elapsed=elapsed,
         )
+
+
+def _cures(phase: str, least: int, *, lost: bool) -> str:
+    """Return the arguments that let a step go on with fewer answers, and how to lose fewer."""
+    if phase == "backward":
+        return f"with backward_k_min={least - 1} the step goes on without these gradients"
+    fewer = [f"lower k_min={least}"] if least > 1 else []
+    more = ["serve the experts from more processes (anabranch run --experts N)"] if lost else []
+    return ", or ".join([*fewer, "give allow_zero_outputs=True to mix such rows from the answers there are", *more])
 
 
 def _no_schema(deadline: Deadline) -> BoundaryError:
@@ -377,14 +489,6 @@ def _count(total: int, rows: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     for mine in rows:
         counts[mine] += 1
     return counts
-
-
-def _present(choices: Choices, answered: Sequence[str]) -> NDArray[np.bool_]:
-    there = np.zeros(len(choices.uids) + 1, dtype=np.bool_)
-    known = set(answered)
-    there[:-1] = [uid in known for uid in choices.uids]
-    # Slot -1, which has no expert, takes the last entry.
-    return cast(NDArray[np.bool_], there[choices.slots])
 
 
 def _check_alike(calls: Sequence[ExpertCall]) -> None:
@@ -545,6 +649,8 @@ class _Mixture(nn.Module):
         self.k_best = k_best
         self.gate = nn.Linear(in_features, sum(self.grid_size))
         self._asker = _Asker(finder(), terms)
+        if job().experts and not terms.allow_zero_outputs:  # they have announced themselves, and can be asked
+            self._warn_of_one_process(terms.k_min)
         self._form: object = None
         self._dimensions = 1
         self._handle = opaque.handle_of(self)
@@ -552,6 +658,29 @@ class _Mixture(nn.Module):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = opaque.handle_of(self)
+
+    def _warn_of_one_process(self, k_min: int) -> None:
+        """Warn if one process serves so many of the job's experts that too few are left without it."""
+        if math.prod(self.grid_size) > _MOST_LOOKED_UP:
+            return
+        points = itertools.product(*map(range, self.grid_size))
+        uids = [f"{self.uid_prefix}.{'.'.join(map(str, point))}" for point in points]
+        try:
+            found = within(self._asker.finder.directory, Deadline.after(_LOOK_SECONDS)).lookup(uids)
+        except BoundaryError:
+            return
+        _, most = max(Counter(found.values()).items(), key=lambda item: item[1], default=("", 0))
+        if most and len(found) - most < k_min:
+            warnings.warn(
+                f"one process serves {most} of the {len(found)} experts of {self.uid_prefix!r}: if it dies, rows have "
+                f"fewer than k_min={k_min} answers and the step fails. Start more (anabranch run --experts N), or give "
+                "allow_zero_outputs=True",
+                stacklevel=4,
+            )
+
+    def extra_repr(self) -> str:
+        """Return where the experts lie in the grid, and how many are asked."""
+        return f"{self.uid_prefix!r}, grid_size={self.grid_size}, k_best={self.k_best}"
 
     def learn_form(self) -> None:
         """Asks for the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
@@ -641,13 +770,16 @@ class _Mixture(nn.Module):
             )
             if not len(gated):
                 return self._mixed_nothing(gated, (its_args, its_kwargs))
-            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline, kept)
-            chosen = self._asker.ask(choices, its_args, its_kwargs, deadline, entry, manner)
+
+            def choose(failed: Collection[str]) -> Choices:
+                return self._asker.choose(self.uid_prefix, scores, self.k_best, deadline, kept, failed)
+
+            chosen = self._asker.ask(choose, its_args, its_kwargs, deadline, entry, manner)
             if kept is not None:
                 scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, kept, strict=True)]
-            weights = self._weights(scores, choices, chosen.present)
+            weights = self._weights(scores, chosen.choices, chosen.present)
             outputs = [_weigh(weights, answers) for answers in chosen.outputs if answers is not None]
-            return [*outputs, *self._beside(choices, gated)], chosen.schema
+            return [*outputs, *self._beside(chosen.choices, gated)], chosen.schema
 
         return self._asker.mixed(
             self.uid_prefix, self.grid_size, mix, gated, drawn, leaves, nesting, self._forms_beside(gated)
@@ -680,11 +812,13 @@ class RemoteMixtureOfExperts(_Mixture):
         directory: finds the experts: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a Redis.
         uid_prefix: of the experts' uids.
         k_best: experts asked for each row.
-        k_min: answers that each row needs, or ``BoundaryError`` is raised.
+        k_min: answers that each row needs, or ``BoundaryError`` is raised. Rows that lost their experts with a process
+            ask the next best ones before it is.
         forward_timeout: seconds for all of a forward, beam search included.
         timeout_after_k_min: seconds for which stragglers are waited for once every row has ``k_min`` answers; ``None``:
             as long as ``forward_timeout``.
-        backward_k_min: gradients that each row needs (all of those that answered it, if they are fewer).
+        backward_k_min: gradients that each row needs (all of those that answered it, if they are fewer, leaving out
+            those whose process has died since: the log ``anabranch.experts`` tells of them).
         backward_timeout: seconds for a backward.
         allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
             any, instead of raising.

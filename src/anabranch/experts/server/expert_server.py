@@ -223,6 +223,10 @@ class ExpertServer:
         self._stop = threading.Event()
         self._stack = ExitStack()
 
+    def __repr__(self) -> str:
+        """Return where it listens."""
+        return f"ExpertServer({self.endpoint!r})"
+
     @property
     def endpoint(self) -> str:
         """The address for ``RemoteExpert``."""

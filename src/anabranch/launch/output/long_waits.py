@@ -13,6 +13,7 @@ __all__ = ["LongWaits"]
 
 _EVERY = 2.0  # seconds between two looks
 _LONG = 10.0
+_CONNECTING = ("life", "join")  # what a worker asks a parameter server first
 _AGAIN = 3  # times as long until the next line about the same wait
 
 
@@ -32,6 +33,7 @@ class LongWaits:
         self._tell = tell
         self._look_at = look_at
         self._next = 0.0
+        self._due_doings: dict[str, float] = {}
         self._due: dict[str, float] = {}  # for each process that was told of, how long it waits at the next line
 
     def moment(self) -> float | None:
@@ -47,6 +49,7 @@ class LongWaits:
             roles = self._look_at(self._folder).roles
         except ValueError:  # a folder that was removed
             return
+        self._look_at_doings(roles)
         waiting = [role for role in roles if (role.waiting_seconds or 0.0) >= _LONG]
         self._due = {role.name: self._due.get(role.name, _LONG) for role in waiting}
         due = [role for role in waiting if _seconds(role) >= self._due[role.name]]
@@ -54,6 +57,22 @@ class LongWaits:
             alike = sorted(group, key=lambda role: role.rank)
             self._tell(_line(alike, roles))
             self._due.update({role.name: _AGAIN * _seconds(role) for role in alike})
+
+    def _look_at_doings(self, roles: Sequence[RoleStatus]) -> None:
+        """Tell of what workers are at themselves: each thing once, and again when it takes three times as long."""
+        busy = [role for role in roles if role.role == "worker" and role.doing and role.state == "running"]
+        due = [role for role in busy if role.doing_seconds >= self._due_doings.get(_doing(role), _LONG)]
+        for doing, group in groupby(sorted(due, key=_doing), key=_doing):
+            alike = sorted(group, key=lambda role: role.rank)
+            seconds = max(role.doing_seconds for role in alike)
+            self._due_doings[doing] = _AGAIN * seconds
+            ranks = ", ".join(str(role.rank) for role in alike)
+            who = f"rank {ranks}" if len(alike) == 1 else f"each of ranks {ranks}"
+            self._tell(f"{who} {doing} ({seconds:.0f} s)")
+
+
+def _doing(role: RoleStatus) -> str:
+    return role.doing or ""
 
 
 def _seconds(role: RoleStatus) -> float:
@@ -66,9 +85,12 @@ def _reason(role: RoleStatus) -> tuple[str, str, str]:
 
 def _line(alike: Sequence[RoleStatus], roles: Sequence[RoleStatus]) -> str:
     kind, peers, operation = _reason(alike[0])
-    told = f"{peers} in {in_words(operation)} ({max(map(_seconds, alike)):.0f} s)"
     ranks = ", ".join(str(role.rank) for role in alike)
     who = f"{kind}{'s' if len(alike) > 1 else ''} {ranks} {'wait' if len(alike) > 1 else 'waits'}"
     states = {role.name: role.state for role in roles if role.name in peers.split(", ")}
     words = [f"{name} is {state}" for name, state in states.items() if state not in ("running", "waiting")]
-    return "; ".join([f"{who} for {told}", *words]).replace("worker", "rank")
+    seconds = max(map(_seconds, alike))
+    doing = "to connect" if operation in _CONNECTING else f"in {in_words(operation)}"
+    limit = alike[0].waiting_limit
+    until = "" if limit is None else f", at most {limit:.0f} s"
+    return "; ".join([f"{who} for {peers} {doing} ({seconds:.0f} s{until})", *words]).replace("worker", "rank")

@@ -17,6 +17,7 @@ _MOST_LINES = 200
 _TAIL_BYTES = 1 << 20
 _TRACEBACK = "Traceback (most recent call last):"
 _LOST = "anabranch.errors.PeerLost:"
+_OF_A_RANK = "(peer rank"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -104,8 +105,12 @@ class Exit:
         return self.ended_at
 
     def blames_another(self) -> bool:
-        """Return True if it failed because another worker was lost: the error it ended with says so."""
+        """Return True if it failed because another process was lost: the error it ended with says so."""
         return any(_LOST in line for line in self.last_words().splitlines())
+
+    def blames_a_worker(self) -> bool:
+        """Return True if that was another worker, and not a server: rank 0's screen was not shown that error."""
+        return any(_LOST in line and _OF_A_RANK in line for line in self.last_words().splitlines())
 
     def _lines(self) -> list[str]:
         with self.log.open("rb") as file:

@@ -45,12 +45,7 @@ class Stopped(BaseException):
 
 
 class SignalBox:
-    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some.
-
-    Attributes:
-        on_stop: called in the handler, wherever the program is, with each stopping signal, and whether it is another
-            request beside the first one's. A loop that is busy, or has not begun, would see to it late.
-    """
+    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some."""
 
     def __init__(self) -> None:
         self.descriptor, self._notify = os.pipe()
@@ -58,7 +53,7 @@ class SignalBox:
         os.set_blocking(self._notify, False)
         self._pending: list[tuple[signal.Signals, bool]] = []
         self._presses = Presses()
-        self.on_stop: Callable[[signal.Signals, bool], None] | None = None
+        self._on_stop: Callable[[signal.Signals, bool], None] | None = None
 
     def put(self, number: int, frame: FrameType | None = None) -> None:
         """Collect one signal whose sender is not known; a handler."""
@@ -68,8 +63,19 @@ class SignalBox:
         """Collect one signal that ``sender`` sent."""
         again = number in STOPPING and self._presses.is_another(signal.Signals(number), sender, now)
         self._pending.append((signal.Signals(number), again))
-        if number in STOPPING and self.on_stop is not None:
-            self.on_stop(signal.Signals(number), again)
+        if number in STOPPING and self._on_stop is not None:
+            self._on_stop(signal.Signals(number), again)
+
+    def call_on_stop(self, act: Callable[[signal.Signals, bool], None]) -> None:
+        """Call ``act`` with each stopping signal, and whether it is another request beside the first one's.
+
+        It is called in the handler, wherever the program is: a loop that is busy, or has not begun, would see to the
+        signal late. For signals that have come before, it is called now.
+        """
+        self._on_stop = act
+        for number, again in self._pending[:]:
+            if number in STOPPING:
+                act(number, again)
 
     def take(self) -> list[tuple[signal.Signals, bool]]:
         """Return the signals since the last call, in order, each with True if it is another request to stop."""

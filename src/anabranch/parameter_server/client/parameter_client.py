@@ -183,6 +183,10 @@ class ParameterClient:
         if worker is not None:
             self.join(0)
 
+    def __repr__(self) -> str:
+        """Return its shards."""
+        return f"ParameterClient({'in this process' if self.in_process else self._endpoints})"
+
     @property
     def shards(self) -> int:
         """The number of shards."""
@@ -583,7 +587,7 @@ class ParameterClient:
         self._torn = None
         for ledger in self._calls.ledgers.values():
             ledger.life = 0
-        lives = self._calls.all([self._calls.request(shard, "life", once=False) for shard in range(self.shards)])
+        lives = self._calls.lives()
         for endpoint, life in zip(self._calls.endpoints, lives, strict=True):
             self._calls.ledgers[endpoint].life = unpack(life.payload, int)
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))

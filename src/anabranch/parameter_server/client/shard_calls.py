@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, RolledBack
+from anabranch.errors import DeadlineExceeded, PeerLost, RolledBack
 from anabranch.parameter_server.messages import IN_BODY, ExportMessage
 from anabranch.parameter_server.standing import Ledger, Standing
 from anabranch.transport import Answer, Client, Request, pack, unpack
@@ -154,6 +154,19 @@ class ShardCalls:
         """
         answers = self.all([self.request(shard, verb, IN_BODY, once=False) for shard in range(self.shards)])
         return [answer.tensors[0].numpy().tobytes() if answer.tensors else answer.payload for answer in answers]
+
+    def lives(self) -> list[Answer]:
+        """Wait for shards that do not listen yet as long as a call may take: a new machine compiles for a minute."""
+        deadline = Deadline.after(self.timeout)
+        while True:
+            requests = [self.request(shard, "life", once=False) for shard in range(self.shards)]
+            try:
+                return self.gather(requests, deadline)
+            except PeerLost as error:
+                if deadline.expired() or not isinstance(error.__cause__, ConnectionRefusedError):
+                    raise
+            if self._watch is not None:
+                self._watch()
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
         """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.

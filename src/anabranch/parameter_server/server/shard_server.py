@@ -167,6 +167,10 @@ class ParameterServer:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
+    def __repr__(self) -> str:
+        """Return where it listens."""
+        return f"ParameterServer({self.endpoint!r})"
+
     @property
     def endpoint(self) -> str:
         """The address at which clients find this shard."""

@@ -27,6 +27,7 @@ import numba
 from numba.core.compiler_lock import global_compiler_lock
 
 from anabranch.deadline import Deadline
+from anabranch.doing import Doing, during
 
 __all__ = ["compiled"]
 
@@ -78,7 +79,8 @@ def compiled(function: Function) -> Function:
 
     def compile_here(signature: object) -> object:
         before, began, missed = _spent.seconds, perf_counter(), _missed(dispatcher)
-        made = compile_(signature)
+        with during(Doing.COMPILING):
+            made = compile_(signature)
         if _missed(dispatcher) > missed:
             _spent.reach(before + perf_counter() - began)
         return made

@@ -1,0 +1,92 @@
+"""What the main thread of this process is at beside steps, for whoever looks while it lasts: ``ROLE-RANK.doing``.
+
+A loader that gives no batch, or a capture, may hold a step up for long, and no code of ours runs meanwhile that could
+say so. So it is left in a mapped file before it begins: the process, since when, and what. ``anabranch run`` names the
+file and tells what lasts, as it tells of ``waits`` for others. It costs a few microseconds under a launcher.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from pathlib import Path
+
+from anabranch.status_file import STATUS_VARIABLE
+
+__all__ = ["Doing", "during", "read_doing"]
+
+
+class Doing(IntEnum):
+    """What may last."""
+
+    NOTHING = 0
+    FETCHING = 1
+    CAPTURING = 2
+    COMPILING = 3
+    CONNECTING = 4
+
+    @property
+    def words(self) -> str:
+        """Return it for users."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Doing.NOTHING: "",
+    Doing.FETCHING: "is fetching a batch from its loader",
+    Doing.CAPTURING: "is capturing a step as a graph, once for each kind of batch",
+    Doing.COMPILING: "is compiling the kernels of tables, once on this machine",
+    Doing.CONNECTING: "is connecting to the other workers",
+}
+_RECORD = struct.Struct("<qdB")  # pid, time.monotonic(), what
+_file: tuple[int, str, mmap.mmap] | None = None
+
+
+@contextmanager
+def during(what: Doing) -> Iterator[None]:
+    """Leave ``what`` while the block runs on the main thread.
+
+    >>> with during(Doing.FETCHING):
+    ...     batch = next(iter([1]))
+    """
+    file = _mapped()
+    if file is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = file[: _RECORD.size]
+    _RECORD.pack_into(file, 0, os.getpid(), time.monotonic(), what)
+    try:
+        yield
+    finally:
+        file[: _RECORD.size] = before
+
+
+def read_doing(path: Path, pid: int | None) -> tuple[Doing, float]:
+    """Return what a process is at, and for how many seconds; nothing, if the file is another's."""
+    with suppress(OSError, struct.error, ValueError):
+        owner, since, what = _RECORD.unpack(path.read_bytes())
+        if owner == pid:
+            return Doing(what), max(0.0, time.monotonic() - since)
+    return Doing.NOTHING, 0.0
+
+
+def _mapped() -> mmap.mmap | None:
+    """Return the file of this process; ``None`` without a launcher."""
+    global _file
+    stem = os.environ.get(STATUS_VARIABLE)
+    if not stem:
+        return None
+    if _file is None or _file[:2] != (os.getpid(), stem):
+        with suppress(OSError), open(f"{stem}.doing", "wb+") as opened:  # the folder may be gone
+            opened.write(bytes(_RECORD.size))
+            opened.flush()
+            _file = os.getpid(), stem, mmap.mmap(opened.fileno(), _RECORD.size)
+            return _file[2]
+        return None
+    return _file[2]

@@ -1,0 +1,74 @@
+"""Ctrl-C at any moment of a job of four workers: one line, where the checkpoint lies, and nothing left."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_marks import marked_processes
+
+from anabranch.doing import Doing
+from anabranch.launch.job_status import status_of
+from launched import start_run
+from waiting import wait_until
+
+TRAINS = """
+    import sys, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    with ab.Executor(step, comm_mode="AllReduce") as executor:
+        executor.resume(sys.argv[1])
+        for number in range(10**9):
+            executor.run(batch=torch.ones(8, 4))
+            if number % 50 == 0:
+                executor.save(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_ctrl_c_at_a_random_moment_is_told_in_two_lines(
+    seed: int, script: Callable[[str], Path], tmp_path: Path, mark: str
+) -> None:
+    before = marked_processes(mark)
+    logs = tmp_path / "logs"
+    with start_run("--workers", 4, "--log-dir", logs, script(TRAINS), tmp_path / "saved") as job:
+        wait_until((logs / "job.json").exists)  # until then it is the tests' own program
+        time.sleep(random.Random(seed).uniform(0.0, 6.0))  # any moment will do, on any machine
+        job.send_signal(signal.SIGINT)
+        out, told = job.communicate(120.0)
+        assert job.wait() == 130
+    assert out == ""
+    lines = told.splitlines()
+    assert [line[:24] for line in lines[:1]] == ["anabranch: SIGINT: stopp"]
+    assert [line for line in lines[1:] if not line.startswith("anabranch: the last checkpoint: ")] == [], told
+    assert len(lines) <= 2
+    assert marked_processes(mark) == before
+
+
+def test_ctrl_c_ends_a_worker_that_still_waits_to_meet_the_others(
+    script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Gloo waits in C++, where no signal reached Python: all but one were killed after five seconds."""
+    path = script(
+        """
+        import time, torch, anabranch as ab
+        if ab.job().rank == 1:
+            time.sleep(600)
+        model = torch.nn.Linear(4, 1)
+        step = ab.TrainStep(model, lambda m, b: m(b).mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+        ab.Executor(step, comm_mode="AllReduce")
+        """
+    )
+    with start_run("--workers", 2, "--log-dir", tmp_path, path) as job:
+        wait_until((tmp_path / "job.json").exists)
+        wait_until(lambda: status_of(tmp_path).roles[0].doing == Doing.CONNECTING.words)
+        job.send_signal(signal.SIGINT)
+        _, told = job.communicate(60.0)
+        assert job.wait() == 130
+    assert told == "anabranch: SIGINT: stopping the workers (once more kills them)\n"
+    assert "KeyboardInterrupt" in (tmp_path / "worker-0.log").read_text()
