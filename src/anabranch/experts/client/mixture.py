@@ -50,7 +50,6 @@ from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import Nesting, flatten
 from anabranch.experts.schema import Schema, with_leading
-from anabranch.experts.uids import check_prefix
 from anabranch.job import job
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
