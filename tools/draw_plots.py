@@ -74,7 +74,9 @@ class Canvas:
     lines: list[str] = field(default_factory=list)
     height: float = 0.0
 
-    def text(self, x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", faint: bool = False) -> None:
+    def text(
+        self, x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", faint: bool = False
+    ) -> None:
         opacity = ' fill-opacity="0.8"' if faint else ""
         self.lines.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="currentColor"{opacity}>'
@@ -96,7 +98,7 @@ class Canvas:
 
 
 def number(cell: str) -> float | None:
-    """The figure of a cell, the median where it has several; none for a cell of another kind.
+    """Return the figure of a cell, the median where it has several; ``None`` for a cell of another kind.
 
     >>> number("4.0 (2.6)"), number("1.76, 1.73, 1.66 (ZBV)"), number("1,886"), number("10.7, 2.1x"), number("")
     (4.0, 1.73, 1886.0, 10.7, None)
@@ -108,14 +110,14 @@ def number(cell: str) -> float | None:
 
 
 def rows_of(table: str) -> list[dict[str, str]]:
-    """A Markdown table's rows, by the heads of its columns."""
+    """Return a Markdown table's rows, by the heads of its columns."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     head, _, *rows = cells
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 def folded(words: str, length: int) -> list[str]:
-    """Words in lines of at most so many characters."""
+    """Break words into lines of at most so many characters."""
     lines = [""]
     for word in words.split():
         if len(lines[-1]) + 1 + len(word) > length:
@@ -125,7 +127,7 @@ def folded(words: str, length: int) -> list[str]:
 
 
 def bars(plot: Plot, rows: Sequence[dict[str, str]], where: str) -> str:
-    """A plot of a table."""
+    """Draw a plot of a table."""
     canvas, first = Canvas(plot.title), next(iter(rows[0]))
     values = [[number(row[head]) for head in plot.columns] for row in rows]
     scale = (WIDTH - 85) / max(value for group in values for value in group if value is not None)
@@ -155,7 +157,7 @@ def bars(plot: Plot, rows: Sequence[dict[str, str]], where: str) -> str:
 
 
 def schedules() -> str:
-    """The five schedules on three ranks with six microbatches, on one time axis."""
+    """Draw the five schedules on three ranks with six microbatches, on one time axis."""
     canvas, y = Canvas("Five pipeline schedules on three ranks with six microbatches"), 0.0
     for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"):
         stages = 6 if name in ("Interleaved1F1B", "ZBV") else 3
@@ -191,7 +193,7 @@ def _cell(canvas: Canvas, x: float, y: float, unit: float, cell: str, again: boo
 
 
 def drawn() -> dict[str, str]:
-    """The text of each picture, by the name of its file."""
+    """Return the text of each picture, by the name of its file."""
     found = {match["name"]: match for match in _MARK.finditer((DOCS / "benchmarks.md").read_text())}
     pictures = {
         f"plot-{name}.svg": bars(plot, rows_of(found[name]["table"]), found[name]["where"])

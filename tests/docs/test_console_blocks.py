@@ -24,7 +24,6 @@ RUN = ["quickstart.md", *(page for page in pages(fence="```console\n") if page.s
 SHOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(DOCS / page for page in pages(fence="```console\n"))]
 # The first that fits. What else tests the command, where something does, is a file that is there.
 NOT_RUN = (
-    (r"\S*examples/cluster", "needs several hosts", "tests/launch/test_cluster_files.py"),
     (r".*\bexamples/language_model", "its own tests train it", "tests/examples/test_language_model.py"),
     (r".*\bexamples/click_through", "its own tests train it", "tests/examples/test_click_through.py"),
     (r".*\bexamples/graph_sage", "its own tests train it", "tests/examples/test_graph_sage.py"),
@@ -137,6 +136,7 @@ def alike(printed: str, shown: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # up to three jobs, one after the other
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
     write_files(page, tmp_path)
