@@ -1,12 +1,12 @@
 """Draws the pictures of docs/performance.md and of the schedules; called by `make plots`.
 
-The figures are those of the tables in docs/benchmarks.md, which the benchmarks print. A line above a table says which plot
-shows it, and where it was measured:
+The figures are those of the tables in docs/benchmarks.md, which the benchmarks print. A line above a table says which
+plot shows it, and where it was measured:
 
     % plot NAME: commit HASH, MACHINE
 
-Every line is drawn in the colour of the text around it, and nothing depends on a clock or a library's version: the tests
-compare the files byte by byte.
+Words are drawn in the colour of the text around them, and nothing depends on a clock or a library's version: the
+tests compare the files byte by byte.
 """
 
 from __future__ import annotations

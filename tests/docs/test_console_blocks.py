@@ -30,7 +30,7 @@ NOT_RUN = (
     (r".*\bbenchmarks/", "minutes of two free cores; `make bench` runs it", "Makefile"),
     (r"make ", "runs these tests, or is run by continuous integration beside them", ".ci/run"),
     (r"(pip|git|conda|docker) ", "needs a network", None),
-    (r"(sbatch|kubectl|cd|export|source|rm|torchrun --nnodes) ?", "needs a cluster", "tests/launch/test_cluster_files.py"),
+    (r"(sbatch|kubectl|cd|export|rm|torchrun --nnodes) ?", "needs a cluster", "tests/launch/test_cluster_files.py"),
     (r"anabranch keys ", "its own tests run it", "tests/transport/test_security.py"),
     (r"anabranch serve ", "does not end", "tests/experts/test_serving.py"),
     (r"anabranch (status|view)\b", "needs a job that runs", "tests/launch/test_status.py"),
