@@ -8,6 +8,7 @@ import os
 import pkgutil
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -131,17 +132,18 @@ class Picture(SphinxDirective):
         return [figure]
 
 
-def add_card(app: Sphinx, page: str, template: str, context: dict[str, object], doctree: nodes.document | None) -> None:
+def add_card(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
     """Give a page what other sites show of a link to it: its title, its first paragraph and the project's picture."""
     if doctree is None:
         return
     first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "").replace("\n", " ")
+    image = f"{html_baseurl}_static/{CARD}" if html_baseurl else context["pathto"](f"_static/{CARD}", 1)
     facts = {
         "og:type": "article",
         "og:site_name": project,
         "og:title": str(context["title"]),
         "og:description": first[:200],
-        "og:image": f"{html_baseurl}_static/{CARD}",
+        "og:image": image,
         "twitter:card": "summary_large_image",
     }
     tags = [f'<meta property="{name}" content="{html.escape(value)}">' for name, value in facts.items()]
