@@ -10,7 +10,7 @@ PEERS := benchmarks/.peers
 MODELS := .venv-models
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo test test-all test-ray test-matrix test-models soak lint types docs bench bench-peers clean
+.PHONY: demo test test-all test-ray test-matrix test-models soak lint types docs plots bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt tools/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -62,6 +62,10 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# The pictures of docs/performance.md, from the tables in docs/benchmarks.md, and of the pipeline's schedules.
+plots: $(STAMP)
+	@$(BIN)/python tools/draw_plots.py
 
 # Everything that needs no peer beyond torch; half an hour on two free cores. Results land in benchmarks/results.
 bench: $(STAMP)

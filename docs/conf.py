@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import os
 import pkgutil
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
+from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
 
 import anabranch
 
@@ -45,9 +51,23 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "Anabranch"
+html_static_path = ["_static"]
+html_css_files = ["pictures.css"]
+html_baseurl = os.environ.get("DOCS_URL", "")  # where the pages will lie; cards on other sites need it
+HERE = Path(__file__).parent
+CARD = "card.png"  # drawn from _static/card.svg
+# What readers type into the search box first, and the page that they are to find.
+SEARCHES = {
+    "quickstart": "quickstart",
+    "mixed precision": "howto",
+    "tensorboard": "guides/observe",
+    "early stopping": "howto",
+    "lightning": "with/lightning",
+    "lora": "with/lora",
+}
 
 # One page a package, so that a new package is in the reference without anybody listing it.
-REFERENCE = Path(__file__).parent / "reference"
+REFERENCE = HERE / "reference"
 
 
 def write_reference(app: Sphinx) -> None:
@@ -93,6 +113,59 @@ def _is_foreign(where: str, package: str) -> bool:
     return where.startswith("anabranch.") and not f"{where}.".startswith(f"anabranch.{package}.")
 
 
+class Picture(SphinxDirective):
+    """An SVG of ``pictures`` in the page itself, so that its lines and words have the colour of the page's text."""
+
+    required_arguments = 1
+    has_content = True
+    option_spec = {"alt": directives.unchanged_required}  # noqa: RUF012  # as docutils wants it
+
+    def run(self) -> list[nodes.Node]:
+        path = HERE / "pictures" / self.arguments[0]
+        self.env.note_dependency(str(path))
+        label = html.escape(self.options["alt"])
+        drawn = path.read_text().replace('role="img"', f'role="img" aria-label="{label}"', 1)
+        figure = nodes.figure(classes=["picture"])
+        figure += nodes.raw("", drawn, format="html")
+        words, _ = self.parse_inline(" ".join(self.content))
+        figure += nodes.caption("", "", *words)
+        return [figure]
+
+
+def add_card(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Give a page what other sites show of a link to it: its title, its first paragraph and the project's picture."""
+    if doctree is None:
+        return
+    first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "").replace("\n", " ")
+    image = f"{html_baseurl}_static/{CARD}" if html_baseurl else context["pathto"](f"_static/{CARD}", 1)
+    facts = {
+        "og:type": "article",
+        "og:site_name": project,
+        "og:title": str(context["title"]),
+        "og:description": first[:200],
+        "og:image": image,
+        "twitter:card": "summary_large_image",
+    }
+    tags = [f'<meta property="{name}" content="{html.escape(value)}">' for name, value in facts.items()]
+    tags.append(f'<meta name="description" content="{html.escape(first[:200])}">')
+    context["metatags"] = "\n".join([str(context.get("metatags", "")), *tags])
+
+
+def check_searches(app: Sphinx, failure: Exception | None) -> None:
+    """Complain of words that lead nowhere: the search box looks them up in the index that was just written."""
+    index = getattr(app.builder, "indexer", None)
+    if failure or index is None:
+        return
+    for words, wanted in SEARCHES.items():
+        for word in words.split():
+            stem = index.lang.stem(word)
+            if wanted not in index._mapping.get(stem, set()) | index._title_mapping.get(stem, set()):
+                logging.getLogger(__name__).warning("searching for %r does not find %s", words, wanted)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.add_directive("picture", Picture)
     app.connect("builder-inited", write_reference)
+    app.connect("html-page-context", add_card)
+    app.connect("build-finished", check_searches)

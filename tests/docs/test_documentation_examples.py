@@ -1,8 +1,6 @@
 """The documentation says what is so: its Python runs, and the errors it quotes exist.
 
-A page reads as one story, so its ```python blocks run in order and share their names, in a directory of their own. A
-block whose first line is a comment with a file's name is written to that file too, for later blocks to run as a script.
-``% not run: <why>`` above a block leaves it out.
+``pages.py`` says how a page runs. Pages under ``docs/with`` need other libraries: ``tests/models`` runs them.
 """
 
 from __future__ import annotations
@@ -10,63 +8,49 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import anabranch as ab
 from launched import start_launcher
+from pages import DOCS, blocks, code_of, pages, write_files
 
-ROOT = Path(ab.__file__).parent
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = (
-    "all-of-anabranch.md",
-    "coming_from.md",
-    "howto.md",
-    "quickstart.md",
-    "your_model.md",
-    "guides/training.md",
-    "guides/checkpoints.md",
-    "guides/experts.md",
-    "guides/gradients.md",
-    "guides/graph.md",
-    "guides/launch.md",
-    "guides/observe.md",
-    "guides/parameter_server.md",
-    "guides/pipeline.md",
-    "guides/transport.md",
-)
-
-_BLOCK = re.compile(r"^(?P<above>[^\n]*)\n```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"# (?P<name>\w+\.py)\n")
+PACKAGE = Path(ab.__file__).parent
+PAGES = [page for page in pages() if not page.startswith("with/")]
 _QUOTE = re.compile(r"^### `(?P<quote>.+)`$", re.MULTILINE)
 
 
-def blocks(page: str) -> Iterator[tuple[int, str]]:
-    """The line at which each block of ``page`` that is to be run starts, and its code."""
-    text = (DOCS / page).read_text()
-    for match in _BLOCK.finditer(text):
-        if not match["above"].startswith("% not run: "):
-            yield text.count("\n", 0, match.start("code")), match["code"]
+def marked(page: str) -> object:
+    """Tutorials train for longer than the others."""
+    return pytest.param(page, marks=pytest.mark.slow) if page.startswith("tutorials/") else page
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES])
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(blocks(page))
-    assert found
-    lines: list[str] = []
-    for line, code in found:
-        if named := _FILE.match(code):
-            (tmp_path / named["name"]).write_text(code)
-        # Each block at its own line, so that a traceback shows the page's.
-        lines += [""] * (line - len(lines)) + code.splitlines()
+    assert list(blocks(page))
+    write_files(page, tmp_path)
     script = tmp_path / "page.py"
-    script.write_text("\n".join(lines))
+    script.write_text(code_of(page))
     monkeypatch.chdir(tmp_path)
     with start_launcher(script) as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
+
+
+def test_all_python_of_the_pages_is_seen() -> None:
+    """Fences that the tests would pass over: indented, or in another spelling."""
+    passed_over = {page: re.findall(r"^(?: +```py\w*|```(?:py|python3|pycon|ipython|{code.*))$", text, re.MULTILINE)
+                   for page in pages(fence="") for text in [(DOCS / page).read_text()]}  # fmt: skip
+    assert not any(passed_over.values()), passed_over
+    assert {"tutorials/clicks.md", "concepts/staleness.md", "guides/graph_sage.md", "howto.md"} <= set(PAGES)
+
+
+def test_what_is_not_run_says_why() -> None:
+    found = {page: re.findall(r"^% not run:?(.*)$", (DOCS / page).read_text(), re.MULTILINE) for page in pages()}
+    assert sum(map(len, found.values())) > 5
+    for page, reasons in found.items():
+        assert all(re.match(r" it (is|needs|shows) \w+", reason) for reason in reasons), (page, reasons)
 
 
 # Errors by their text.
@@ -76,7 +60,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
 def templates() -> list[list[str]]:
     """The texts in the sources that are not docstrings, each as the pieces between what is filled in."""
     found: list[list[str]] = []
-    for path in ROOT.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):

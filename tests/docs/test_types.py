@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_documentation_examples import PAGES, blocks
+from test_documentation_examples import PAGES
 
 import anabranch as ab
+from pages import code_of
 
 pytestmark = pytest.mark.slow  # both checkers read all of PyTorch: half a minute each
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,11 +40,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the Python of each page as a file, every block at its page's own lines."""
     folder = tmp_path_factory.mktemp("pages")
     for page in PAGES:
-        lines: list[str] = []
-        for line, code in blocks(page):
-            lines += [""] * (line - len(lines)) + code.splitlines()
         name = page.removesuffix(".md").replace("/", "_").replace("-", "_")
-        (folder / f"{name}.py").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}.py").write_text(code_of(page))
     return folder
 
 

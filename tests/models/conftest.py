@@ -16,7 +16,9 @@ if importlib.util.find_spec("tqdm") is not None:
     importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread that outlives a test
 
 PACKAGES = (
+    "accelerate",
     "diffusers",
+    "lightning",
     "lion_pytorch",
     "peft",
     "prodigyopt",

@@ -1,0 +1,61 @@
+"""How the documentation is built: what is searched for is found, and a link to a page has a card."""
+
+from __future__ import annotations
+
+import runpy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from docutils import nodes
+from docutils.utils import new_document
+
+from pages import DOCS
+
+
+@pytest.fixture(scope="module")
+def conf() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "conf.py"))
+
+
+class Complaints:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def getLogger(self, name: str) -> Complaints:  # of sphinx.util.logging
+        return self
+
+    def warning(self, text: str, *values: object) -> None:
+        self.told.append(text % values)
+
+
+def complaints(conf: dict[str, Any], words: dict[str, set[str]]) -> list[str]:
+    index = SimpleNamespace(lang=SimpleNamespace(stem=str), _mapping=words, _title_mapping={})
+    told = Complaints()
+    conf["check_searches"].__globals__["logging"] = told
+    conf["check_searches"](SimpleNamespace(builder=SimpleNamespace(indexer=index)), None)
+    return told.told
+
+
+def test_a_search_that_finds_nothing_is_complained_of(conf: dict[str, Any]) -> None:
+    words = {word: {page} for text, page in conf["SEARCHES"].items() for word in text.split()}
+    assert complaints(conf, words) == []
+    assert complaints(conf, words | {"tensorboard": {"faq"}}) == [
+        "searching for 'tensorboard' does not find guides/observe"
+    ]
+    assert {"quickstart", "mixed precision", "tensorboard"} <= set(conf["SEARCHES"])
+    assert all((DOCS / f"{page}.md").exists() for page in conf["SEARCHES"].values())
+
+
+@pytest.mark.parametrize(
+    ("base", "image"), [("", "../_static/card.png"), ("https://x.org/", "https://x.org/_static/card.png")]
+)
+def test_a_page_has_a_card(conf: dict[str, Any], base: str, image: str) -> None:
+    document = new_document("page")
+    document += nodes.paragraph("", 'Says "what" it is.')
+    context: dict[str, Any] = {"title": "Page", "pathto": lambda path, _: f"../{path}"}
+    conf["add_card"].__globals__["html_baseurl"] = base
+    conf["add_card"](None, "tutorials/page", "", context, document)
+    assert f'<meta property="og:image" content="{image}">' in context["metatags"]
+    assert "Says &quot;what&quot; it is." in context["metatags"]
+    assert (DOCS / "_static/card.png").exists()

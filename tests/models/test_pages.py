@@ -1,0 +1,41 @@
+"""The pages of the documentation on other libraries run; nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT, blocks, code_of, pages, write_files
+
+PAGES = [page for page in pages() if page.startswith("with/")]
+# The operators of torchvision that do not load here are declared first, as for the models of the other tests.
+START = """
+import runpy
+import real_models
+
+real_models._missing_operators()
+runpy.run_path("page.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_on_another_library_runs(page: str, tmp_path: Path) -> None:
+    assert list(blocks(page))
+    write_files(page, tmp_path)
+    (tmp_path / "page.py").write_text(code_of(page))
+    folders = [ROOT / "src", ROOT / "tests", ROOT / "tests/models"]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "MPLCONFIGDIR": str(tmp_path)}
+    command = [sys.executable, "-c", START]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_there_are_pages() -> None:
+    assert len(PAGES) >= 6
