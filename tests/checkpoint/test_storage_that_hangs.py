@@ -14,7 +14,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from anabranch import checkpoint
-from anabranch.checkpoint.bounded_call import NoProgress, Patience, bounded
+from anabranch.checkpoint.bounded_call import NoProgress, StoragePatience, bounded
 from anabranch.checkpoint.storage import SECONDS_VARIABLE, Storage
 from anabranch.errors import CheckpointError
 from anabranch.testing import FakeClock
@@ -171,7 +171,7 @@ def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_patience_grows_with_what_is_moved_and_begins_anew_with_progress() -> None:
     clock = FakeClock()
-    patience = Patience(60.0, 3 << 30, clock)
+    patience = StoragePatience(60.0, 3 << 30, clock)
     clock.advance(3000.0)
     assert patience.left() == pytest.approx(60.0 + 3072.0 - 3000.0)
     patience.moved()  # it tells how far it is: silence is no longer taken for work on all of it
@@ -181,10 +181,10 @@ def test_patience_grows_with_what_is_moved_and_begins_anew_with_progress() -> No
 
 
 def test_errors_and_values_are_those_of_the_call() -> None:
-    assert bounded(lambda: 3, Patience(60.0)) == 3
+    assert bounded(lambda: 3, StoragePatience(60.0)) == 3
     with pytest.raises(KeyError):
-        bounded(lambda: {}["x"], Patience(60.0))
+        bounded(lambda: {}["x"], StoragePatience(60.0))
     go = threading.Event()
     with pytest.raises(NoProgress, match="no answer for 0 s"):
-        bounded(lambda: go.wait(60.0), Patience(0.01))
+        bounded(lambda: go.wait(60.0), StoragePatience(0.01))
     go.set()

@@ -22,7 +22,7 @@ from anabranch import RedisDirectory
 from anabranch.errors import PeerLost, Unauthorized
 from anabranch.transport import make_keys, pack, unpack
 from anabranch.transport.directory.signed_entries import EntryReader
-from anabranch.transport.directory.signing import Identity, SignedEntry
+from anabranch.transport.directory.signing import SignedEntry, SigningIdentity
 from redis_servers import RealRedis, redis
 from waiting import wait_until
 
@@ -59,7 +59,7 @@ class Directories:
 
     @property
     def place(self) -> str:
-        return f"{Identity(self.keys['one'], 'worker').space('nightly')}:uid:{UID}"
+        return f"{SigningIdentity(self.keys['one'], 'worker').space('nightly')}:uid:{UID}"
 
     def entry(self) -> bytes:
         return bytes(self.redis.client().hget(self.place, "entry"))
@@ -124,8 +124,8 @@ def changed(entry: bytes, **facts: Any) -> bytes:
 
 def forged(path: Path, role: str, space_of: Path, *, ttl: float = 60.0, endpoint: str = THERE, uid: str = UID) -> bytes:
     """Returns an entry that the key of ``path`` signs, of whatever job it is, for the space of ``space_of``."""
-    identity = Identity(path, role)
-    there = Identity(space_of, "worker").space("nightly")
+    identity = SigningIdentity(path, role)
+    there = SigningIdentity(space_of, "worker").space("nightly")
     identity.space = lambda job: there  # type: ignore[method-assign]
     issued = int(time.time() * 1000)
     return identity.sign(uid, endpoint, issued, issued + int(ttl * 1000))
@@ -214,8 +214,8 @@ def test_an_entry_whose_time_is_over_is_no_news_for_anybody(
 
 
 def test_a_redis_whose_clock_stands_still_keeps_nothing_alive(keys: dict[str, Path], warned: Callable[[], str]) -> None:
-    identity, now = Identity(keys["one"], "experts"), [1_000_000.0]
-    reader = EntryReader(Identity(keys["one"], "worker"), lambda endpoint: None, clock=lambda: now[0])
+    identity, now = SigningIdentity(keys["one"], "experts"), [1_000_000.0]
+    reader = EntryReader(SigningIdentity(keys["one"], "worker"), lambda endpoint: None, clock=lambda: now[0])
     now[0] = time.time()
     stands = int(now[0] * 1000)
     entry = identity.sign(UID, HERE, stands, stands + 60_000)
@@ -239,8 +239,8 @@ def test_a_certificate_that_has_run_out_announces_nothing(
 def test_an_answer_that_was_on_its_way_meanwhile_is_not_called_old(
     keys: dict[str, Path], warned: Callable[[], str]
 ) -> None:
-    identity = Identity(keys["one"], "experts")
-    reader = EntryReader(Identity(keys["one"], "worker"), lambda endpoint: None)
+    identity = SigningIdentity(keys["one"], "experts")
+    reader = EntryReader(SigningIdentity(keys["one"], "worker"), lambda endpoint: None)
     now = int(time.time() * 1000)
     before = identity.sign(UID, HERE, now, now + 60_000)
     after = identity.sign(UID, THERE, now + 1000, now + 61_000)
@@ -250,8 +250,8 @@ def test_an_answer_that_was_on_its_way_meanwhile_is_not_called_old(
 
 
 def test_what_is_over_is_not_remembered_for_ever(keys: dict[str, Path]) -> None:
-    identity = Identity(keys["one"], "experts")
-    reader = EntryReader(Identity(keys["one"], "worker"), lambda endpoint: None)
+    identity = SigningIdentity(keys["one"], "experts")
+    reader = EntryReader(SigningIdentity(keys["one"], "worker"), lambda endpoint: None)
     now = int(time.time() * 1000)
     for index in range(3000):
         issued = now + index
@@ -285,13 +285,13 @@ def test_keys_that_are_damaged_or_do_not_belong_together(keys: dict[str, Path], 
     tmp_path.chmod(0o700)
     (tmp_path / broken).write_bytes((keys["strange"] / broken).read_bytes())
     with pytest.raises(ValueError, match="did not sign the certificates beside it"):
-        Identity(tmp_path, "worker")
+        SigningIdentity(tmp_path, "worker")
     (tmp_path / broken).write_text("nothing")
     with pytest.raises(ValueError, match=f"{broken} is damaged"):
-        Identity(tmp_path, "worker")
+        SigningIdentity(tmp_path, "worker")
     (tmp_path / broken).unlink()
     with pytest.raises(ValueError, match=f"holds no {broken}"):
-        Identity(tmp_path, "worker")
+        SigningIdentity(tmp_path, "worker")
 
 
 def test_nobody_at_the_address_is_told_with_keys_too(keys: dict[str, Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from anabranch.deadline import LONGEST_SLEEP
 
-__all__ = ["NoProgress", "Patience", "bounded"]
+__all__ = ["NoProgress", "StoragePatience", "bounded"]
 
 _T = TypeVar("_T")
 # Bytes a second below which a connection counts as dead, and the most bytes between two reports of progress.
@@ -21,7 +21,7 @@ class NoProgress(Exception):
     """A call was given up; it may still be at work, on a thread that nobody waits for."""
 
 
-class Patience:
+class StoragePatience:
     """The time of a call: some seconds, and those of ``size`` bytes on a slow connection; anew at each progress.
 
     Args:
@@ -56,10 +56,10 @@ class _Outcome(Generic[_T]):
     error: BaseException | None = None
 
 
-def bounded(call: Callable[[], _T], patience: Patience) -> _T:
+def bounded(call: Callable[[], _T], patience: StoragePatience) -> _T:
     """Return what ``call`` does, or raise what it raises.
 
-    >>> bounded(lambda: 3, Patience(60.0))
+    >>> bounded(lambda: 3, StoragePatience(60.0))
     3
 
     Raises:

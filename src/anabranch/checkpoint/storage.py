@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from anabranch.checkpoint.bounded_call import NoProgress, Patience, bounded
+from anabranch.checkpoint.bounded_call import NoProgress, StoragePatience, bounded
 from anabranch.checkpoint.generations import check_path, data_path, generation_of, is_manifest, manifest_path
 from anabranch.checkpoint.manifest import LONGEST, Manifest
 from anabranch.checkpoint.regular_file import Unreadable
@@ -115,7 +115,7 @@ class Storage:
 
     def put(self, file: Path, name: str) -> None:
         """Upload ``file`` as ``name``, and see that all of it is there."""
-        patience = Patience(self._seconds, file.stat().st_size)
+        patience = StoragePatience(self._seconds, file.stat().st_size)
 
         def upload() -> None:
             if self._files.root_marker:  # object stores have no folders, and some would make a bucket of a typing error
@@ -142,7 +142,7 @@ class Storage:
     def get(self, name: str, file: Path) -> None:
         """Download ``name`` to ``file``; nothing if it is not there."""
         fault_point("checkpoint.download")
-        patience = Patience(self._seconds, self.size(name) or 0)
+        patience = StoragePatience(self._seconds, self.size(name) or 0)
 
         def download() -> None:
             self._files.get_file(self._path(name), os.fspath(file), callback=_told(patience))
@@ -152,7 +152,7 @@ class Storage:
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
 
-    def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T, patience: Patience | None = None) -> _T:
+    def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T, patience: StoragePatience | None = None) -> _T:
         try:
             return self._bounded(what, ask, patience)
         except NoAnswer:
@@ -164,9 +164,9 @@ class Storage:
         except Exception as error:  # each file system has errors of its own
             raise Unreadable(f"cannot {what} {self}: {type(error).__name__}: {error}") from error
 
-    def _bounded(self, what: str, ask: Callable[[], _T], patience: Patience | None = None) -> _T:
+    def _bounded(self, what: str, ask: Callable[[], _T], patience: StoragePatience | None = None) -> _T:
         try:
-            return bounded(ask, patience or Patience(self._seconds))
+            return bounded(ask, patience or StoragePatience(self._seconds))
         except NoProgress as error:
             raise NoAnswer(
                 f"cannot {what} {self}: {error}; look whether the store can be reached, or allow it more in "
@@ -220,7 +220,7 @@ def _seconds() -> float:
     return seconds
 
 
-def _told(patience: Patience) -> Any:
+def _told(patience: StoragePatience) -> Any:
     """Return a callback of ``fsspec`` that notes progress."""
     fsspec: Any = import_module("fsspec.callbacks")
     return fsspec.Callback(hooks={"patience": lambda size, value, **facts: patience.moved() if value else None})

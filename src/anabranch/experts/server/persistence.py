@@ -20,7 +20,7 @@ from anabranch.events import fault_point, report
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.directory_lock import DirectoryLock
 from anabranch.transport.failures import note_failure
-from anabranch.transport.server.once import Identity
+from anabranch.transport.server.once import RequestIdentity
 
 __all__ = ["Persistence"]
 
@@ -53,7 +53,7 @@ class Persistence:
         self._backends = backends
         self._paused = paused
         self._every = every
-        self._applied: dict[str, dict[Identity, None]] = {uid: {} for uid in backends}
+        self._applied: dict[str, dict[RequestIdentity, None]] = {uid: {} for uid in backends}
         self._saved: dict[str, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="anabranch-checkpoint", daemon=True)
@@ -70,13 +70,13 @@ class Persistence:
                 locks.enter_context(DirectoryLock(self._directory / uid, uid))
             return locks.pop_all()
 
-    def load(self) -> list[Identity]:
+    def load(self) -> list[RequestIdentity]:
         """Load the saved state of every expert that has one; returns the requests applied to those states.
 
         Raises:
             CheckpointError: a checkpoint is damaged, or of another module or optimizer.
         """
-        restored: list[Identity] = []
+        restored: list[RequestIdentity] = []
         for uid, backend in self._backends.items():
             # A server killed during its first saving leaves a directory without a saved state.
             checkpoint = read_newest(self._directory / uid)
@@ -93,7 +93,7 @@ class Persistence:
             restored += applied
         return restored
 
-    def note_applied(self, uid: str, identity: Identity, settled: int) -> None:
+    def note_applied(self, uid: str, identity: RequestIdentity, settled: int) -> None:
         """Record a request applied to ``uid``; its client will never repeat a request below ``settled``."""
         applied = self._applied[uid]
         epoch = identity[0]

@@ -185,7 +185,7 @@ class ParameterClient:
 
     def __repr__(self) -> str:
         """Return its shards."""
-        return f"ParameterClient({'in this process' if self.in_process else self._endpoints})"
+        return f"ParameterClient({'in this process' if self.in_process else self._calls.endpoints})"
 
     @property
     def shards(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from anabranch import spans
 from anabranch.errors import NonFinite
 from anabranch.parameter_server.messages import PushMessage
-from anabranch.parameter_server.server.contents import Contents
+from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import gradients_of
 from anabranch.parameter_server.server.worker_order import CheckedPush
 from anabranch.tables.dense_parameter import DenseParameter
@@ -25,7 +25,9 @@ __all__ = ["apply", "squared_sum", "weighted_shares"]
 _Given = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
 
 
-def apply(contents: Contents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None) -> None:
+def apply(
+    contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
+) -> None:
     """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
 
     ``total`` is the sum of weights of which the pushes' are shares, by default that of these pushes.
@@ -82,7 +84,7 @@ def apply(contents: Contents, pushes: Sequence[CheckedPush], scale: float = 1.0,
 
 
 def weighted_shares(
-    contents: Contents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
+    contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
 ) -> tuple[dict[str, list[_Given]], float]:
     """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``.
 
@@ -105,7 +107,7 @@ def weighted_shares(
 
 
 def _push_guarded(
-    contents: Contents,
+    contents: ShardContents,
     ids: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
     squares: Mapping[str, Tensor],
@@ -125,7 +127,7 @@ def _push_guarded(
 
 
 def _push_rows(
-    contents: Contents, ids: Mapping[str, Tensor], grads: Mapping[str, Tensor], squares: Mapping[str, Tensor]
+    contents: ShardContents, ids: Mapping[str, Tensor], grads: Mapping[str, Tensor], squares: Mapping[str, Tensor]
 ) -> None:
     for group, names in contents.groups(ids):
         if group is None:

@@ -1,4 +1,4 @@
-"""``Contents``: the tables and parameters of one shard by name. ``Shard`` adds the lock and the order of changes."""
+"""``ShardContents``: the tables and parameters of one shard by name. ``Shard`` adds the lock and the order of changes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from anabranch.tables.table_group import Grouping, TableGroup
 from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import all_finite
 
-__all__ = ["Contents"]
+__all__ = ["ShardContents"]
 
 _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
 
 
-class Contents:
+class ShardContents:
     """The tables and parameters of one shard.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server.messages import PullMessage, PullPart, PushMessage, PushPart, check_kinds
-from anabranch.parameter_server.server.contents import Contents
+from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.tables.optimizers.overflow import peak_of
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_table import RowTable
@@ -20,7 +20,9 @@ from anabranch.tensors.packing import Share, all_finite, expected, split
 __all__ = ["check_pull", "check_push", "gradients_of", "numbers_of", "shares_of"]
 
 
-def _check_parts(contents: Contents, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _check_parts(
+    contents: ShardContents, message: PullMessage | PushMessage, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     parts: Sequence[PullPart | PushPart] = message.parts
     names = [part.name for part in parts]
     if len(set(names)) != len(names):
@@ -51,7 +53,7 @@ def _check_parts(contents: Contents, message: PullMessage | PushMessage, tensors
 
 
 def check_pull(
-    contents: Contents, message: PullMessage, tensors: Sequence[Tensor]
+    contents: ShardContents, message: PullMessage, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor | None]:
     ids = _check_parts(contents, message, tensors)
     known = message.knows()
@@ -64,7 +66,7 @@ def check_pull(
     return ids, tensors[1]
 
 
-def check_push(contents: Contents, message: PushMessage, tensors: Sequence[Tensor]) -> float:
+def check_push(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> float:
     """Raise if a push is invalid; returns its peak."""
     _check_parts(contents, message, tensors)
     flat = _check_numbers(contents, message, tensors)
@@ -85,7 +87,7 @@ def check_push(contents: Contents, message: PushMessage, tensors: Sequence[Tenso
     return peak
 
 
-def _check_numbers(contents: Contents, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _check_numbers(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors that hold the numbers, if they and the squares have the sizes that the message gives."""
     sums = message.sums()
     flat = tensors[1 + (sums > 0) :]
@@ -101,11 +103,11 @@ def _check_numbers(contents: Contents, message: PushMessage, tensors: Sequence[T
     return flat
 
 
-def gradients_of(contents: Contents, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+def gradients_of(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
     return split(tensors[1 + (message.sums() > 0) :], shares_of(contents, message), message.compression)
 
 
-def shares_of(contents: Contents, message: PullMessage | PushMessage) -> list[Share]:
+def shares_of(contents: ShardContents, message: PullMessage | PushMessage) -> list[Share]:
     """Dtype and shape of each part's numbers."""
     shares: list[Share] = []
     for part in message.parts:
@@ -118,7 +120,7 @@ def shares_of(contents: Contents, message: PullMessage | PushMessage) -> list[Sh
     return shares
 
 
-def numbers_of(contents: Contents, message: PushMessage) -> list[tuple[torch.dtype, int]]:
+def numbers_of(contents: ShardContents, message: PushMessage) -> list[tuple[torch.dtype, int]]:
     """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
     return expected(shares_of(contents, message), message.compression)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.parameter_server.messages import PullMessage, PullReply
-from anabranch.parameter_server.server.contents import Contents
+from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import shares_of
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.row_table import RowTable
@@ -32,7 +32,7 @@ class _Room:
 
 
 def read(
-    contents: Contents, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
+    contents: ShardContents, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
 ) -> tuple[PullReply, list[Tensor]]:
     """Read the rows asked for, except known rows that have not changed."""
     for part in message.parts:
@@ -49,7 +49,7 @@ def read(
     return _reply(contents, message, [0] * len(message.parts)), numbers
 
 
-def certain_bytes(contents: Contents, message: PullMessage) -> int:
+def certain_bytes(contents: ShardContents, message: PullMessage) -> int:
     """Return the bytes of the parameters and of the rows that come whether or not they have changed."""
     total = 0
     for part in message.parts:
@@ -63,13 +63,13 @@ def certain_bytes(contents: Contents, message: PullMessage) -> int:
     return total
 
 
-def _reply(contents: Contents, message: PullMessage, changed: list[int]) -> PullReply:
+def _reply(contents: ShardContents, message: PullMessage, changed: list[int]) -> PullReply:
     tables = [contents.tables.get(part.name) for part in message.parts]
     return PullReply(contents.generation, [table.step if table else 0 for table in tables], changed)
 
 
 def _choose(
-    contents: Contents, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
+    contents: ShardContents, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
 ) -> tuple[PullReply, list[Tensor]]:
     """Return the answer if some rows come with their state, or only if they have changed."""
     parts = {part.name: part for part in message.parts}
@@ -109,7 +109,7 @@ def _choose(
     return _reply(contents, message, [len(places[name]) if name in places else 0 for name in parts]), said
 
 
-def _since(contents: Contents, message: PullMessage, ages: Tensor | None) -> dict[str, Tensor]:
+def _since(contents: ShardContents, message: PullMessage, ages: Tensor | None) -> dict[str, Tensor]:
     """For each part's known rows the step at which they were read; -1, so that all count as changed, if unknown."""
     known = [part.known for part in message.parts]
     if ages is None or message.generation != contents.generation:
@@ -120,7 +120,7 @@ def _since(contents: Contents, message: PullMessage, ages: Tensor | None) -> dic
     return dict(zip((part.name for part in message.parts), torch.split(steps, known), strict=True))
 
 
-def _fill(contents: Contents, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
+def _fill(contents: ShardContents, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
     """Read everything asked for, with as few copies as possible, into ``room``."""
     wanted: dict[str, Tensor] = {}
     places: dict[str, Tensor] = {}
@@ -140,7 +140,7 @@ def _fill(contents: Contents, room: _Room, message: PullMessage, ids: Sequence[T
             group.pull(everyone, [len(wanted[name]) for name in names], out=flat)
 
 
-def _room(contents: Contents, message: PullMessage) -> _Room:
+def _room(contents: ShardContents, message: PullMessage) -> _Room:
     shares = shares_of(contents, message)
     flat = [torch.empty(size, dtype=dtype) for dtype, size in expected(shares)]
     return _Room(flat, split(flat, shares))

@@ -49,7 +49,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
 )
 from anabranch.parameter_server.server.applying_pushes import apply, squared_sum, weighted_shares
-from anabranch.parameter_server.server.contents import Contents
+from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import check_pull, check_push, numbers_of
 from anabranch.parameter_server.server.reading_rows import certain_bytes, read
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
@@ -96,7 +96,7 @@ class Shard:
         if not 0 <= shard < shards:
             raise ValueError(f"shard={shard} lies outside shards={shards}")
         self.shard, self.shards = shard, shards
-        self._contents = Contents(shard, shards, pool or KernelThreads(1), scratch)
+        self._contents = ShardContents(shard, shards, pool or KernelThreads(1), scratch)
         self._journal = journal or (lambda verb, payload, tensors: None)
         self._take_back = take_back or (lambda: None)
         self._state = threading.Condition(threading.RLock())

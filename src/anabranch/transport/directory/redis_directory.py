@@ -27,7 +27,7 @@ from anabranch.transport.directory.announced_endpoint import check_announced
 from anabranch.transport.directory.redis_link import RedisLink, Script
 from anabranch.transport.directory.rules import check_kind, check_ttl, portions
 from anabranch.transport.directory.signed_entries import EntryReader
-from anabranch.transport.directory.signing import Identity
+from anabranch.transport.directory.signing import SigningIdentity
 from anabranch.transport.directory.uids import check_prefix, check_uid
 from anabranch.transport.network.certificates import EVERY_JOB, resolve_keys
 from anabranch.transport.network.streams import Peer
@@ -218,7 +218,7 @@ class _Options:
         link = RedisLink(self.url)
         if self.keys is None:
             return _Parts(link, None)
-        return _Parts(link, Identity(self.keys, self.role))
+        return _Parts(link, SigningIdentity(self.keys, self.role))
 
 
 class _Parts:
@@ -229,7 +229,7 @@ class _Parts:
         own: the space of what we announce.
     """
 
-    def __init__(self, link: RedisLink, identity: Identity | None) -> None:
+    def __init__(self, link: RedisLink, identity: SigningIdentity | None) -> None:
         self.link = link
         self.identity = identity
         self.owner = "" if identity is None else identity.owner

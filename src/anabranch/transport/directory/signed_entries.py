@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from anabranch.errors import ProtocolError, Unauthorized
 from anabranch.events import report
 from anabranch.transport.directory.rules import LONGEST_TTL, check_kind
-from anabranch.transport.directory.signing import Identity, NotSigned, SignedEntry, Signer
+from anabranch.transport.directory.signing import NotSigned, SignedEntry, Signer, SigningIdentity
 from anabranch.transport.frame import unpack
 from anabranch.transport.network.streams import Peer
 
@@ -57,7 +57,7 @@ class EntryReader:
     """
 
     def __init__(
-        self, identity: Identity, check_endpoint: Callable[[str], None], clock: Callable[[], float] = time.time
+        self, identity: SigningIdentity, check_endpoint: Callable[[str], None], clock: Callable[[], float] = time.time
     ) -> None:
         self._identity = identity
         self._check_endpoint = check_endpoint

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
 
-__all__ = ["Identity", "NotSigned", "SignedEntry", "Signer"]
+__all__ = ["SigningIdentity", "NotSigned", "SignedEntry", "Signer"]
 
 _PURPOSE = "anabranch directory entry, version 1"
 
@@ -59,7 +59,7 @@ class Signer:
             raise NotSigned("its signature is not that of its certificate's key") from None
 
 
-class Identity:
+class SigningIdentity:
     """The certificate and key of a role, for signing, and the authority that made them.
 
     Args:

@@ -16,7 +16,7 @@ from anabranch.events import fault_point
 from anabranch.transport.failures import failure_of
 from anabranch.transport.frame import FailureFrame, ReplyHeader, RequestHeader, TensorHeader, allocate, encode
 from anabranch.transport.network.streams import Peer
-from anabranch.transport.server.once import Identity, OnceTable
+from anabranch.transport.server.once import OnceTable, RequestIdentity
 
 __all__ = ["Call", "CallServer", "Recipient", "Verb"]
 
@@ -113,7 +113,7 @@ class Call:
         self.tensors = tensors
         self.peer = peer
         self.deadline = Deadline(min(max(header.seconds, 1e-3), _LONGEST))
-        self.identity: Identity = (header.epoch, header.sequence)
+        self.identity: RequestIdentity = (header.epoch, header.sequence)
         self.settled = header.settled
         self.once = verb.once and bool(header.epoch)
         self.recipients: list[Recipient] = []

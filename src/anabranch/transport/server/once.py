@@ -18,16 +18,16 @@ from typing import Generic, Protocol, TypeVar
 
 from anabranch.errors import ProtocolError
 
-__all__ = ["Identity", "OnceTable"]
+__all__ = ["RequestIdentity", "OnceTable"]
 
-Identity = tuple[bytes, int]
+RequestIdentity = tuple[bytes, int]
 """A request's name for ever: the epoch of its client, and its sequence."""
 
 
 class _Numbered(Protocol):
     """A request with such a name."""
 
-    identity: Identity
+    identity: RequestIdentity
 
 
 _Call = TypeVar("_Call", bound=_Numbered)
@@ -55,7 +55,7 @@ class OnceTable(Generic[_Call]):
         self._budget = budget_bytes
         self._most_epochs = epochs
         self._epochs: OrderedDict[bytes, _Epoch[_Call]] = OrderedDict()
-        self._kept: OrderedDict[Identity, int] = OrderedDict()
+        self._kept: OrderedDict[RequestIdentity, int] = OrderedDict()
         self._kept_bytes = 0
 
     @property
@@ -90,7 +90,7 @@ class OnceTable(Generic[_Call]):
             epoch.running[sequence] = call
             return call
 
-    def finish(self, identity: Identity, answer: Sequence[memoryview]) -> None:
+    def finish(self, identity: RequestIdentity, answer: Sequence[memoryview]) -> None:
         """Record that the request was done and answered."""
         key, sequence = identity
         with self.lock:
@@ -106,14 +106,14 @@ class OnceTable(Generic[_Call]):
                 self._kept_bytes -= freed
                 self._epochs[oldest[0]].done[oldest[1]] = None
 
-    def abandon(self, identity: Identity) -> None:
+    def abandon(self, identity: RequestIdentity) -> None:
         """Record that the request was not done: a retry will do it."""
         with self.lock:
             epoch = self._epochs.get(identity[0])
             if epoch is not None:
                 epoch.running.pop(identity[1], None)
 
-    def restore(self, identities: Iterable[Identity]) -> None:
+    def restore(self, identities: Iterable[RequestIdentity]) -> None:
         """Record requests that were done before this server started."""
         with self.lock:
             for key, sequence in identities:

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from anabranch.transport.server.once import Identity
+from anabranch.transport.server.once import RequestIdentity
 
 __all__ = ["Acknowledged"]
 
@@ -54,7 +54,7 @@ class Acknowledged:
         """True if pushes of clients whose counts are forgotten may be lost."""
         return self._doubtful
 
-    def add(self, identity: Identity, *, push: bool) -> int:
+    def add(self, identity: RequestIdentity, *, push: bool) -> int:
         """Count a request; returns a push's place among its client's, 0 for others."""
         epoch, sequence = identity
         done = self._clients.get(epoch)
@@ -71,7 +71,7 @@ class Acknowledged:
         done.append((sequence, place))
         return place
 
-    def take_back(self, identity: Identity) -> None:
+    def take_back(self, identity: RequestIdentity) -> None:
         """Forgets the request that was counted last, which was refused after all."""
         sequence, place = self._clients[identity[0]].pop()
         assert sequence == identity[1]
@@ -98,12 +98,12 @@ class Acknowledged:
         known = self._pushes.get(epoch)
         return (None if self._uncounted else 0) if known is None else known
 
-    def place(self, identity: Identity) -> int:
+    def place(self, identity: RequestIdentity) -> int:
         """Return the place of a push that was done; 0 if it is not remembered."""
         done = list(self._clients.get(identity[0], ()))
         return next((place for sequence, place in reversed(done) if sequence == identity[1]), 0)
 
-    def identities(self) -> Iterator[Identity]:
+    def identities(self) -> Iterator[RequestIdentity]:
         """Yield the requests that are remembered."""
         for epoch, done in self._clients.items():
             for sequence, _ in done:

@@ -39,13 +39,13 @@ from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.standing import Standing
-from anabranch.transport.server.once import Identity
+from anabranch.transport.server.once import RequestIdentity
 
 __all__ = ["Durability", "Keeper"]
 
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
-_NOBODY: Identity = (b"", 0)
+_NOBODY: RequestIdentity = (b"", 0)
 # Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 # A client's count that the shard had forgotten and has from the client again: the record's sequence.
@@ -96,7 +96,7 @@ class Keeper:
         """True if there is a checkpoint, or none is kept."""
         return self._owner is None or self._owner.position.saved >= 0
 
-    def start(self, shard: Shard) -> list[Identity]:
+    def start(self, shard: Shard) -> list[RequestIdentity]:
         """Restores the shard's state; returns the requests that were done.
 
         Raises:
@@ -231,7 +231,7 @@ class Keeper:
             self._count((record.epoch, record.sequence), record.verb)
 
     @contextmanager
-    def asked_by(self, identity: Identity) -> Iterator[None]:
+    def asked_by(self, identity: RequestIdentity) -> Iterator[None]:
         """Attribute changes that this thread journals in the block to the request ``identity``."""
         self._asking.identity, self._asking.place = identity, 0
         try:
@@ -255,12 +255,12 @@ class Keeper:
             self._done.take_back(identity)
             self._changes -= 1
 
-    def _count(self, identity: Identity, verb: str) -> None:
+    def _count(self, identity: RequestIdentity, verb: str) -> None:
         if identity[0]:
             self._asking.place = self._done.add(identity, push=verb == "push")
             self._changes += 1
 
-    def place(self, identity: Identity | None = None) -> int:
+    def place(self, identity: RequestIdentity | None = None) -> int:
         """Return the place of ``identity``'s push among its client's, from 1; by default of the push this thread did
         last.
         """
