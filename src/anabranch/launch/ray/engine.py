@@ -157,7 +157,7 @@ class _Attempt:
                     self._get(self._seats["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
                 ]
                 base = service_environment(endpoints, directory, experts, base=base)
-            told = self._get(meeting.start_rendezvous.remote(directory, base), 2 * _CALL_SECONDS)
+            told = self._get(meeting.start_rendezvous.remote(directory, base))
             rendezvous = RemoteProcess(
                 Recipe("rendezvous", 0, PROGRAM, base, log_dir / "rendezvous-0.log"),
                 0,
@@ -166,6 +166,7 @@ class _Attempt:
                 self._get,
             )
             everyone.append(rendezvous)
+            self._get(meeting.wait_until_ready.remote(), 2 * _CALL_SECONDS)  # an import of torch: followed meanwhile
             for shard, endpoint in enumerate(endpoints):
                 state = self._get(self._seats["parameters", shard].state_folder.remote())
                 services.append(

@@ -87,13 +87,17 @@ class Seat:
         return Path(probe).exists()
 
     def start_rendezvous(self, directory: str | None, environment: Mapping[str, str]) -> tuple[int, str, int]:
-        """Start the store and the directory; return the process id, and the store's host and port."""
+        """Start the store and the directory; return the process id, and where the store will listen."""
         keys = self._folder if directory else None
         self._rendezvous = self._stack.enter_context(Rendezvous(directory, keys, self._host))
         pid = self._begin(PROGRAM, environment, None, self._rendezvous.descriptor, False)
         self._rendezvous.started()
-        self._rendezvous.wait_until_ready()
         return pid, self._host, self._rendezvous.port
+
+    def wait_until_ready(self) -> None:
+        """Return when the directory of this seat answers, or will not; follow the seat meanwhile."""
+        assert self._rendezvous is not None, "started"
+        self._rendezvous.wait_until_ready()
 
     def is_announced(self, uid: str) -> bool:
         """Tell whether somebody serves ``uid``, by the directory of this seat."""
@@ -161,7 +165,7 @@ class Seat:
         self._mark = f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']}"
         started = threading.Event()
         failed: list[OSError] = []
-        self._code, self._running = None, None
+        self._code, self._running, self._followed = None, None, time.monotonic()
         command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), "", *program.command]
 
         def live() -> None:
