@@ -1,7 +1,7 @@
-"""The cable between two network namespaces: passes packets from one TUN device to the other, late, slowly, or not at all.
+"""The cable between two network namespaces: passes packets from one TUN device to the other, late, slowly or not.
 
-Run as a program. It makes two devices, prints their names, and ends when its stdin does. Each line there cuts the cable for
-so many seconds; then it prints how many packets it has swallowed.
+Run as a program. It makes two devices, prints their names, and ends when its stdin does. Each line there cuts the cable
+for so many seconds; then it prints how many packets it has swallowed.
 """
 
 from __future__ import annotations

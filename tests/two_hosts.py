@@ -1,7 +1,7 @@
 """Two "hosts" on this machine, each with a network of its own, and a cable between them; needs root.
 
-A host is a network namespace, and is there as long as a process in it: one that reads a pipe of ours to its end, and those
-that a test starts. So nothing is left of it, however the test ends.
+A host is a network namespace, and is there as long as a process in it: one that reads a pipe of ours to its end, and
+those that a test starts. So nothing is left of it, however the test ends.
 
 Run as a program, this file moves to a host and becomes what its arguments say, see ``start_on``.
 """

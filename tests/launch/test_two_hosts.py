@@ -31,7 +31,9 @@ folder, cut_at, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.arg
 job = ab.job()
 torch.manual_seed(0)
 model = torch.nn.Sequential(
-    ab.RemoteEmbedding("t", 50, 8, mode="sum"), ab.RemoteExpert(f"expert.{job.rank}", job.directory), torch.nn.Linear(8, 1)
+    ab.RemoteEmbedding("t", 50, 8, mode="sum"),
+    ab.RemoteExpert(f"expert.{job.rank}", ab.Directory(job.directory)),
+    torch.nn.Linear(8, 1),
 )
 step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
 losses = []
@@ -90,7 +92,11 @@ def _losses(
 def _environment_of(rank: int) -> dict[str, str]:
     """What ``torchrun`` sets."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29400}
-    return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **{name: str(value) for name, value in names.items()}}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **{name: str(value) for name, value in names.items()},
+    }
 
 
 @pytest.fixture(scope="module")

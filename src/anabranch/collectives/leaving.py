@@ -1,9 +1,9 @@
 """Ends the job's process group before the interpreter ends, for scripts that leave that to it.
 
-Gloo's threads take the interpreter's lock to free a tensor. One that gets it while the interpreter is taken apart is ended
-by Python in the middle of C++ code, and with it the whole process: SIGABRT, "terminate called without an active
-exception". On a busy machine a thread may come so late. The threads end with the last reference to their group, so that is
-let go of while Python still runs.
+Gloo's threads take the interpreter's lock to free a tensor. One that waits for it when the interpreter is taken apart
+is ended by Python in the middle of C++ code, and with it the whole process: SIGABRT, "terminate called without an
+active exception". On a busy machine a thread may come so late. The threads end with the last reference to their group,
+so that is let go of while Python still runs.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class JobFile:
          "started": 1764000000.0, "ended": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
-    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again. Of a job that
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again. Of a process on another
+    machine ``"runs_elsewhere"`` says whether it runs. Of a job that
     writes a trace at its end, ``"trace"`` says where.
 
     Args:
@@ -58,10 +59,17 @@ class JobFile:
         with suppress(OSError):
             self._path.unlink(missing_ok=True)  # of another job in the same folder
 
-    def began(self, role: str, rank: int, pid: int, endpoint: str | None) -> None:
-        """Record a process that was started, or started again."""
+    def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
+        """Record a process that was started, or started again; ``elsewhere`` is on another machine."""
         if role in _ORDER:
-            self._roles[role, rank] = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
+            entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
+            self._roles[role, rank] = entry | ({"runs_elsewhere": True} if elsewhere else {})
+            self._write(None)
+
+    def ended_elsewhere(self, role: str, rank: int) -> None:
+        """Record that a process on another machine has ended."""
+        if role in _ORDER:
+            self._roles[role, rank]["runs_elsewhere"] = False
             self._write(None)
 
     def returns(self, role: str, rank: int) -> None:

@@ -191,9 +191,22 @@ def _kept_folders() -> Iterator[tuple[float, Path]]:
 
 
 def _read_role(
-    folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None
+    folder: Path,
+    ended: bool,
+    *,
+    role: str,
+    rank: int,
+    pid: int | None,
+    endpoint: str | None,
+    runs_elsewhere: bool | None = None,
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
-    state: State = "gone" if ended else "restarting" if pid is None else _state_of(pid, endpoint)
+    state: State
+    if ended or pid is None:
+        state = "gone" if ended else "restarting"
+    elif runs_elsewhere is None:
+        state = _state_of(pid, endpoint)
+    else:
+        state = "running" if runs_elsewhere else "gone"
     found = RoleStatus(role, rank, pid, endpoint, state, _steps(folder / f"worker-{rank}.steps", role))
     return found, _told(folder / f"{role}-{rank}.status", pid)
 

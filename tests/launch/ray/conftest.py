@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,17 @@ def cluster() -> Iterator[Any]:
 
     nodes = {"num_cpus": 2, "object_store_memory": 80 << 20}
     config = {"health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
-    made = Cluster(initialize_head=True, head_node_args={**nodes, "num_cpus": 0, "_system_config": config})
-    try:
-        for _ in range(2):
-            made.add_node(**nodes)
-        yield made
-    finally:
-        made.shutdown()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,  # noqa: S108
+    ):
+        # By default Ray lets its workers yield to all else, so that on a busy machine they start in minutes.
+        patch.setenv("RAY_worker_niceness", "0")
+        head = {**nodes, "num_cpus": 0, "_system_config": config, "temp_dir": folder}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(2):
+                made.add_node(**nodes)
+            yield made
+        finally:
+            made.shutdown()
