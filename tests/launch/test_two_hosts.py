@@ -37,7 +37,7 @@ model = torch.nn.Sequential(
 )
 step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.Adam(model.parameters(), lr=0.1))
 losses = []
-with ab.Executor(step, comm_mode="Hybrid") as executor:
+with ab.Executor(step, comm_mode="Hybrid", heartbeat=15.0) as executor:
     for number in range(steps):
         if number == cut_at and job.rank == 0:
             print("cut now", flush=True)
@@ -56,9 +56,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _serve(stack: ExitStack, host: Host, what: str, *options: object) -> str:
-    """Serve something on a host, and return its endpoint."""
-    words = ["serve", what, "--listen", f"tcp://{host.address}:0", *options]
+def _serve(stack: ExitStack, host: Host, keys: Path, what: str, *options: object) -> str:
+    """Serve something on a host, and return its endpoint; silence is a loss after 30 seconds."""
+    words = ["serve", what, "--listen", f"tcp://{host.address}:0", "--keys", keys, "--heartbeat", 15, *options]
     serving = stack.enter_context(start_on(host, "-m", "anabranch.cli", *words))
     line = serving.stdout.readline()
     assert line.startswith("listening on "), line
@@ -71,11 +71,11 @@ def _losses(
     """Run the job, and return the losses of both ranks; ``at_cut`` is called between two steps."""
     (folder / "train.py").write_text(TRAIN)
     with ExitStack() as stack:
-        serve = partial(_serve, stack, services)
-        directory = serve("directory", "--keys", keys)
-        servers = serve("parameters", "--keys", keys)
+        serve = partial(_serve, stack, services, keys)
+        directory = serve("directory")
+        servers = serve("parameters")
         expert = ["--module", "two_hosts:seeded_linear", "--optimizer", "sgd", "--lr", 0.1, "--features", 8]
-        serve("experts", "--keys", keys, "--uids", "expert.[0:2]", "--directory", directory, *expert)
+        serve("experts", "--uids", "expert.[0:2]", "--directory", directory, *expert)
         where = {"ANABRANCH_KEYS": str(keys), "ANABRANCH_SERVERS": servers, "ANABRANCH_DIRECTORY": directory}
         words = [folder / "train.py", folder, CUT_AT, STEPS]
         training = [

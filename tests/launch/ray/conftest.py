@@ -17,7 +17,7 @@ def cluster() -> Iterator[Any]:
     config = {"health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
     with (
         pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,  # noqa: S108
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
     ):
         # By default Ray lets its workers yield to all else, so that on a busy machine they start in minutes.
         patch.setenv("RAY_worker_niceness", "0")
