@@ -19,8 +19,9 @@ def cluster() -> Iterator[Any]:
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
     ):
-        # By default Ray lets its workers yield to all else, so that on a busy machine they start in minutes.
+        # On a busy machine: by default Ray's workers yield to all else, and a node has half a minute to start.
         patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_raylet_start_wait_time_s", "200")
         head = {**nodes, "num_cpus": 0, "_system_config": config, "temp_dir": folder}
         made = Cluster(initialize_head=True, head_node_args=head)
         try:
