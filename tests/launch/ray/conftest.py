@@ -19,10 +19,11 @@ def cluster() -> Iterator[Any]:
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
     ):
-        # On a busy machine: by default Ray's workers yield to all else, and a node has half a minute to start.
+        patch.setenv("RAY_TMPDIR", folder)  # its sockets have long names
+        # By default Ray's workers yield to all else on a busy machine.
         patch.setenv("RAY_worker_niceness", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "200")
-        head = {**nodes, "num_cpus": 0, "_system_config": config, "temp_dir": folder}
+        nodes |= {"include_dashboard": False, "include_log_monitor": False}  # nobody looks
+        head = {**nodes, "num_cpus": 0, "_system_config": config}
         made = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):

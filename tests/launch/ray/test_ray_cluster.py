@@ -71,6 +71,11 @@ def _wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def _wait_for_end_of_rank(folder: Path, rank: int) -> None:
+    pid, _ = json.loads((folder / f"waits-{rank}.json").read_text())
+    _wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
 
@@ -120,8 +125,7 @@ def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(
     disturbed = json.loads(out.splitlines()[-1])
     assert disturbed == {"loss": pytest.approx(undisturbed["loss"], rel=1e-6), "attempt": 1}
     for rank in range(2):
-        pid, _ = json.loads((hurt / f"waits-{rank}.json").read_text())
-        _wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        _wait_for_end_of_rank(hurt, rank)
     _nothing_is_left(cluster)
 
 
@@ -163,8 +167,7 @@ def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path:
             process.kill()
     assert process.returncode == 130, err
     for rank in range(2):
-        pid, _ = json.loads((tmp_path / f"waits-{rank}.json").read_text())
-        _wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        _wait_for_end_of_rank(tmp_path, rank)
     _nothing_is_left(cluster)
 
 
