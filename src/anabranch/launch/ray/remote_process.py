@@ -102,6 +102,7 @@ class RemoteProcess(Worker):
             self.lost_at = time.monotonic()
         self.ended_at = time.time()
         self.exit_code = -signal.SIGKILL
+        self._ended()
 
     def _follow(self) -> None:
         followed = time.monotonic()
