@@ -159,9 +159,10 @@ class _Attempt:
                     screen.finish_line()
                 tell(line)
 
+            places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
             stack.callback(self._give_back)
             stack.callback(self._collect_recorded)
-            self._place(stack)
+            self._place(places)
             self._look_where_storage_is(say)
 
             def start(recipe: Recipe, restarted: int = 0) -> RemoteProcess:
