@@ -1,7 +1,7 @@
 """The cable between two network namespaces: passes packets from one TUN device to the other, late, slowly or not.
 
 Run as a program. It makes two devices, prints their names, and ends when its stdin does. Each line there cuts the cable
-for so many seconds; then it prints how many packets it has swallowed.
+for so many seconds: it prints "cut", and at the end how many packets it has swallowed.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def main(delay: float, bits_per_second: float) -> None:
                         ways[key.fd].take(packet, time.monotonic())
                 elif line := os.read(0, _PACKET_BYTES):
                     cut_until = time.monotonic() + float(line)
+                    print("cut", flush=True)
                 else:
                     return
 

@@ -47,8 +47,9 @@ class Cable:
     answers: IO[str]
 
     def cut(self, seconds: float) -> None:
-        """Let nothing pass for so long; neither side is told."""
+        """Let nothing pass for so long, from now on; neither side is told."""
         print(seconds, file=self.commands, flush=True)
+        assert self.answers.readline() == "cut\n"
 
     def swallowed(self) -> int:
         """Wait until a cut is over, and return how many packets it has swallowed."""
