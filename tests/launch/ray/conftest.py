@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-_PATIENCE = 10.0
-
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    from ray._private import node
     from ray.cluster_utils import Cluster
 
     nodes = {"num_cpus": 2, "object_store_memory": 80 << 20}
@@ -26,10 +21,8 @@ def cluster() -> Iterator[Any]:
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
     ):
         patch.setenv("RAY_TMPDIR", folder)  # its sockets have long names
-        # By default Ray's workers yield to all else on a busy machine, and its nodes have half a minute to start.
+        # By default Ray's workers yield to all else on a busy machine.
         patch.setenv("RAY_worker_niceness", "0")
-        patient = {**vars(time), "monotonic": lambda: time.monotonic() / _PATIENCE}
-        patch.setattr(node, "time", SimpleNamespace(**patient))
         nodes |= {"include_dashboard": False, "include_log_monitor": False}  # nobody looks
         head = {**nodes, "num_cpus": 0, "_system_config": config}
         made = Cluster(initialize_head=True, head_node_args=head)
