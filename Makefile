@@ -23,12 +23,12 @@ demo: $(STAMP)
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.
 test: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow and not ray" --ignore tests/matrix --ignore tests/models $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow" --ignore tests/matrix --ignore tests/models $(ARGS)
 
 test-all: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not ray" --ignore tests/matrix --ignore tests/models $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 --ignore tests/matrix --ignore tests/models $(ARGS)
 
-# Jobs on a Ray cluster of three nodes of this machine: two minutes and 2 GB.
+# Jobs on a Ray cluster of three nodes of this machine, which are slow tests too: two minutes and 2 GB.
 test-ray: $(STAMP)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 0 -q -m ray tests/launch/ray $(ARGS)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["PROGRESS_VARIABLE", "STATUS_VARIABLE", "StatusFile", "replace_text", "status_file"]
+__all__ = ["PROGRESS_VARIABLE", "STATUS_VARIABLE", "StatusFile", "replace_bytes", "replace_text", "status_file"]
 
 STATUS_VARIABLE = "ANABRANCH_STATUS"
 """Names the file, without its suffix: ``.status`` holds the facts, ``.steps`` the number of a worker's optimizer steps
@@ -98,8 +98,13 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: a full disk, a folder that was removed.
     """
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, contents: bytes) -> None:
+    """Do the same with bytes."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text)
+    new.write_bytes(contents)
     os.replace(new, path)
 
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from anabranch.trace_file import Part, write_trace
+from anabranch.trace_file import ProcessTrace, write_trace
 from anabranch.view.page import page_of
 from anabranch.view.trace_page import read_trace
 from browser import needs_a_browser, seen
@@ -179,7 +179,7 @@ def trace(tmp_path: Path) -> str:
     names = [*(f"worker {rank}" for rank in range(2)), "parameters 0", "parameters 1", "expert 0", "expert 1"]
     parts = []
     for pid, name in enumerate(names, 1):
-        part = Part(name, pid, "host", 0, threads={1: (pid, "MainThread")})
+        part = ProcessTrace(name, pid, "host", 0, threads={1: (pid, "MainThread")})
         if name.startswith("worker"):
             peers = [other for other in names if other != name]
             part.spans = [

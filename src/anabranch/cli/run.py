@@ -163,9 +163,7 @@ def run(
         trace = None if trace is None else check_trace_path(trace)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
-    _check_engine(
-        engine, address=address, resources=resources, host=host, spawn=spawn, trace=trace, directory=directory
-    )
+    _check_engine(engine, address=address, resources=resources, host=host, spawn=spawn, directory=directory)
     if directory is not None:
         _ask_directory(directory, experts, host)
     wanted = None
@@ -201,6 +199,7 @@ def run(
                         max_restarts=max_restarts,
                         service_restarts=budget,
                         checkpoint_seconds=checkpoint_seconds,
+                        trace=trace,
                     )
                 except (RayError, ModuleNotFoundError) as error:
                     _tell(str(error))
@@ -247,7 +246,7 @@ def run(
 
 def _check_engine(engine: str, **given: object) -> None:
     """Refuse options that mean nothing to the engine."""
-    others = ("host", "spawn", "trace", "directory") if engine == "ray" else ("address", "resources")
+    others = ("host", "spawn", "directory") if engine == "ray" else ("address", "resources")
     for name in others:
         if given[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"

@@ -50,6 +50,14 @@ _Metrics = Annotated[
     ),
 ]
 _Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
+_Heartbeat = Annotated[
+    float,
+    typer.Option(
+        min=0.001,
+        metavar="S",
+        help="Seconds between signs of life to who waits for an answer; a silence of twice that is taken for a loss.",
+    ),
+]
 
 
 def _said(metavar: str, says: str) -> typer.models.OptionInfo:
@@ -120,6 +128,7 @@ def experts(
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,
+    heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
 ) -> None:
     """Serve experts that train themselves."""
@@ -141,6 +150,7 @@ def experts(
                 checkpoint_dir=checkpoint_dir,
                 keys=keys,
                 insecure=insecure,
+                heartbeat=heartbeat,
                 session_limits=SessionLimits(max_sessions, max_session_tokens, max_session_bytes),
                 beside=_beside(metrics, expert_metrics),
             )
@@ -185,14 +195,25 @@ _WRITTEN_IN_JSON = {
 
 @serve.command()
 def directory(
-    listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False, metrics: _Metrics = None
+    listen: _Listen = None,
+    keys: _Keys = None,
+    insecure: _Insecure = False,
+    heartbeat: _Heartbeat = 1.0,
+    metrics: _Metrics = None,
 ) -> None:
     """Serve a directory: the server of each expert."""
     from anabranch.experts import serve_directory, stopped_by_signals
     from anabranch.observe import directory_metrics
 
     with told_plainly(), stopped_by_signals() as stop:
-        serve_directory(stop, listen=listen, keys=keys, insecure=insecure, beside=_beside(metrics, directory_metrics))
+        serve_directory(
+            stop,
+            listen=listen,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+            beside=_beside(metrics, directory_metrics),
+        )
 
 
 @serve.command()
@@ -220,6 +241,7 @@ def parameters(
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,
+    heartbeat: _Heartbeat = 1.0,
     metrics: _Metrics = None,
 ) -> None:
     """Serve one shard of the tables and parameters."""
@@ -254,6 +276,7 @@ def parameters(
             threads=threads,
             keys=keys,
             insecure=insecure,
+            heartbeat=heartbeat,
             beside=_beside(metrics, parameter_metrics),
         )
 

@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.transport.beats import Beats, Identity, Store
@@ -64,6 +65,7 @@ class Peers:
         self._asked_for: set[int] = set()
         self._lock = threading.Lock()
         self._watch = PeerWatch(self._lost, heartbeat)
+        destroy_group_at_exit()
         atexit.register(self._leave)
 
     def wait(self, done: Callable[[float], bool], ranks: Sequence[int], operation: str, deadline: Deadline) -> None:
@@ -103,6 +105,7 @@ class Peers:
     def _leave(self) -> None:
         if self._watch.has_lost:
             end_without_waiting()
+        self.close()  # a thread that is at the store while the interpreter ends would abort the process
 
     def close(self) -> None:
         """Stop watching."""

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch import spans
+from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.deadline import Deadline
 from anabranch.doing import Doing, during
@@ -119,6 +120,7 @@ class Workers:
         self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
             self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat)
+        destroy_group_at_exit()
         atexit.register(self._leave_without_the_lost)
 
     def _meet(self) -> dict[int, Identity]:
@@ -261,6 +263,7 @@ class Workers:
     def _leave_without_the_lost(self) -> None:
         if self._has_left_work or self._watch.has_lost:
             end_without_waiting()
+        self.close()
 
     def close(self) -> None:
         """End what was started here: the beats, and the process group if it was initialised here."""
@@ -269,12 +272,10 @@ class Workers:
         if self._has_left_work or self._watch.has_lost:
             return
         atexit.unregister(self._leave_without_the_lost)
+        self._group = None  # its threads end with the last reference, see leaving.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
             dist.destroy_process_group()
-            # Gloo's threads end with the last reference. One that lets go of a tensor after the interpreter has ended
-            # would end the process with SIGABRT.
-            self._group = None
 
     def __enter__(self) -> Workers:
         return self

@@ -31,7 +31,8 @@ class JobFile:
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
     on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again, and before it is started
-    at all, which ``"begun": false`` tells. Of a job that writes a trace at its end, ``"trace"`` says where.
+    at all, which ``"begun": false`` tells. Of a process on another machine ``"runs_elsewhere"`` says whether it runs.
+    Of a job that writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.
@@ -66,10 +67,17 @@ class JobFile:
                 self._roles[role, rank] = {"role": role, "rank": rank, "pid": None, "endpoint": None, "begun": False}
         self._write(None)
 
-    def began(self, role: str, rank: int, pid: int, endpoint: str | None) -> None:
-        """Record a process that was started, or started again."""
+    def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
+        """Record a process that was started, or started again; ``elsewhere`` is on another machine."""
         if role in _ORDER:
-            self._roles[role, rank] = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
+            entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
+            self._roles[role, rank] = entry | ({"runs_elsewhere": True} if elsewhere else {})
+            self._write(None)
+
+    def ended_elsewhere(self, role: str, rank: int) -> None:
+        """Record that a process on another machine has ended."""
+        if role in _ORDER:
+            self._roles[role, rank]["runs_elsewhere"] = False
             self._write(None)
 
     def returns(self, role: str, rank: int) -> None:

@@ -200,9 +200,23 @@ def _kept_folders() -> Iterator[tuple[float, Path]]:
 
 
 def _read_role(
-    folder: Path, ended: bool, *, role: str, rank: int, pid: int | None, endpoint: str | None, begun: bool = True
+    folder: Path,
+    ended: bool,
+    *,
+    role: str,
+    rank: int,
+    pid: int | None,
+    endpoint: str | None,
+    begun: bool = True,
+    runs_elsewhere: bool | None = None,
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
-    state: State = "gone" if ended else _state_of(pid, endpoint) if pid else "restarting" if begun else "starting"
+    state: State
+    if ended or pid is None:
+        state = "gone" if ended else "restarting" if begun else "starting"
+    elif runs_elsewhere is None:
+        state = _state_of(pid, endpoint)
+    else:
+        state = "running" if runs_elsewhere else "gone"
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
         state = "running"  # it listens no more, for the job ends

@@ -1,4 +1,4 @@
-"""Jobs on a real local cluster of three Ray nodes: one loses a node, one is interrupted, one fails."""
+"""Jobs on a real local cluster of three Ray nodes: one loses a node, two are interrupted, one fails."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from waiting import wait_until
+from anabranch.launch.job_status import status_of
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(" " in sys.executable, reason="Ray gives a shell the path of Python with its space unquoted"),
 ]
@@ -60,6 +63,19 @@ def _command(cluster: Any, folder: Path, *arguments: str, options: tuple[str, ..
     return [sys.executable, "-m", "anabranch.cli", "run", *head, *options, "train.py", str(folder), *arguments]
 
 
+def _wait_until(condition: Callable[[], object]) -> None:
+    """Ray and a job on it start in seconds, or in minutes where the machine is busy."""
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until, "what was waited for did not come"
+        time.sleep(0.05)
+
+
+def _wait_for_end_of_rank(folder: Path, rank: int) -> None:
+    pid, _ = json.loads((folder / f"waits-{rank}.json").read_text())
+    _wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
 
@@ -75,30 +91,31 @@ print(json.dumps([*groups, *(actor["State"] for actor in actors().values())]))
 """
 
 
-def _nothing_is_left(cluster: Any) -> None:
+def _states(cluster: Any) -> set[str]:
     command = [sys.executable, "-c", LEFT, cluster.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
-    def all_are_gone() -> bool:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
-        states = json.loads(done.stdout.splitlines()[-1])
-        assert states
-        return set(states) <= {"REMOVED", "DEAD"}
 
-    wait_until(all_are_gone)
+def _nothing_is_left(cluster: Any) -> None:
+    assert _states(cluster)
+    _wait_until(lambda: _states(cluster) <= {"REMOVED", "DEAD"})
 
 
 def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(cluster: Any, tmp_path: Path) -> None:
     quiet, hurt = tmp_path / "quiet", tmp_path / "hurt"
     for folder in (quiet, hurt):
         folder.mkdir()
-    done = _run(_command(cluster, quiet, "-1", "Hybrid", options=("--servers", "1")), quiet)
+    options = ("--servers", "1", "--trace", str(quiet / "trace.json"))
+    done = _run(_command(cluster, quiet, "-1", "Hybrid", options=options), quiet)
     assert done.returncode == 0, done.stderr
     undisturbed = json.loads(done.stdout.splitlines()[-1])
     assert undisturbed["attempt"] == 0
+    _is_told(quiet)
     command = _command(cluster, hurt, "6", "Hybrid", options=("--servers", "1", "--max-restarts", "1"))
     with subprocess.Popen(command, cwd=hurt, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            wait_until(lambda: all((hurt / f"waits-{rank}.json").exists() for rank in range(2)))
+            _wait_until(lambda: all((hurt / f"waits-{rank}.json").exists() for rank in range(2)))
             _kill_node_of_rank(cluster, hurt, 1)
             out, err = process.communicate(timeout=LIMIT)
         finally:
@@ -108,9 +125,19 @@ def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(
     disturbed = json.loads(out.splitlines()[-1])
     assert disturbed == {"loss": pytest.approx(undisturbed["loss"], rel=1e-6), "attempt": 1}
     for rank in range(2):
-        pid, _ = json.loads((hurt / f"waits-{rank}.json").read_text())
-        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        _wait_for_end_of_rank(hurt, rank)
     _nothing_is_left(cluster)
+
+
+def _is_told(folder: Path) -> None:
+    """What the processes told and recorded on their nodes has come to the launcher's machine."""
+    status = status_of(folder / "logs")
+    assert {role.name: role.steps for role in status.roles} == {"worker 0": 12, "worker 1": 12, "parameters 0": None}
+    assert {role.state for role in status.roles} == {"gone"}
+    assert status.saved == str(folder / "checkpoint")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {name.split(" (")[0] for name in names} >= {"worker 0", "worker 1"}
 
 
 def _kill_node_of_rank(cluster: Any, folder: Path, rank: int) -> None:
@@ -132,23 +159,43 @@ def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path:
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            wait_until(lambda: all((tmp_path / f"waits-{rank}.json").exists() for rank in range(2)))
+            _wait_until(lambda: all((tmp_path / f"waits-{rank}.json").exists() for rank in range(2)))
+            _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "running", 2)})
             os.kill(process.pid, signal.SIGINT)
             _, err = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
     assert process.returncode == 130, err
     for rank in range(2):
-        pid, _ = json.loads((tmp_path / f"waits-{rank}.json").read_text())
-        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        _wait_for_end_of_rank(tmp_path, rank)
     _nothing_is_left(cluster)
 
 
-def test_a_worker_that_fails_is_named_with_its_traceback(cluster: Any, tmp_path: Path) -> None:
-    command = _command(cluster, tmp_path, "-1", "AllReduce")
-    (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '1': raise ValueError('spilled')\n")
-    done = _run(command, tmp_path)
+def _at_work(folder: Path) -> set[tuple[str, str, int | None]]:
+    return {(role.name, role.state, role.steps) for role in status_of(folder / "logs").roles}
+
+
+def test_ctrl_c_while_ray_looks_for_room_leaves_no_placement_group(cluster: Any, tmp_path: Path) -> None:
+    command = _command(cluster, tmp_path, "-1", "AllReduce", options=("--resources", '{"worker": {"CPU": 64}}'))
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            _wait_until(lambda: "PENDING" in _states(cluster))
+            os.kill(process.pid, signal.SIGINT)
+            _, err = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    _nothing_is_left(cluster)
+
+
+def test_a_worker_of_a_module_that_fails_is_named_with_its_traceback(cluster: Any, tmp_path: Path) -> None:
+    command = _command(cluster, tmp_path)[:-2]
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "steep.py").write_text(
+        "import os, sys\nif os.environ['RANK'] == '1': raise ValueError(f'spilled {sys.argv[1]} in {__package__}')\n"
+    )
+    done = _run([*command, "-m", "recipes.steep", "tea"], tmp_path)
     assert done.returncode == 1
     assert "rank 1" in done.stderr
-    assert "ValueError: spilled" in done.stderr
-    assert (tmp_path / "logs" / "worker-1.log").read_text().endswith("ValueError: spilled\n")
+    assert "ValueError: spilled tea in recipes" in done.stderr
+    assert (tmp_path / "logs" / "worker-1.log").read_text().endswith("ValueError: spilled tea in recipes\n")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from anabranch.launch.job_file import JobFile
+from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray import RayError, run
 from anabranch.launch.ray.cluster import connected, import_ray
+from anabranch.launch.ray.ray_engine import _Attempt
 from anabranch.launch.ray.resources import parse_resources, resources_of
+from anabranch.launch.supervision.signals import Stopped
 
 
 class _Ray(ModuleType):
@@ -29,6 +34,39 @@ class _Ray(ModuleType):
 
     def init(self, **options: Any) -> None:
         raise RuntimeError(self._says)
+
+
+class _Failing(_Ray):
+    """Every call's result is an error with these words."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        names = ("RuntimeEnvSetupError", "GetTimeoutError", "RayTaskError", "RayActorError")
+        self.exceptions = SimpleNamespace(**{name: type(name, (Exception,), {}) for name in names})
+        self._words = words
+
+    def get(self, reference: Any, timeout: float) -> Any:
+        raise self.exceptions.RayActorError(self._words)
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return references, []
+
+
+def _attempt(ray: ModuleType, folder: Path) -> _Attempt:
+    return _Attempt(ray, PythonProgram("train.py"), 1, 0, 0, {}, "none", 300.0, JobFile(folder), {})
+
+
+def test_a_node_without_the_package_is_told_by_one_sentence(tmp_path: Path) -> None:
+    words = "The actor died in its creation task\n...\nModuleNotFoundError: No module named 'anabranch'"
+    with pytest.raises(RayError, match=r"a node of the cluster has no Anabranch: pip install 'anabranch\[ray\]'"):
+        _attempt(_Failing(words), tmp_path)._ask(None)
+
+
+def test_a_signal_ends_a_wait_for_a_node_before_the_job_has_begun(tmp_path: Path) -> None:
+    attempt = _attempt(_Failing("nobody asks"), tmp_path)
+    attempt._stop(signal.SIGINT, again=False)
+    with pytest.raises(Stopped):
+        attempt._ask(None)
 
 
 def test_a_ray_of_another_version_is_named_with_the_one_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,11 @@ def _program(folder: Path, source: str) -> PythonProgram:
 def _follow_to_the_end(seat: Seat) -> tuple[dict[int, bytes], int]:
     said: dict[int, bytes] = {}
     while True:
-        output, code = seat.follow()
-        for stream, data in output:
+        news = seat.follow()
+        for stream, data in news.output:
             said[stream] = said.get(stream, b"") + data
-        if code is not None and not output:
-            return said, code
+        if news.code is not None and not news.output:
+            return said, news.code
 
 
 def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(seat: Seat, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> No
         )
         pid = seat.start(_program(tmp_path, source), ENVIRONMENT, str(tmp_path), False)
         output: list[tuple[int, bytes]] = []
-        wait_until(lambda: output.extend(seat.follow()[0]) or output)
+        wait_until(lambda: output.extend(seat.follow().output) or output)
         child = int(output[0][1])
     assert not Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{child}").exists()
@@ -80,3 +80,37 @@ def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> No
 def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(seat: Seat, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*storage that all nodes see"):
         seat.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)
+
+
+def test_what_a_process_tells_of_itself_comes_once_and_what_it_has_recorded_when_asked(
+    seat: Seat, tmp_path: Path
+) -> None:
+    program = _program(
+        tmp_path,
+        "import os, pathlib, sys\n"
+        "pathlib.Path(os.environ['ANABRANCH_STATUS'] + '.status').write_text('{}')\n"
+        "pathlib.Path(os.environ['ANABRANCH_TRACE'], 'worker-0.7.spans').write_text('spans')\n"
+        "print('done', flush=True)\n"
+        "sys.stdin.read()\n"
+        "import time; time.sleep(600)\n",
+    )
+    environment = {**ENVIRONMENT, "ANABRANCH_STATUS": "worker-0", "ANABRANCH_TRACE": "/on/another/machine"}
+    seat.start(program, environment, str(tmp_path), True)
+    told: list[dict[str, bytes]] = []
+    said: list[tuple[int, bytes]] = []
+    while not said:
+        news = seat.follow()
+        said += news.output
+        told += [news.told] if news.told else []
+    told += [more] if (more := seat.follow().told) else []
+    assert told == [{".status": b"{}"}]
+    assert seat.recorded() == {"worker-0.7.spans": b"spans"}
+
+
+def test_a_process_that_starts_late_is_given_a_whole_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(seat_module.time, "monotonic", lambda: clock[0])
+    with closing(Seat({}, "127.0.0.1")) as seat:
+        clock[0] = 2 * seat_module.LEASE_SECONDS
+        seat.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
+        assert seat._followed == clock[0]

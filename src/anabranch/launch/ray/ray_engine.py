@@ -14,18 +14,21 @@ lost are over.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from anabranch.launch.environment import expert_environment, service_environment, worker_environment
+from anabranch.launch.job_file import JobFile
+from anabranch.launch.job_trace import JobTrace
 from anabranch.launch.local import Durability
 from anabranch.launch.meeting.rendezvous import PROGRAM, expert_mark
 from anabranch.launch.output.screen import Screen
@@ -37,9 +40,11 @@ from anabranch.launch.ray.seat import LEASE_SECONDS, Seat, names_of_keys
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import JobOutcome
-from anabranch.launch.supervision.signals import collect_signals
+from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import Recipe, RoleProcess
+from anabranch.spans import FOLDER_VARIABLE
+from anabranch.status_file import STATUS_VARIABLE
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -47,6 +52,7 @@ __all__ = ["launch_on_ray"]
 
 _PLACE_SECONDS = 120.0
 _CALL_SECONDS = 60.0
+_LOOK_SECONDS = 0.5  # between two looks whether a signal has come
 # The role that a certificate names, by the job's.
 _KEYS = {"rendezvous": "directory", "parameters": "parameters", "expert": "experts", "worker": "worker"}
 
@@ -67,6 +73,7 @@ def launch_on_ray(
     max_restarts: int = 0,
     service_restarts: RestartBudget | None = None,
     checkpoint_seconds: float = 300.0,
+    trace: Path | None = None,
 ) -> JobOutcome:
     """Run ``program`` as a job on the Ray cluster at ``address``; see ``launch``, which takes the same.
 
@@ -76,14 +83,23 @@ def launch_on_ray(
     """
     ray = import_ray()
     started = time.monotonic()
-    with connected(ray, address):
+    with ExitStack() as stack:
+        job_file = JobFile(log_dir, tell, trace=trace)
+        recorded = None if trace is None else stack.enter_context(JobTrace(trace, log_dir, job_file.services, tell))
+        stack.enter_context(connected(ray, address))
+        stack.callback(job_file.ended)
         free_at = [0.0]
 
         def attempt(number: int) -> JobOutcome:
             if (pause := free_at[0] - time.monotonic()) > 0:
                 tell(f"waiting {pause:.0f} s until what may live on where a node was lost has ended")
                 time.sleep(pause)
-            job = _Attempt(ray, program, workers, servers, experts, resources or {}, durability, checkpoint_seconds)
+            if number:
+                job_file.all_return()
+            job = _Attempt(
+                ray, program, workers, servers, experts, resources or {}, durability, checkpoint_seconds,
+                job_file, recorded or {},
+            )  # fmt: skip
             return job.run(number, log_dir, live, patience, tell, service_restarts or RestartBudget(), free_at)
 
         return replace(run_attempts(attempt, max_restarts, tell), seconds=time.monotonic() - started)
@@ -100,6 +116,8 @@ class _Attempt:
         resources: Resources,
         durability: Durability,
         checkpoint_seconds: float,
+        job_file: JobFile,
+        recorded: Mapping[str, str],
     ) -> None:
         self._ray = ray
         self._program = program
@@ -107,7 +125,11 @@ class _Attempt:
         self._resources = resources
         self._durability = durability
         self._checkpoint_seconds = checkpoint_seconds
+        self._job_file = job_file
+        self._recorded = recorded
         self._run_id = uuid.uuid4().hex
+        self._stopped: signal.Signals | None = None
+        self._begun = False
         self._seats: dict[tuple[str, int], Any] = {}
         self._directories: dict[tuple[str, int], str | None] = {}
 
@@ -127,8 +149,9 @@ class _Attempt:
         running: list[RoleProcess] = []
         services: list[RoleProcess] = []
         with ExitStack() as stack:
-            # Signals first: Ctrl-C while Ray places the job is seen as soon as it is placed.
             signals = stack.enter_context(collect_signals())
+            signals.on_stop = self._stop
+            stack.push(_leave_where_stopped)
             screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
 
             def say(line: str) -> None:
@@ -136,28 +159,36 @@ class _Attempt:
                     screen.finish_line()
                 tell(line)
 
+            places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
             stack.callback(self._give_back)
-            self._place(stack)
+            stack.callback(self._collect_recorded)
+            self._place(places)
             self._look_where_storage_is(say)
 
             def start(recipe: Recipe, restarted: int = 0) -> RemoteProcess:
                 process = RemoteProcess(
-                    recipe, restarted, self._seats[recipe.role, recipe.rank], partial(self._begin, recipe), self._get
+                    recipe,
+                    restarted,
+                    self._seats[recipe.role, recipe.rank],
+                    partial(self._begin, recipe),
+                    self._get,
+                    partial(self._job_file.ended_elsewhere, recipe.role, recipe.rank),
                 )
                 everyone.append(process)
+                self._job_file.began(recipe.role, recipe.rank, process.pid, recipe.endpoint, elsewhere=True)
                 return process
 
             has_services = bool(servers or experts)
             meeting = self._seats["rendezvous", 0]
-            directory = str(self._get(meeting.hold_endpoint.remote())) if has_services else None
-            base = {**os.environ, "TORCHELASTIC_RUN_ID": self._run_id}
+            directory = str(self._ask(meeting.hold_endpoint.remote())) if has_services else None
+            base = {**os.environ, **self._recorded, "TORCHELASTIC_RUN_ID": self._run_id}
             endpoints: list[str] = []
             if directory is not None:
                 endpoints = [
-                    self._get(self._seats["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
+                    self._ask(self._seats["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
                 ]
                 base = service_environment(endpoints, directory, experts, base=base)
-            told = self._get(meeting.start_rendezvous.remote(directory, base), 2 * _CALL_SECONDS)
+            told = self._ask(meeting.start_rendezvous.remote(directory, base))
             rendezvous = RemoteProcess(
                 Recipe("rendezvous", 0, PROGRAM, base, log_dir / "rendezvous-0.log"),
                 0,
@@ -166,8 +197,9 @@ class _Attempt:
                 self._get,
             )
             everyone.append(rendezvous)
+            self._ask(meeting.wait_until_ready.remote(), 2 * _CALL_SECONDS)  # an import of torch: followed meanwhile
             for shard, endpoint in enumerate(endpoints):
-                state = self._get(self._seats["parameters", shard].state_folder.remote())
+                state = self._ask(self._seats["parameters", shard].state_folder.remote())
                 services.append(
                     start(
                         Recipe(
@@ -226,21 +258,36 @@ class _Attempt:
                 services=services,
                 rendezvous=rendezvous,
                 start=start,
+                returns=lambda recipe: self._job_file.returns(recipe.role, recipe.rank),
                 screen=screen,
                 patience=patience,
                 tell=say,
             )
             stack.callback(supervisor.kill)
+            self._begun = True
             supervisor.run()
         lost = [process.lost_at for process in everyone if process.lost_at is not None]
         free_at[0] = max(lost, default=0.0) + LEASE_SECONDS + 1.0 if lost else 0.0
+        if not self._begun:
+            assert self._stopped is not None, "or an error was raised"
+            tell(f"{self._stopped.name}: stopped before all processes had started")
+            return JobOutcome((), self._stopped, timed_out=False, seconds=time.monotonic() - started)
         return JobOutcome(
             exits=tuple(process.exit for process in running),
             interrupted=supervisor.interrupted,
             timed_out=False,
             seconds=time.monotonic() - started,
-            services=tuple(process.exit for process in services),
+            services=tuple(process.exit for process in (*services, *filter(lambda lost: lost.early, [rendezvous]))),
         )
+
+    def _stop(self, number: signal.Signals, again: bool) -> None:
+        """Note a signal that has come; Ray loses what is raised while it waits."""
+        if self._stopped is None:
+            self._stopped = number
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None and not self._begun:
+            raise Stopped(self._stopped)
 
     def _place(self, stack: ExitStack) -> None:
         """Have Ray keep room for all roles, and put a seat into each place."""
@@ -256,7 +303,10 @@ class _Attempt:
         bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + 0.125  # of the rendezvous, beside worker 0
         group = placement_group(bundles, strategy="SPREAD", name=f"anabranch-{self._run_id}")
         stack.callback(remove_placement_group, group)
-        if not group.wait(_PLACE_SECONDS):
+        until = time.monotonic() + _PLACE_SECONDS
+        while not (placed := group.wait(_LOOK_SECONDS)) and time.monotonic() < until:
+            self._check_stopped()
+        if not placed:
             raise RayError(
                 f"the cluster has no room for the job in {_PLACE_SECONDS:.0f} s: it asks for {bundles}, and free are "
                 f"{ray.available_resources()}; ask for less with --resources, or add nodes"
@@ -282,13 +332,19 @@ class _Attempt:
         """Let roles run in the launcher's own folder where their node sees it, else in the shipped copy; says so."""
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
             asked = {place: seat.sees.remote(probe.name) for place, seat in self._seats.items()}
-            seen = {place: bool(self._get(ref, _PLACE_SECONDS)) for place, ref in asked.items()}
+            seen = {place: bool(self._ask(ref, _PLACE_SECONDS)) for place, ref in asked.items()}
         self._directories = {place: os.getcwd() if there else None for place, there in seen.items()}
         blind = [f"{role} {rank}" for (role, rank), there in seen.items() if not there and role != "rendezvous"]
         if blind:
             say(
                 f"{', '.join(blind)} run on nodes that do not see {os.getcwd()}, in a copy of it that goes with the "
                 "job: what a script saves there by a relative path is lost; give it a path that all nodes see"
+            )
+        if self._durability != "none" and self._counts["parameters"]:
+            say(
+                f"parameter servers keep what --durability {self._durability} promises on a disk of their own node, "
+                "which no other sees: it brings back a server that dies there, and is lost with the node; then "
+                "--max-restarts goes on from the script's own checkpoint"
             )
 
     def _begin(self, recipe: Recipe) -> int:
@@ -299,7 +355,8 @@ class _Attempt:
             if path.is_relative_to(Path.cwd()):
                 program = replace(program, target=str(path.relative_to(Path.cwd())))
         apart = recipe.screen is not None
-        return int(self._get(seat.start.remote(program, dict(recipe.environment), self._directories[place], apart)))
+        environment = {**recipe.environment, STATUS_VARIABLE: f"{recipe.role}-{recipe.rank}"}
+        return int(self._get(seat.start.remote(program, environment, self._directories[place], apart)))
 
     def _serve(self, shard: int, shards: int, endpoint: str, state: str) -> PythonProgram:
         arguments = ["serve", "parameters", "--listen", endpoint, "--shard", str(shard), "--shards", str(shards)]
@@ -313,6 +370,16 @@ class _Attempt:
             return bool(self._get(self._seats["rendezvous", 0].is_announced.remote(uid), LEASE_SECONDS))
         except RayError:
             return False
+
+    def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
+        """Return a call's result while the job is made ready, where a signal ends the wait."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._check_stopped()
+            if self._ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
+                break
+        self._check_stopped()
+        return self._get(reference, max(until - time.monotonic(), _LOOK_SECONDS))
 
     def _get(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result; a failure is a ``RayError`` that names the cure."""
@@ -337,12 +404,27 @@ class _Attempt:
             cause = getattr(error, "cause", None)
             raise RayError(str(cause) if isinstance(cause, ValueError) else _first_line(error)) from None
 
+    def _collect_recorded(self) -> None:
+        """Bring here what the processes have recorded for the job's trace."""
+        if not self._recorded:
+            return
+        for seat in self._seats.values():
+            with suppress(Exception):  # a seat that is lost, and what it recorded with it
+                for name, contents in self._get(seat.recorded.remote()).items():
+                    Path(self._recorded[FOLDER_VARIABLE], name).write_bytes(contents)
+
     def _give_back(self) -> None:
         for seat in self._seats.values():
             with suppress(Exception):  # a seat that is lost
                 self._ray.get(seat.close.remote(), timeout=5.0)
             with suppress(Exception):
                 self._ray.kill(seat)
+
+
+def _leave_where_stopped(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> bool:
+    return isinstance(error, Stopped)
 
 
 def _writable_here() -> str | None:

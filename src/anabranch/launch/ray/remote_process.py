@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 from anabranch.launch.ray.seat import LEASE_SECONDS, News
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import Recipe, RoleProcess
+from anabranch.status_file import replace_bytes
 
 __all__ = ["RemoteProcess"]
 
@@ -37,6 +39,7 @@ class RemoteProcess(RoleProcess):
         seat: the Ray actor; its methods have ``remote``.
         begin: starts the process there and returns its id.
         fetch: waits for a call's result, as ``ray.get`` does; raises when the seat is lost.
+        ended: called when the process has ended.
 
     Attributes:
         lost_at: when a seat that was lost was last followed; ``None`` while it is there.
@@ -49,10 +52,12 @@ class RemoteProcess(RoleProcess):
         seat: Any,
         begin: Callable[[], int],
         fetch: Callable[[Any, float], Any],
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._seat = seat
         self._begin = begin
         self._fetch = fetch
+        self._ended = ended
         self._describe(recipe, restarted)
         self.lost_at: float | None = None
         self._code = -signal.SIGKILL
@@ -89,6 +94,7 @@ class RemoteProcess(RoleProcess):
         os.close(self.pidfd)
         if self.lost_at is not None:  # its place is gone with it
             self.recipe = replace(self.recipe, restarts=None)
+        self._ended()
 
     def abandon(self) -> None:
         """Count a process whose node does not answer as killed."""
@@ -96,6 +102,7 @@ class RemoteProcess(RoleProcess):
             self.lost_at = time.monotonic()
         self.ended_at = time.time()
         self.exit_code = -signal.SIGKILL
+        self._ended()
 
     def _follow(self) -> None:
         followed = time.monotonic()
@@ -103,13 +110,14 @@ class RemoteProcess(RoleProcess):
         try:
             while True:
                 asked = time.monotonic()
-                output, code = self._news()
+                news = self._news()
                 followed = asked
-                for stream, data in output:
+                self._keep_told(news)
+                for stream, data in news.output:
                     with suppress(OSError):
                         _write_all(self._screen.get(stream, log.fileno()), data)
-                if code is not None and not output:
-                    self._code = code
+                if news.code is not None and not news.output:
+                    self._code = news.code
                     return
         except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the seat is lost
             self.lost_at = followed
@@ -123,9 +131,25 @@ class RemoteProcess(RoleProcess):
                 os.close(descriptor)
             os.close(self._end)
 
+    def _keep_told(self, news: News) -> None:
+        """Put what the process tells of itself where ``anabranch status`` looks, in times of this machine's clock."""
+        for ending, text in news.told.items():
+            if ending == ".status":
+                text = _in_time(text, time.monotonic() - news.now)
+            with suppress(OSError):  # a full disk, a folder that was removed
+                replace_bytes(self.log.with_suffix(ending), text)
+
     def _news(self) -> News:
         found: News = self._fetch(self._seat.follow.remote(), LEASE_SECONDS)
         return found
+
+
+def _in_time(status: bytes, ahead: float) -> bytes:
+    facts = json.loads(status)
+    for wait in facts.get("waits", ()):
+        if "since" in wait:
+            wait["since"] += ahead
+    return json.dumps(facts).encode() + b"\n"
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

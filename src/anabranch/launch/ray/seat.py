@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from anabranch.launch.meeting.addresses import held_port
@@ -23,6 +24,8 @@ from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import leash
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
+from anabranch.spans import FOLDER_VARIABLE
+from anabranch.status_file import STATUS_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -34,14 +37,30 @@ LEASE_SECONDS = 20.0
 _MOST_BYTES = 1 << 20
 _CHUNK = 1 << 16
 _ANSWER_SECONDS = 1.0
+_TOLD = (".status", ".steps")
 # What describes the machine that a process runs on, and not the job.
 _OF_THE_NODE = (
     *("PATH", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "HOSTNAME"),
     *("PWD", "SHELL", "USER", "OMP_NUM_THREADS"),
 )
 
-News = tuple[list[tuple[int, bytes]], int | None]
-"""Pieces of output, each with its stream (1 or 2), and the exit code of a process that has ended."""
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has happened in a seat since it was last asked.
+
+    Attributes:
+        output: pieces of output, each with its stream (1 or 2).
+        code: the exit code of a process that has ended.
+        told: what the process tells of itself and has changed, by the ending of its file's name, see
+            ``status_file.py``.
+        now: the time of the node's monotonic clock, to which times that are told refer.
+    """
+
+    output: list[tuple[int, bytes]]
+    code: int | None
+    told: dict[str, bytes] = field(default_factory=dict)
+    now: float = 0.0
 
 
 class Seat:
@@ -68,6 +87,8 @@ class Seat:
         self._output: list[tuple[int, bytes]] = []
         self._bytes = 0
         self._code: int | None = None
+        self._told: dict[str, bytes] = {}
+        self._stem = self._folder / "role"
         self._running: subprocess.Popen[bytes] | None = None
         self._living: threading.Thread | None = None
         self._mark = ""
@@ -87,13 +108,17 @@ class Seat:
         return Path(probe).exists()
 
     def start_rendezvous(self, directory: str | None, environment: Mapping[str, str]) -> tuple[int, str, int]:
-        """Start the store and the directory; return the process id, and the store's host and port."""
+        """Start the store and the directory; return the process id, and where the store will listen."""
         keys = self._folder if directory else None
         self._rendezvous = self._stack.enter_context(Rendezvous(directory, keys, self._host))
         pid = self._begin(PROGRAM, environment, None, self._rendezvous.descriptor, False)
         self._rendezvous.started()
-        self._rendezvous.wait_until_ready()
         return pid, self._host, self._rendezvous.port
+
+    def wait_until_ready(self) -> None:
+        """Return when the directory of this seat answers, or will not; follow the seat meanwhile."""
+        assert self._rendezvous is not None, "started"
+        self._rendezvous.wait_until_ready()
 
     def is_announced(self, uid: str) -> bool:
         """Tell whether somebody serves ``uid``, by the directory of this seat."""
@@ -125,7 +150,20 @@ class Seat:
             self._changed.wait_for(lambda: self._output or self._code is not None, _ANSWER_SECONDS)
             output, self._output, self._bytes = self._output, [], 0
             self._changed.notify_all()
-            return output, self._code
+            return News(output, self._code, self._newly_told(), time.monotonic())
+
+    def recorded(self) -> dict[str, bytes]:
+        """Return the files that the processes of this seat have recorded for a trace, by name."""
+        return {path.name: path.read_bytes() for path in self._folder.glob("*.spans")}
+
+    def _newly_told(self) -> dict[str, bytes]:
+        found = {}
+        for ending in _TOLD:
+            with suppress(OSError):  # it has told nothing yet
+                text = Path(f"{self._stem}{ending}").read_bytes()
+                if text != self._told.get(ending):
+                    found[ending] = self._told[ending] = text
+        return found
 
     def signal(self, number: int) -> None:
         """Send ``number`` to the process; a frozen one is woken to see it."""
@@ -156,12 +194,16 @@ class Seat:
         own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
         job = {name: value for name, value in environment.items() if name not in _OF_THE_NODE}
         env = {**os.environ, **job, **own, KEYS_VARIABLE: str(self._folder)}
+        self._stem = self._folder / env.get(STATUS_VARIABLE, "role")
+        env[STATUS_VARIABLE] = str(self._stem)
+        if FOLDER_VARIABLE in env:
+            env[FOLDER_VARIABLE] = str(self._folder)
         if "GLOO_SOCKET_IFNAME" not in env and (interface := _interface_of(self._host)):
             env["GLOO_SOCKET_IFNAME"] = interface
         self._mark = f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']}"
         started = threading.Event()
         failed: list[OSError] = []
-        self._code, self._running = None, None
+        self._code, self._running, self._followed = None, None, time.monotonic()
         command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), "", *program.command]
 
         def live() -> None:

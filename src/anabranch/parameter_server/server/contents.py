@@ -1,4 +1,4 @@
-"""``ShardContents``: the tables and parameters of one shard by name. ``Shard`` adds the lock and the order of changes."""
+"""``ShardContents``: the tables and parameters of one shard by name; ``Shard`` adds the lock and the order."""
 
 from __future__ import annotations
 
