@@ -150,7 +150,7 @@ class _Attempt:
         services: list[RoleProcess] = []
         with ExitStack() as stack:
             signals = stack.enter_context(collect_signals())
-            signals.on_stop = self._stop
+            signals.call_on_stop(self._stop)
             stack.push(_leave_where_stopped)
             screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
 
