@@ -48,7 +48,7 @@ def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) 
     """
     closed: list[list[tuple[str, Tensor]]] = []
     still_open: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
-    for name, parameter in reversed(parameters.items()):
+    for name, parameter in reversed(list(parameters.items())):
         members = still_open.setdefault((parameter.dtype, parameter.device), [])
         members.append((name, parameter))
         if sum(member.nbytes for _, member in members) >= close_at:
