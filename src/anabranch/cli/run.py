@@ -11,11 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from anabranch.cli.standard_streams import say
+from anabranch.cli.job_end import show_end, tell
 from anabranch.launch import Durability, Outcome, RestartBudget, launch
 from anabranch.launch.program import Program
-from anabranch.launch.status import status_of
-from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.trace_file import check_trace_path
@@ -169,15 +167,15 @@ def run(
                         durability=durability,
                         log_dir=directory,
                         live=True,
-                        tell=_tell,
+                        tell=tell,
                         max_restarts=max_restarts,
                         service_restarts=budget,
                         checkpoint_seconds=checkpoint_seconds,
                     )
                 except (RayError, ModuleNotFoundError) as error:
-                    _tell(str(error))
+                    tell(str(error))
                     raise typer.Exit(1) from error
-                _show_end(outcome, directory, verbose=verbose)
+                show_end(outcome, directory, verbose=verbose)
                 raise typer.Exit(outcome.exit_code)
             outcome = launch(
                 script,
@@ -198,9 +196,9 @@ def run(
                 service_restarts=budget,
                 checkpoint_seconds=checkpoint_seconds,
                 trace=trace,
-                tell=_tell,
+                tell=tell,
             )
-            _show_end(outcome, directory, verbose=verbose)
+            show_end(outcome, directory, verbose=verbose)
         except ValueError as error:
             if host is None:
                 raise
@@ -238,53 +236,3 @@ def _can_draw() -> bool:
     """Tell whether the terminal, if there is one, understands more than text."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"
-
-
-def _show_end(outcome: Outcome, folder: Path, *, verbose: bool) -> None:
-    """Say what failed first, who only followed, and where the newest checkpoint lies."""
-    first = outcome.first_failure
-    if first is not None:
-        _show_failure(first)
-        others = [exit_ for exit_ in outcome.exits if exit_ is not first and not exit_.well and not exit_.stopped]
-        lost = [] if verbose else [exit_ for exit_ in others if exit_.blames_another()]
-        alike = [exit_ for exit_ in others if exit_ not in lost and _words(exit_) == _words(first)]
-        for folded, how in ((lost, f"lost {first.who}"), (alike, "failed alike")):
-            if folded:
-                ranks = ", ".join(str(exit_.rank) for exit_ in folded)
-                _tell(f"{'rank' if len(folded) == 1 else 'ranks'} {ranks} {how}; the logs are in {folder}")
-        for exit_ in others:
-            if exit_ not in lost and exit_ not in alike:
-                _show_failure(exit_)
-    if first is not None or outcome.interrupted is not None:
-        _show_checkpoint(folder)
-
-
-def _words(failure: Exit) -> str:
-    """Return its last words without its rank."""
-    return failure.last_words().replace(f"[rank{failure.rank}]: ", "")
-
-
-def _show_failure(failure: Exit) -> None:
-    words = failure.last_words()
-    # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
-    if words and failure.who == "rank 0" and not failure.blames_another():
-        _tell(f"{failure.describe()}. What it wrote is above")
-    else:
-        _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
-        if words:
-            say(f"\n{words}\n")
-    _tell(f"the log of {failure.who}: {failure.log}")
-
-
-def _show_checkpoint(folder: Path) -> None:
-    try:
-        found = status_of(folder)
-    except ValueError:  # the folder was removed meanwhile, or the disk is full
-        return
-    steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
-    if found.saved is not None:
-        _tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))
-
-
-def _tell(line: str) -> None:
-    say(f"anabranch: {line}")

@@ -352,17 +352,17 @@ class Executor:
             self._undecided = undecided
 
     def _before_first(self, name: str, batch: Structure | None, *, cache: Cache | None, file: str | None) -> None:
-        if self._undecided:
-            self._choose_mode(name, batch, cache)
+        plan = self._choose_mode(name, batch, cache) if self._undecided else None
         if file is not None:
-            plan = self.plan(name, batch)
+            plan = plan or self.plan(name, batch)
             if self._rank == 0:
                 Path(file).write_text(f"{plan}\n")
             raise SystemExit(0)
 
-    def _choose_mode(self, name: str, batch: Structure | None, cache: Cache | None) -> None:
-        """Take the mode whose step should be quickest, the same on all workers."""
+    def _choose_mode(self, name: str, batch: Structure | None, cache: Cache | None) -> Plan | None:
+        """Take the mode whose step should be quickest, the same on all workers; return its plan."""
         assert self._workers is not None
+        plans: dict[CommMode, Plan] = {}
         choice = Choice("AllReduce", "the window that a checkpoint left open goes on as it was")
         if not any(runner.window()[0] for runner in self._runners.values()):
             possible = modes_possible(self._routes_in, self._steps, cache)
@@ -374,6 +374,7 @@ class Executor:
             self._remote = self._running.remote = self._saver.remote = self._take_to_servers()
             self._ask_ahead(self._remote)
             self._evaluators |= self._new_evaluators()  # a graph may hold what has moved
+        return plans.get(choice.mode)
 
     # Running.
 

@@ -264,13 +264,12 @@ def _servers_rows(
 
 def _latency(served: Sequence[Holding], facts: StepFacts, profile: Profile) -> float:
     """Return the seconds of the messages: tables and whole parameters are read in one each, and pushed in one."""
-    tables = [link for link in (profile.pull, profile.push) if link is not None]
-    whole = [link for link in (profile.pull_whole, profile.push_whole) if link is not None]
-    reads = _latency_of(profile.pull) if any(held.place is Place.ROWS for held in served) else 0.0
-    reads = reads * facts.accumulate
-    reads += _latency_of(profile.pull_whole or profile.pull) if any(h.place is not Place.ROWS for h in served) else 0.0
-    push = max((link.latency for link in (*tables[1:], *whole[1:])), default=0.0)
-    return reads + push + (2 * _latency_of(profile.pull or profile.pull_whole) if facts.clips else 0.0)
+    by_row = any(held.place is Place.ROWS for held in served)
+    whole = any(held.place is not Place.ROWS for held in served)
+    pull, push = [_latency_of(link) if by_row else 0.0 for link in (profile.pull, profile.push)]
+    pull_whole, push_whole = [_latency_of(link) if whole else 0.0 for link in (profile.pull_whole, profile.push_whole)]
+    norm = 2 * max(pull, pull_whole) if facts.clips else 0.0  # asked for, and then released
+    return facts.accumulate * pull + pull_whole + max(push, push_whole) + norm
 
 
 def _latency_of(link: Link | None) -> float:
@@ -317,8 +316,7 @@ def _row_of_whole(
         slowest = _most(looks, held).moved * row
         known = mine is not None
         pushed = mine.tables.get(held.name, LookedUp(0, 0, 0)).moved * row if mine is not None else 0
-    pull, push = profile.pull_whole or profile.pull, profile.push_whole or profile.push
-    seconds = _cost(pull, pulled) + pulled * profile.copy + _cost(push, slowest)
+    seconds = _cost(profile.pull_whole, pulled) + pulled * profile.copy + _cost(profile.push_whole, slowest)
     total.add("servers", seconds, pulled + pushed)
     return PlanRow(held.name, held.shape, held.place.value, "servers", pulled + pushed if known else None, seconds)
 

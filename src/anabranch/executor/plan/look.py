@@ -119,7 +119,7 @@ def _looked_up(parts: Sequence[tuple[Tensor, int | None]]) -> LookedUp:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Put random generators, buffers and modes back after the block, in which experts evaluate: a call moves nothing."""
+    """Put random generators, buffers and modes back after the block, in which experts evaluate: no call moves them."""
     random, buffers = random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     try:

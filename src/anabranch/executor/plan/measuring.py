@@ -76,7 +76,7 @@ def measure(
             links |= _measure_servers(client, f"anabranch.plan.{rank}", rows, whole, workers)
     return Profile(
         copy=_measure_copy(device, wait),
-        distinct=_seconds(lambda: unique_of(torch.randint(0, 1 << 20, (_IDS,)))) / _IDS,
+        distinct=_measure_distinct(),
         updates={type(one).__name__: _measure_update(one, device, wait) for one in optimizers},
         workers=None if workers is None else _measure_workers(workers),
         **links,
@@ -102,6 +102,11 @@ def _measure_copy(device: torch.device, wait: Callable[[], None]) -> float:
     source = torch.ones(_COPIED, device=device)
     target = torch.empty_like(source)
     return _seconds(lambda: target.copy_(source), wait) / source.nbytes
+
+
+def _measure_distinct() -> float:
+    ids = torch.arange(_IDS) * 7919 % _IDS  # in no order; the generators are the user's
+    return _seconds(lambda: unique_of(ids)) / _IDS
 
 
 def _measure_update(optimizer: Optimizer, device: torch.device, wait: Callable[[], None]) -> Update:

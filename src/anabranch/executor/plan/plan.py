@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 __all__ = ["Plan", "PlanRow"]
 
-_NAME = 30  # columns; with the others a line has 80
-_PLACE = 24
-_SIZE = 13
-_TIME = 9
+_NAME = 27  # columns; with the others a line has 80
+_PLACE = 25
+_SIZE = 14
+_TIME = 11
+_MANY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class PlanRow:
 
     def __str__(self) -> str:
         crosses = "?" if self.bytes is None else f"{self.bytes:,}" if self.boundary else "-"
-        seconds = _milliseconds(self.seconds) if self.boundary else "-"
+        seconds = _told(self.seconds) if self.boundary else "-"
         return _line(self.name, self.place, crosses, seconds)
 
 
@@ -72,10 +73,10 @@ class Plan:
         if self.servers:
             title += f", {_count(self.servers, 'server')}"
         lines = [title, _line("parameter or layer", "where it lives", "bytes a step", "time"), *map(str, self.rows)]
-        lines += ["", _line("a step should take", "", "", _milliseconds(self.step_seconds))]
+        lines += ["", _line("a step should take", "", "", _told(self.step_seconds))]
         for part, seconds in self.parts.items():
             size = f"{self.bytes[part]:,}" if part in self.bytes else ""
-            lines.append(_line(f"  {part}", "", size, _milliseconds(seconds)))
+            lines.append(_line(f"  {part}", "", size, _told(seconds)))
         return "\n".join([*lines, *self.notes])
 
 
@@ -91,8 +92,8 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.2f} ms"
+def _told(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms" if seconds < _MANY_SECONDS else f"{seconds:,.1f} s"
 
 
 def _count(number: int, noun: str) -> str:
