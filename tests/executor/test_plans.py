@@ -94,8 +94,19 @@ def test_parameters_held_whole_are_read_and_pushed_once_a_step() -> None:
     plan = planned(head(Place.WHOLE), accumulate=2)
     assert plan.bytes["servers"] == 24
     assert plan.parts["servers"] == 64.0 + 128.0 + 12.0 + 48.0
+
+
+def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved() -> None:
     plan = planned(table(Place.WHOLE_TABLE))
     assert plan.bytes["servers"] == 100 * 20 + 9 * 20
+    assert plan.parts["servers"] == 16.0 + 32.0 + (100 * 20 + 4 * 100) + (2 * 9 * 20 + 8 * 9)
+
+
+def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with() -> None:
+    dynamic = Holding("users", (-1, 4), torch.float32, Place.ROWS, looked_up=True)
+    looks: list[Look | None] = [Look(1.0, {"table": LookedUp(20, 10, 9), "users": LookedUp(5, 5, 5)})]
+    plan = planned(table(Place.ROWS), dynamic, looks=looks)
+    assert [row.bytes for row in plan.rows] == [10 * 20 + 9 * 24, (5 + 5) * 24]
 
 
 def test_sparse_gradients_travel_as_long_as_the_longest_workers() -> None:

@@ -33,6 +33,7 @@ from anabranch.tensors.packing import Share
 __all__ = ["Holding", "StepFacts", "plan_of"]
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
+_SHORT_ID, _LONG_ID = 4, 8
 _ALONE_BYTES = 8 * HEADER_SIZE  # a header in a message of its own
 # In copies of the same bytes: a gradient filled with zeros, put into a bucket, weighed and divided; a look for NaN.
 _FILL, _COPY, _SCALE, _LOOK = 0.5, 1.0, 1.0, 0.5
@@ -251,25 +252,32 @@ def _servers_rows(
     served = [held for held in holdings if held.place.served]
     if not served:
         return []
-    short = all(held.shape[0] >= 0 and held.shape[0] <= _SHORT for held in served if held.place is Place.ROWS)
+    short = all(_has_short_ids(held) for held in served if held.place is Place.ROWS)
     rows = []
     for held in served:
         if held.place is Place.ROWS:
-            rows.append(_row_of_table(held, facts, profile, looks, mine, total, id_bytes=4 if short else 8))
+            rows.append(_row_of_table(held, facts, profile, looks, mine, total, pushes_short=short))
+        elif held.place is Place.WHOLE_TABLE:
+            rows.append(_row_of_whole_table(held, profile, looks, mine, total))
         else:
-            rows.append(_row_of_whole(held, facts, profile, looks, mine, total))
+            rows.append(_row_of_whole(held, profile, total))
     total.add("servers", _latency(served, facts, profile))
     return rows
 
 
+def _has_short_ids(held: Holding) -> bool:
+    return 0 <= held.shape[0] <= _SHORT
+
+
 def _latency(served: Sequence[Holding], facts: StepFacts, profile: Profile) -> float:
-    """Return the seconds of the messages: tables and whole parameters are read in one each, and pushed in one."""
-    by_row = any(held.place is Place.ROWS for held in served)
-    whole = any(held.place is not Place.ROWS for held in served)
-    pull, push = [_latency_of(link) if by_row else 0.0 for link in (profile.pull, profile.push)]
-    pull_whole, push_whole = [_latency_of(link) if whole else 0.0 for link in (profile.pull_whole, profile.push_whole)]
-    norm = 2 * max(pull, pull_whole) if facts.clips else 0.0  # asked for, and then released
-    return facts.accumulate * pull + pull_whole + max(push, push_whole) + norm
+    """Return the seconds of the messages: rows and whole parameters are read in one each, and pushed in one."""
+    rows = any(held.place is Place.ROWS for held in served)
+    copies = [held.place is Place.WHOLE for held in served if held.place is not Place.ROWS]
+    pull = _latency_of(profile.pull) if rows else 0.0
+    refresh = _latency_of(profile.pull_whole if all(copies) else profile.pull) if copies else 0.0
+    push = max(_latency_of(profile.push_whole if held.place is Place.WHOLE else profile.push) for held in served)
+    norm = 2 * max(pull, refresh) if facts.clips else 0.0  # asked for, and then released
+    return facts.accumulate * pull + refresh + push + norm
 
 
 def _latency_of(link: Link | None) -> float:
@@ -284,41 +292,52 @@ def _row_of_table(
     mine: Look | None,
     total: _Sum,
     *,
-    id_bytes: int,
+    pushes_short: bool,
 ) -> PlanRow:
-    def size(count: int) -> int:
-        return count * id_bytes + Share(held.dtype, (count, held.width), "rows").bytes(facts.compression)
+    def size(count: int, *, short: bool) -> int:
+        ids = count * (_SHORT_ID if short else _LONG_ID)
+        return ids + Share(held.dtype, (count, held.width), "rows").bytes(facts.compression)
+
+    def read(count: int) -> int:
+        return size(count, short=_has_short_ids(held))
+
+    def push(count: int) -> int:
+        return size(count, short=pushes_short)
 
     most = _most(looks, held)
     moved = most.moved if held.trained else 0
     row = held.width * held.dtype.itemsize
-    seconds = facts.accumulate * (_cost(profile.pull, size(most.read), most.read) + profile.distinct * most.ids)
-    seconds += _cost(profile.push, size(moved), moved)
+    seconds = facts.accumulate * (_cost(profile.pull, read(most.read), most.read) + profile.distinct * most.ids)
+    seconds += _cost(profile.push, push(moved), moved)
     total.add("tables", facts.accumulate * _SCATTER * most.ids * row * profile.copy)
     here = None if mine is None else mine.tables.get(held.name, LookedUp(0, 0, 0))
     nbytes = None
     if here is not None:
-        nbytes = facts.accumulate * size(here.read) + (size(here.moved) if held.trained else 0)
+        nbytes = facts.accumulate * read(here.read) + (push(here.moved) if held.trained else 0)
     total.add("servers", seconds, nbytes or 0)
     return PlanRow(held.name, held.shape, held.place.value, "servers", nbytes, seconds)
 
 
-def _row_of_whole(
-    held: Holding, facts: StepFacts, profile: Profile, looks: Sequence[Look], mine: Look | None, total: _Sum
+def _row_of_whole(held: Holding, profile: Profile, total: _Sum) -> PlanRow:
+    """Return the row of a dense parameter of which every worker has a copy, read before each step."""
+    pushed = held.nbytes if held.trained else 0
+    seconds = _cost(profile.pull_whole, held.nbytes) + held.nbytes * profile.copy + _cost(profile.push_whole, pushed)
+    total.add("servers", seconds, held.nbytes + pushed)
+    return PlanRow(held.name, held.shape, held.place.value, "servers", held.nbytes + pushed, seconds)
+
+
+def _row_of_whole_table(
+    held: Holding, profile: Profile, looks: Sequence[Look], mine: Look | None, total: _Sum
 ) -> PlanRow:
-    """Return the row of a parameter of which every worker has a copy, read whole before each step."""
-    table = held.place is Place.WHOLE_TABLE
-    ids = 4 * held.shape[0] if table else 0
-    pulled, pushed, known = ids + held.nbytes, held.nbytes if held.trained else 0, True
-    slowest = pushed
-    if table:
-        row = 4 + held.width * held.dtype.itemsize
-        slowest = _most(looks, held).moved * row
-        known = mine is not None
-        pushed = mine.tables.get(held.name, LookedUp(0, 0, 0)).moved * row if mine is not None else 0
-    seconds = _cost(profile.pull_whole, pulled) + pulled * profile.copy + _cost(profile.push_whole, slowest)
-    total.add("servers", seconds, pulled + pushed)
-    return PlanRow(held.name, held.shape, held.place.value, "servers", pulled + pushed if known else None, seconds)
+    """Return the row of a table that is read whole before each step; only rows with a gradient are pushed."""
+    row = _SHORT_ID + held.width * held.dtype.itemsize
+    pulled, moved = held.shape[0] * row, _most(looks, held).moved if held.trained else 0
+    seconds = _cost(profile.pull, pulled, held.shape[0]) + held.nbytes * profile.copy
+    seconds += _cost(profile.push, moved * row, moved) + _LOOK * held.nbytes * profile.copy
+    own = 0 if mine is None or not held.trained else mine.tables.get(held.name, LookedUp(0, 0, 0)).moved
+    total.add("servers", seconds, pulled + own * row)
+    known = None if mine is None else pulled + own * row
+    return PlanRow(held.name, held.shape, held.place.value, "servers", known, seconds)
 
 
 def _cost(link: Link | None, nbytes: int, rows: int = 0) -> float:

@@ -21,7 +21,7 @@ from anabranch.executor.routes import CommMode, Place, Route, Routes
 from anabranch.executor.step_runs import rows_of
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding, users_of
-from anabranch.tables import RowOptimizer
+from anabranch.tables import Family, RowOptimizer
 from anabranch.tensors import Compression, Structure
 
 if TYPE_CHECKING:
@@ -113,14 +113,14 @@ class Planner:
             rule = self._rule(step, route)
             if not route.place.served or rule is None:
                 continue
-            if route.place is not Place.ROWS:
+            if route.place is Place.WHOLE:
                 whole = whole or rule
                 continue
             spec = None if route.tensor is not None else self._embedding(route).spec
             dtype = route.tensor.dtype if route.tensor is not None else spec.dtype  # type: ignore[union-attr]
             read = look.tables[route.parameter].read if look is not None and route.parameter in look.tables else 0
-            kind = RowKind(route.shape[1], dtype, rule, not self._sparse(route))
-            tables.append((read * route.shape[1], kind))
+            quiet = rule.moves_quiet_rows and not self._sparse(route) and rule.family is not Family.SPARSE_ADAM
+            tables.append((read * route.shape[1], RowKind(route.shape[1], dtype, rule, every_row_moves=quiet)))
         return max(tables, key=lambda found: found[0])[1] if tables else None, whole
 
     def _rule(self, step: TrainStep, route: Route) -> RowOptimizer | None:
