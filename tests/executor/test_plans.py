@@ -126,6 +126,11 @@ def test_without_a_batch_a_plan_says_what_it_leaves_out() -> None:
     assert "no batch was seen" in str(plan)
 
 
+def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
+    assert "upper bounds" in str(planned(table(Place.ROWS), caches=True))
+    assert "upper bounds" not in str(planned(head(Place.WORKERS), caches=True))
+
+
 @pytest.mark.parametrize("quick", ["AllReduce", "Hybrid"])
 def test_the_cheapest_plan_is_taken_and_the_reason_names_the_others(quick: str) -> None:
     rows = 1 if quick == "Hybrid" else 90

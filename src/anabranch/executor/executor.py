@@ -255,7 +255,9 @@ class Executor:
         self._saver.loaders = self._batches.loaders
         self._saver.remote = self._remote
         servers = len(job().servers) or int(self._remote is not None)
-        self._planner = Planner(self._models, self._workers, servers, row_compression, timeout)
+        self._planner = Planner(
+            self._models, self._workers, servers, row_compression, timeout, caches=cache is not None
+        )
         self._look_first(auto=asked == "auto", cache=cache)
 
     # Construction.

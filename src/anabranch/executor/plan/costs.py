@@ -94,6 +94,7 @@ class StepFacts:
         skips_together: the workers agree on passing over a step.
         clips: by the norm of all gradients.
         compression: of rows on their way to servers.
+        caches: rows are cached here.
     """
 
     name: str
@@ -103,6 +104,7 @@ class StepFacts:
     skips_together: bool = False
     clips: bool = False
     compression: Compression | None = None
+    caches: bool = False
 
 
 @dataclass(slots=True)
@@ -150,10 +152,12 @@ def plan_of(
     order = {held.name: number for number, held in enumerate(holdings)}
     rows.sort(key=lambda row: order[row.name])
     rows += _expert_rows(facts, mine, seen, total)
-    notes = () if mine is not None else (
-        "no batch was seen: compute, and what is looked up in tables, is not in these figures",
-    )  # fmt: skip
-    return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, notes)
+    notes = []
+    if mine is None:
+        notes.append("no batch was seen: the time to compute, and lookups in tables, are left out")
+    if facts.caches and any(held.place is Place.ROWS for held in holdings):
+        notes.append("rows that the cache holds do not cross again: the servers' figures are upper bounds")
+    return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
 
 
 def _stays(held: Holding) -> PlanRow:
@@ -184,7 +188,7 @@ def _workers_rows(
     for held in here:
         _add_gradient(held, facts, profile, _most(seen, held), total)
     link = profile.workers
-    if len(looks) == 1 or link is None:
+    if len(looks) == 1 or link is None or all(held.place is Place.HERE for held in holdings):
         return []
     rows, summed = [], [held for held in here if held.place is Place.WORKERS]
     dense = {held.name: held.tensor for held in summed if not held.sparse and held.tensor is not None}

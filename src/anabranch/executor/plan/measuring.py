@@ -24,7 +24,7 @@ from anabranch.tables.table_spec import TableSpec
 
 __all__ = ["RowKind", "measure"]
 
-_TIMES = 9
+_TIMES = 15
 _COPIED = 4 << 20  # numbers: more than a processor's cache holds
 _IDS = 8192
 _SMALL, _LARGE = 64, 4096  # rows
@@ -156,18 +156,21 @@ def _measure_servers(
 ) -> dict[str, Link | None]:
     names = [f"{name}.{kind}" for kind in ("rows", "wide", "small", "large")]
     client.drop(names)
+    together = _nothing if workers is None else partial(workers.barrier, operation="measure the servers together")
     found: dict[str, Link | None] = {}
     try:
         if rows is not None:
-            found |= _measure_rows(client, names[0], names[1], rows)
+            found |= _measure_rows(client, names[0], names[1], rows, together)
         if whole is not None:
-            found |= _measure_whole(client, names[2], names[3], whole)
+            found |= _measure_whole(client, names[2], names[3], whole, together)
     finally:
         client.drop(names)
     return found
 
 
-def _measure_rows(client: ParameterClient, plain: str, wide: str, kind: RowKind) -> dict[str, Link | None]:
+def _measure_rows(
+    client: ParameterClient, plain: str, wide: str, kind: RowKind, together: Callable[[], None]
+) -> dict[str, Link | None]:
     for name, width in ((plain, kind.width), (wide, _WIDE * kind.width)):
         spec = TableSpec(name, 4 * _LARGE, width, kind.dtype, every_row_moves=kind.every_row_moves)
         client.init_table(spec, kind.rule)
@@ -178,7 +181,7 @@ def _measure_rows(client: ParameterClient, plain: str, wide: str, kind: RowKind)
 
     def push(name: str, count: int) -> float:
         ids, grads = gradients(name, count)
-        return _seconds(lambda: client.push_many({name: (ids, grads)}))
+        return _seconds(lambda: client.push_many({name: (ids, grads)}), before=together)
 
     def pull(name: str, count: int) -> float:
         ids, _ = gradients(name, count)
@@ -188,6 +191,7 @@ def _measure_rows(client: ParameterClient, plain: str, wide: str, kind: RowKind)
         width = kind.width * (_WIDE if name == wide else 1)
         for _ in range(_MISSED if kind.every_row_moves else 0):
             client.push_many({name: (torch.tensor([1]), torch.zeros(1, width, dtype=kind.dtype))})
+        together()
 
     found: dict[str, Link | None] = {}
     for label, ask in (("push", push), ("pull", pull)):
@@ -196,17 +200,19 @@ def _measure_rows(client: ParameterClient, plain: str, wide: str, kind: RowKind)
     return found
 
 
-def _measure_whole(client: ParameterClient, small: str, large: str, rule: RowOptimizer) -> dict[str, Link | None]:
+def _measure_whole(
+    client: ParameterClient, small: str, large: str, rule: RowOptimizer, together: Callable[[], None]
+) -> dict[str, Link | None]:
     none = torch.empty(0, dtype=torch.int64)
     values = {small: torch.zeros(_FEW_BYTES // 4), large: torch.zeros(_MANY_BYTES // 4)}
     for name, value in values.items():
         client.init_dense(name, value, rule)
 
     def pull(name: str) -> float:
-        return _seconds(lambda: client.pull_many({name: none}))
+        return _seconds(lambda: client.pull_many({name: none}), before=together)
 
     def push(name: str) -> float:
-        return _seconds(lambda: client.push_many({name: (none, values[name])}))
+        return _seconds(lambda: client.push_many({name: (none, values[name])}), before=together)
 
     return {
         label: Link.through([(value.nbytes, ask(name)) for name, value in values.items()])

@@ -49,6 +49,7 @@ class Planner:
         servers: the number of them.
         compression: of rows on their way.
         timeout: seconds that a wait may last.
+        caches: rows are cached here, so fewer of them cross than are looked up.
     """
 
     models: Mapping[str, nn.Module]
@@ -56,6 +57,7 @@ class Planner:
     servers: int
     compression: Compression | None
     timeout: float
+    caches: bool = False
 
     def plans(
         self,
@@ -191,6 +193,7 @@ class Planner:
             skips_together=bool(step.skip_nonfinite) and not alone,
             clips=step.clip_grad_norm is not None,
             compression=self.compression,
+            caches=self.caches,
         )
 
 
