@@ -4,7 +4,7 @@
 
     anabranch run --workers 2 --servers 1 benchmarks/plans.py [--rounds N] [--steps N] [--out DIR]
 
-A table of 100,000 rows under a network of 1.2 million parameters, fused Adam, one thread a worker. In each round all
+A table of 450,000 rows under a network of 1.2 million parameters, fused Adam, one thread a worker. In each round all
 six are predicted from one short look at the machine, then every plan has its turn. Of the rounds the medians are
 compared. What counts is the order.
 """
@@ -26,7 +26,7 @@ from anabranch.executor.routes import plan_routes
 from anabranch.executor.steps import distinct_models
 
 WARM_UP = 3
-ROWS, WIDTH, FIELDS, BATCH, HIDDEN = 100_000, 16, 8, 32, 1024
+ROWS, WIDTH, FIELDS, BATCH, HIDDEN = 450_000, 16, 8, 32, 1024
 TABLE = "table.weight"
 PLANS: dict[str, dict[str, object]] = {
     "None": {"comm_mode": None},

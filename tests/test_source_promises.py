@@ -98,6 +98,7 @@ def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
 # What prints: a command's own words, and the line of `record_loads`, which promises it.
 PRINTS = {
     "executor/executor.py",
+    "executor/plan/auto.py",
     "experts/server/services.py",
     "launch/forks/main_script.py",
     "parameter_server/server/shard_service.py",

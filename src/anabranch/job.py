@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PLAN_VARIABLE", "DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
-
-PLAN_VARIABLE = "ANABRANCH_PLAN"
-"""Set by ``anabranch plan``: the file for the plan of the first training step, before which the script ends."""
+__all__ = ["DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
 
 Role = Literal["worker", "expert"]
 

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.job_end import show_end, tell
-from anabranch.job import PLAN_VARIABLE
 from anabranch.launch import launch
 from anabranch.launch.program import Program
 from anabranch.launch.supervision.signals import hold_signals
+from anabranch.status_file import PLAN_VARIABLE
 
 __all__ = ["plan"]
 

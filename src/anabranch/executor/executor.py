@@ -48,10 +48,10 @@ from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep,
 from anabranch.executor.tracking import Progress
 from anabranch.executor.watching import Watching
 from anabranch.graph import Graph
-from anabranch.job import PLAN_VARIABLE, job
+from anabranch.job import job
 from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
-from anabranch.status_file import status_file
+from anabranch.status_file import PLAN_VARIABLE, status_file
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure, as_tensors, check_compression, map_structure
 

@@ -156,7 +156,7 @@ def plan_of(
     if mine is None:
         notes.append("no batch was seen: the time to compute, and lookups in tables, are left out")
     if facts.caches and any(held.place is Place.ROWS for held in holdings):
-        notes.append("rows that the cache holds do not cross again: the servers' figures are upper bounds")
+        notes.append("rows in the cache do not cross again: the servers' figures are upper bounds")
     return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
 
 

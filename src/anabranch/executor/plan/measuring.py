@@ -140,15 +140,12 @@ def _another(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
 def _measure_workers(workers: Workers) -> Link | None:
     if workers.size == 1:
         return None
-    sent, waited = workers.bytes_sent, workers.wait_seconds
 
     def reduce(count: int) -> float:
         tensor = torch.zeros(count, device=workers.device)
         return _seconds(lambda: workers.all_reduce(tensor, operation="measure the workers' link"))
 
-    points = [(count * 4, reduce(count)) for count in (_FEW_BYTES // 4, _MANY_BYTES // 4)]
-    workers.bytes_sent, workers.wait_seconds = sent, waited  # they were no step's
-    return Link.through(points)
+    return Link.through([(count * 4, reduce(count)) for count in (_FEW_BYTES // 4, _MANY_BYTES // 4)])
 
 
 def _measure_servers(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -197,14 +197,11 @@ class Planner:
         )
 
 
-class _uncounted:  # noqa: N801 - a context manager
-    """What planning exchanges is no step's: the workers' counts stay as they are."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    def __enter__(self) -> None:
-        self._counts = self._workers.bytes_sent, self._workers.wait_seconds
-
-    def __exit__(self, *_: object) -> None:
-        self._workers.bytes_sent, self._workers.wait_seconds = self._counts
+@contextmanager
+def _uncounted(workers: Workers) -> Iterator[None]:
+    """Leave the workers' counts as they are: planning is no step's."""
+    counts = workers.bytes_sent, workers.wait_seconds
+    try:
+        yield
+    finally:
+        workers.bytes_sent, workers.wait_seconds = counts
