@@ -96,7 +96,7 @@ def cheap_where(mode: str) -> Profile:
     servers = slow if mode == "AllReduce" else quick
     dear = Update(0.0, 0.0 if mode == "AllReduce" else 1.0)
     whole = quick if mode == "PS" else slow
-    return Profile(1e-9, 1e-9, {"SGD": dear, "Adam": Update(0.0, 0.0)}, workers, servers, servers, whole, whole)
+    return Profile(1e-9, 1e-9, 1e-9, {"SGD": dear, "Adam": Update(0.0, 0.0)}, workers, servers, servers, whole, whole)
 
 
 def trained(comm_mode: str, rank: int) -> tuple[ab.Executor, list[float]]:

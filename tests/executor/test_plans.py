@@ -22,6 +22,7 @@ from anabranch.executor.routes import Place
 # Powers of two, so that sums are exact.
 MACHINE = Profile(
     copy=0.0,
+    fresh=0.25,
     distinct=0.0,
     updates={"SGD": Update(0.0, 2.0)},
     workers=Link(1024.0, 1.0),
@@ -58,6 +59,12 @@ def test_what_is_summed_costs_its_bytes_and_a_latency_a_bucket() -> None:
     assert plan.parts == {"compute": 8.0, "optimizers": 6.0, "workers": 1024.0 + 52.0}
     assert plan.step_seconds == 8.0 + 6.0 + 1076.0
     assert [(row.name, row.boundary, row.bytes) for row in plan.rows] == [("head", "workers", 20)]
+
+
+def test_a_large_tables_dense_gradient_takes_new_memory_in_each_run() -> None:
+    held = Holding("table", (1 << 20, 8), torch.float32, Place.HERE, looked_up=True)
+    assert planned(held, accumulate=2).parts["tables"] == 2 * 0.25 * (32 << 20)
+    assert planned(table(Place.HERE)).parts["tables"] == 0.0
 
 
 def test_sums_of_other_dtypes_leave_the_header_a_message_of_its_own() -> None:

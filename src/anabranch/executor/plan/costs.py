@@ -37,6 +37,7 @@ _SHORT_ID, _LONG_ID = 4, 8
 _ALONE_BYTES = 8 * HEADER_SIZE  # a header in a message of its own
 # In copies of the same bytes: a gradient filled with zeros, put into a bucket, weighed and divided; a look for NaN.
 _FILL, _COPY, _SCALE, _LOOK = 0.5, 1.0, 1.0, 0.5
+_MAPPED = 32 << 20  # bytes above which C's allocator gives memory back at once, and takes new pages the next time
 _SCATTER = 4.0  # rows added to others, in any order
 _SPARSE = 12.0  # rows sorted and merged
 _EXPERT_STEPS = 3  # an expert's forward, and a backward that takes twice as long
@@ -223,7 +224,8 @@ def _add_gradient(held: Holding, facts: StepFacts, profile: Profile, most: Looke
     if held.looked_up and held.sparse:
         total.add("tables", facts.accumulate * _SPARSE * most.ids * row * profile.copy)
     elif held.looked_up:
-        total.add("tables", facts.accumulate * (_FILL * held.nbytes + _SCATTER * most.ids * row) * profile.copy)
+        fill = profile.fresh if held.nbytes >= _MAPPED else _FILL * profile.copy
+        total.add("tables", facts.accumulate * (fill * held.nbytes + _SCATTER * most.ids * row * profile.copy))
     if facts.looks_for_nan:
         size = most.moved * row if held.sparse else held.nbytes
         total.add("optimizers", _LOOK * size * profile.copy)

@@ -26,6 +26,7 @@ __all__ = ["RowKind", "measure"]
 
 _TIMES = 15
 _COPIED = 4 << 20  # numbers: more than a processor's cache holds
+_FRESH = 12 << 20  # numbers: more than an allocator keeps for the next time
 _IDS = 8192
 _SMALL, _LARGE = 64, 4096  # rows
 _WIDE = 4  # times as wide
@@ -77,6 +78,7 @@ def measure(
             links |= _measure_servers(client, f"anabranch.plan.{rank}", rows, whole, workers)
     return Profile(
         copy=_measure_copy(device, wait),
+        fresh=_seconds(lambda: torch.empty(_FRESH, device=device).zero_(), wait, times=5) / (4 * _FRESH),
         distinct=_measure_distinct(),
         updates={type(one).__name__: _measure_update(one, device, wait) for one in optimizers},
         workers=None if workers is None else _measure_workers(workers),
@@ -89,11 +91,14 @@ def _nothing() -> None:
 
 
 def _seconds(
-    call: Callable[[], object], wait: Callable[[], None] = _nothing, before: Callable[[], None] = _nothing
+    call: Callable[[], object],
+    wait: Callable[[], None] = _nothing,
+    before: Callable[[], None] = _nothing,
+    times: int = _TIMES,
 ) -> float:
     """Return the usual seconds of a call, after one that warms up."""
     found: list[float] = []
-    for _ in range(_TIMES + 1):
+    for _ in range(times + 1):
         before()
         began = time.perf_counter()
         call()

@@ -71,6 +71,7 @@ class Profile:
 
     Attributes:
         copy: seconds to copy a byte from memory to memory.
+        fresh: seconds to fill a byte of memory that was not in use before: pages come from the system.
         distinct: seconds to sort an id among others.
         updates: of each kind of optimizer, by its class's name.
         workers: an all-reduce; ``None`` with one worker.
@@ -79,6 +80,7 @@ class Profile:
     """
 
     copy: float
+    fresh: float
     distinct: float
     updates: Mapping[str, Update] = field(default_factory=dict)
     workers: Link | None = None
