@@ -18,7 +18,7 @@ from plan_job import KINDS  # noqa: E402
 
 
 def results(*what: str, servers: int = 1) -> list[dict[str, Any]]:
-    found = LocalJob(2, servers=servers).run(SCRIPT, *what).check().results
+    found = LocalJob(2, servers=servers, timeout=300.0).run(SCRIPT, *what).check().results
     assert all(result is not None for result in found)
     return [result for result in found if result is not None]
 

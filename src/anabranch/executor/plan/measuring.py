@@ -25,6 +25,7 @@ from anabranch.tables.table_spec import TableSpec
 __all__ = ["RowKind", "measure"]
 
 _TIMES = 15
+_FEW = 5  # of what takes milliseconds
 _COPIED = 4 << 20  # numbers: more than a processor's cache holds
 _FRESH = 12 << 20  # numbers: more than an allocator keeps for the next time
 _IDS = 8192
@@ -78,7 +79,7 @@ def measure(
             links |= _measure_servers(client, f"anabranch.plan.{rank}", rows, whole, workers)
     return Profile(
         copy=_measure_copy(device, wait),
-        fresh=_seconds(lambda: torch.empty(_FRESH, device=device).zero_(), wait, times=5) / (4 * _FRESH),
+        fresh=_seconds(lambda: torch.empty(_FRESH, device=device).zero_(), wait, times=_FEW) / (4 * _FRESH),
         distinct=_measure_distinct(),
         updates={type(one).__name__: _measure_update(one, device, wait) for one in optimizers},
         workers=None if workers is None else _measure_workers(workers),
@@ -110,7 +111,7 @@ def _seconds(
 def _measure_copy(device: torch.device, wait: Callable[[], None]) -> float:
     source = torch.ones(_COPIED, device=device)
     target = torch.empty_like(source)
-    return _seconds(lambda: target.copy_(source), wait) / source.nbytes
+    return _seconds(lambda: target.copy_(source), wait, times=_FEW) / source.nbytes
 
 
 def _measure_distinct() -> float:
@@ -123,7 +124,7 @@ def _measure_update(optimizer: Optimizer, device: torch.device, wait: Callable[[
     large = _another(optimizer, [_with_gradient(_COPIED, device)])
     small = _another(optimizer, [_with_gradient(1, device) for _ in range(32)])
     per_parameter = _seconds(lambda: small.step(), wait) / 32
-    return Update(per_parameter, max(0.0, _seconds(lambda: large.step(), wait) - per_parameter) / _COPIED)
+    return Update(per_parameter, max(0.0, _seconds(lambda: large.step(), wait, times=_FEW) - per_parameter) / _COPIED)
 
 
 def _with_gradient(count: int, device: torch.device) -> nn.Parameter:
