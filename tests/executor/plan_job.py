@@ -100,7 +100,7 @@ def cheap_where(mode: str) -> Profile:
 
 
 def trained(comm_mode: str, rank: int) -> tuple[ab.Executor, list[float]]:
-    """Numbers after an evaluation and four steps."""
+    """Numbers after four steps, and the next one that is drawn."""
     model, executor = executor_of(comm_mode)
     found: list[float] = []
     with executor:
