@@ -30,16 +30,18 @@ def start_launcher(script: Path, *arguments: object) -> Program:
     return start(Path(__file__), script, *arguments)
 
 
-def start_run(*arguments: object, stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE) -> Program:
-    """Starts ``anabranch run`` with these arguments."""
-    return start(Path(__file__), "run", *arguments, stdin=stdin, stdout=stdout, stderr=stderr)
+def start_run(
+    *arguments: object, command: str = "run", stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE
+) -> Program:
+    """Starts ``anabranch run``, or ``anabranch plan``, with these arguments."""
+    return start(Path(__file__), command, *arguments, stdin=stdin, stdout=stdout, stderr=stderr)
 
 
-def run(*arguments: object, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, command: str = "run", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Runs ``anabranch run`` to its end, as ``subprocess.run`` with its output captured."""
-    with start_run(*arguments) as process:
+    with start_run(*arguments, command=command) as process:
         out, err = process.communicate(timeout)
-        return subprocess.CompletedProcess(["anabranch", "run", *map(str, arguments)], process.wait(), out, err)
+        return subprocess.CompletedProcess(["anabranch", command, *map(str, arguments)], process.wait(), out, err)
 
 
 class _ForkedServer:
@@ -101,7 +103,7 @@ def _main() -> Callable[[], None]:
 
     theirs.close()
     launcher_side.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedServer(pid, ours)})  # type: ignore[assignment]
-    if sys.argv[1] != "run":
+    if sys.argv[1] not in ("run", "plan"):
         return partial(run_as_main, Runnable(sys.argv[1], tuple(sys.argv[2:])))
     sys.argv[0] = "anabranch"
     return cli.main

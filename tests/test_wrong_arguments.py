@@ -39,7 +39,11 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),
     (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
     (lambda: executor(engine="jit"), ValueError, "engine is 'auto', 'graph' or 'tape', got 'jit'"),
-    (lambda: executor(comm_mode="P2P"), ValueError, "comm_mode is None, 'AllReduce', 'PS' or 'Hybrid', got 'P2P'"),
+    (
+        lambda: executor(comm_mode="P2P"),
+        ValueError,
+        "'PS', 'Hybrid' or 'auto', got 'P2P'",
+    ),
     (lambda: executor(consistency="ssp"), ValueError, "such as 'ssp:4', got 'ssp'"),
     (lambda: executor().run(torch.ones(2, 4)), TypeError, "the name of a step, such as 'default', got a Tensor"),
     (lambda: executor(seed="a"), TypeError, "seed is a whole number, or None, got 'a'"),

@@ -17,11 +17,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["PROGRESS_VARIABLE", "STATUS_VARIABLE", "StatusFile", "replace_bytes", "replace_text", "status_file"]
+__all__ = [
+    "PLAN_VARIABLE",
+    "PROGRESS_VARIABLE",
+    "STATUS_VARIABLE",
+    "StatusFile",
+    "replace_bytes",
+    "replace_text",
+    "status_file",
+]
 
 STATUS_VARIABLE = "ANABRANCH_STATUS"
 """Names the file, without its suffix: ``.status`` holds the facts, ``.steps`` the number of a worker's optimizer steps
 in 8 bytes, little-endian."""
+
+PLAN_VARIABLE = "ANABRANCH_PLAN"
+"""Set by ``anabranch plan``: the file for the plan of the first training step, before which the script ends."""
 
 PROGRESS_VARIABLE = "ANABRANCH_PROGRESS"
 """Set by ``anabranch run``: ``"screen"`` if its screen shows how far loops are, ``"lines"`` if no line is to be drawn

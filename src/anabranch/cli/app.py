@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.keys import keys
+from anabranch.cli.plan import plan
 from anabranch.cli.run import run
 from anabranch.cli.serve import serve
 from anabranch.cli.standard_streams import open_standard_streams, say
@@ -28,6 +29,8 @@ _app = typer.Typer(
 
 `anabranch run --workers 2 --servers 1 --experts 2 train.py --lr 0.1`
 
+`anabranch plan --workers 2 --servers 1 train.py`
+
 `anabranch status --watch`
 
 `anabranch view out.json`
@@ -41,6 +44,7 @@ _app = typer.Typer(
 )
 # What follows SCRIPT belongs to the script, whatever it looks like.
 _app.command(context_settings={"allow_interspersed_args": False})(run)
+_app.command(context_settings={"allow_interspersed_args": False})(plan)
 _app.command()(keys)
 _app.command()(status)
 _app.command()(view)

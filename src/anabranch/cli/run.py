@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -13,14 +12,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.mistakes import told_plainly
-from anabranch.cli.standard_streams import say
 from anabranch.deadline import Deadline
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
-from anabranch.launch.job_status import status_of
 from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.signals import hold_signals
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.trace_file import check_trace_path
@@ -32,7 +29,6 @@ from anabranch.transport.network.certificates import KEYS_VARIABLE
 __all__ = ["run"]
 
 _ASK_SECONDS = 10.0
-_ITS_OWN = r"after [\d.]+ s|at attempt \d+"
 
 
 def run(
@@ -195,16 +191,16 @@ def run(
                         durability=durability,
                         log_dir=logs,
                         live=True,
-                        tell=_tell,
+                        tell=tell,
                         max_restarts=max_restarts,
                         service_restarts=budget,
                         checkpoint_seconds=checkpoint_seconds,
                         trace=trace,
                     )
                 except (RayError, ModuleNotFoundError) as error:
-                    _tell(str(error))
+                    tell(str(error))
                     raise typer.Exit(1) from error
-                _show_end(outcome, logs, verbose=verbose)
+                show_end(outcome, logs, verbose=verbose)
                 raise typer.Exit(outcome.exit_code)
             outcome = launch(
                 script,
@@ -225,17 +221,17 @@ def run(
                 service_restarts=budget,
                 checkpoint_seconds=checkpoint_seconds,
                 trace=trace,
-                tell=_tell,
+                tell=tell,
                 directory=directory,
             )
-            _show_end(outcome, logs, verbose=verbose)
+            show_end(outcome, logs, verbose=verbose)
         except ValueError as error:
             if host is None:
                 raise
             # The other options were checked as they were read.
             raise typer.BadParameter(str(error), param_hint="--host") from error
         except KeyboardInterrupt:  # before the launcher collects signals
-            _tell("SIGINT: stopped before anything had started")
+            tell("SIGINT: stopped before anything had started")
             raise typer.Exit(130) from None
         finally:
             failed = outcome is not None and outcome.first_failure is not None
@@ -265,7 +261,7 @@ def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str
     """Say that an option stands behind the script, if it was not given before it."""
     for name, absent in missing.items():
         if absent and any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
-            _tell(f"{name} stands behind {script}, so the script gets it; options of `anabranch run` stand before it")
+            tell(f"{name} stands behind {script}, so the script gets it; options of `anabranch run` stand before it")
 
 
 def _log_directory(wanted: Path | None) -> Path:
@@ -284,61 +280,3 @@ def _can_draw() -> bool:
     """Tell whether the terminal, if there is one, understands more than text."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"
-
-
-def _show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
-    """Say what failed first, who only followed, and where the newest checkpoint lies."""
-    first = outcome.first_failure
-    if first is not None:
-        failures = [exit_ for exit_ in outcome.exits if not exit_.well and not exit_.stopped]
-        alike = [exit_ for exit_ in failures if _words(exit_) == _words(first)]
-        shown = alike[0] if alike else first  # rank 0's words are on the screen already
-        _show_failure(shown)
-        others = [exit_ for exit_ in failures if exit_ not in (shown, first, *alike)]
-        lost = [] if verbose else [exit_ for exit_ in others if _lost(exit_, first)]
-        same = [exit_ for exit_ in alike if exit_ is not shown]
-        for folded, how in ((lost, f"lost {first.who}"), (same, "failed alike")):
-            if folded:
-                ranks = ", ".join(str(exit_.rank) for exit_ in folded)
-                _tell(f"{'rank' if len(folded) == 1 else 'ranks'} {ranks} {how}; the logs are in {folder}")
-        for exit_ in others:
-            if exit_ not in lost:
-                _show_failure(exit_)
-    if first is not None or outcome.interrupted is not None:
-        _show_checkpoint(folder)
-
-
-def _lost(failure: Exit, first: Exit) -> bool:
-    """Tell whether it follows from the first; where that one has lost a server itself, it lost no worker."""
-    return failure.blames_a_worker() or (failure.blames_another() and not first.blames_another())
-
-
-def _words(failure: Exit) -> str:
-    """Return its last words without its rank and its times."""
-    return re.sub(_ITS_OWN, "", failure.last_words().replace(f"[rank{failure.rank}]: ", ""))
-
-
-def _show_failure(failure: Exit) -> None:
-    words = failure.last_words()
-    # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
-    if words and failure.who == "rank 0" and not failure.blames_a_worker():
-        _tell(f"{failure.describe()}. What it wrote is above")
-    else:
-        _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
-        if words:
-            say(f"\n{words}\n")
-    _tell(f"the log of {failure.who}: {failure.log}")
-
-
-def _show_checkpoint(folder: Path) -> None:
-    try:
-        found = status_of(folder)
-    except ValueError:  # the folder was removed meanwhile, or the disk is full
-        return
-    steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
-    if found.saved is not None:
-        _tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))
-
-
-def _tell(line: str) -> None:
-    say(f"anabranch: {line}")

@@ -34,9 +34,38 @@ from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.events import report
 
-__all__ = ["GradientBuckets"]
+__all__ = ["GradientBuckets", "bucket_bytes", "carries_header", "in_buckets"]
 
 _BUCKET_BYTES = 8 << 20
+_FLAGS = 2  # numbers a parameter beside its gradient
+
+
+def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
+    """Return the buckets of dense gradients: parameters of one dtype and device, the model's last ones first.
+
+    >>> [[name for name, _ in some] for some in in_buckets({"a": torch.ones(2), "b": torch.ones(2)}, close_at=8)]
+    [['b'], ['a']]
+    """
+    closed: list[list[tuple[str, Tensor]]] = []
+    still_open: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, parameter in reversed(list(parameters.items())):
+        members = still_open.setdefault((parameter.dtype, parameter.device), [])
+        members.append((name, parameter))
+        if sum(member.nbytes for _, member in members) >= close_at:
+            closed.append(list(members))
+            members.clear()
+    return [*closed, *(members for members in still_open.values() if members)]
+
+
+def carries_header(buckets: list[list[tuple[str, Tensor]]]) -> bool:
+    """Return True if the first bucket takes the header's numbers without rounding them."""
+    return bool(buckets) and buckets[0][0][1].dtype in (torch.float32, torch.float64)
+
+
+def bucket_bytes(members: list[tuple[str, Tensor]], header: int) -> int:
+    """Return the bytes that each worker hands to the all-reduce of a bucket with ``header`` numbers beside it."""
+    elements = sum(parameter.numel() for _, parameter in members) + _FLAGS * len(members) + header
+    return elements * summing_dtype(members[0][1]).itemsize
 
 
 class _DenseBucket:
@@ -48,7 +77,7 @@ class _DenseBucket:
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
         first = self.parameters[0]
-        self.flat = torch.zeros(elements + 2 * count + header, dtype=summing_dtype(first), device=first.device)
+        self.flat = torch.zeros(elements + _FLAGS * count + header, dtype=summing_dtype(first), device=first.device)
         self._widened = self.flat.dtype is not first.dtype
         self.slots: list[Tensor] = []
         at = 0
@@ -58,8 +87,8 @@ class _DenseBucket:
             self.slots.append(self.flat.as_strided(parameter.shape, strides, at))
             at += parameter.numel()
         self.gradients = self.flat[:elements]
-        self._flags = self.flat[elements : elements + 2 * count]
-        self.header = self.flat[elements + 2 * count :]
+        self._flags = self.flat[elements : elements + _FLAGS * count]
+        self.header = self.flat[elements + _FLAGS * count :]
         self._all_dense = torch.tensor([1.0] * count + [0.0] * count, dtype=self.flat.dtype, device=self.flat.device)
         self.sparse: dict[int, SparseGradient] = {}
         self.taken: list[tuple[int, Tensor]] = []
@@ -178,32 +207,22 @@ class GradientBuckets:
         self._buckets: list[_DenseBucket] = []
         self._tables: list[SparseGradient] = []
         self._where: dict[Tensor, _Member] = {}
-        open_members: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+        dense = {name: value for name, value in self._parameters.items() if name not in self._sparse_names}
         for name, parameter in reversed(self._parameters.items()):
             if name in self._sparse_names:
                 table = SparseGradient(name, parameter, self._workers)
                 self._tables.append(table)
                 self._where[parameter] = table
-                continue
-            members = open_members.setdefault((parameter.dtype, parameter.device), [])
-            members.append((name, parameter))
-            if sum(member.nbytes for _, member in members) >= self._bucket_bytes:
-                self._close_bucket(members)
-                members.clear()
-        for members in open_members.values():
-            if members:
-                self._close_bucket(members)
+        buckets = in_buckets(dense, self._bucket_bytes)
+        for number, members in enumerate(buckets):
+            header = self._header if number == 0 and carries_header(buckets) else 0
+            bucket = _DenseBucket(members, header)
+            self._buckets.append(bucket)
+            self._where |= {parameter: (bucket, index) for index, parameter in enumerate(bucket.parameters)}
         self.carries_header = bool(self._buckets) and len(self._buckets[0].header) > 0
         # Launched in this order: the dense buckets, then the tables: as first layers, they get their gradients last.
         self._launched = 0
         self._tables_arrived: set[str] = set()
-
-    def _close_bucket(self, members: list[tuple[str, Tensor]]) -> None:
-        first = not self._buckets and members[0][1].dtype in (torch.float32, torch.float64)
-        bucket = _DenseBucket(list(members), self._header if first else 0)
-        self._buckets.append(bucket)
-        for index, parameter in enumerate(bucket.parameters):
-            self._where[parameter] = (bucket, index)
 
     @property
     def empty(self) -> bool:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
 
-__all__ = ["SparseGradient", "summing_dtype"]
+__all__ = ["SparseGradient", "sparse_bytes", "summing_dtype"]
 
 _NO_GRADIENT = -1
 _ALIGNMENT = 16  # complex128
+_COUNTS_BYTES = 16  # the number of rows and whether they are dense, int64
 
 
 def summing_dtype(parameter: Tensor) -> torch.dtype:
@@ -30,6 +31,20 @@ def summing_dtype(parameter: Tensor) -> torch.dtype:
     float32 for float16, which ends at 65504: a gradient of 20 on 4096 rows is beyond. The mean is float16 again.
     """
     return torch.float32 if parameter.dtype is torch.float16 else parameter.dtype
+
+
+def sparse_bytes(longest: int, row: int, dtype: torch.dtype) -> int:
+    """Return the bytes that each worker hands over: the counts, then ids and rows of ``row`` numbers, padded.
+
+    >>> sparse_bytes(3, 4, torch.float32)
+    96
+    """
+    return _COUNTS_BYTES + sum(_packed(longest, 1, row, dtype))
+
+
+def _packed(longest: int, sparse_dims: int, row: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of ids and of rows in a worker's buffer."""
+    return _aligned(longest * sparse_dims * 8), _aligned(longest * row * dtype.itemsize)
 
 
 class SparseGradient:
@@ -108,8 +123,7 @@ class SparseGradient:
         dense_shape = parameter.shape[sparse_dims:]
         dtype = summing_dtype(parameter)
         longest = max(1, *counts)
-        id_bytes = _aligned(longest * sparse_dims * 8)
-        row_bytes = _aligned(longest * dense_shape.numel() * dtype.itemsize)
+        id_bytes, row_bytes = _packed(longest, sparse_dims, dense_shape.numel(), dtype)
         packed = torch.zeros(id_bytes + row_bytes, dtype=torch.uint8, device=parameter.device)
 
         def unpacked(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 ``steps.py`` describes the steps, ``running`` runs one from the batch to the update, ``engines`` differentiate on the
 tape or as a graph, ``loaders`` give batches, ``saving`` keeps checkpoints, ``observing`` shows a run. ``routes.py``
-decides which parameters live on servers. Not a trainer: loops, epochs and logging are the user's.
+decides which parameters live on servers, ``plan`` says what a step will cost. Not a trainer: loops, epochs and logging
+are the user's.
 """
 
 from anabranch.executor.executor import Executor
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.sinks import Sink
+from anabranch.executor.plan import Plan, PlanRow
 from anabranch.executor.routes import Route, Routes
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, TrainStep
@@ -16,6 +18,8 @@ __all__ = [
     "EvalStep",
     "Executor",
     "PeerLostRecord",
+    "Plan",
+    "PlanRow",
     "RestartRecord",
     "Route",
     "Routes",

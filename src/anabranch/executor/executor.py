@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar, overload
+from typing import Literal, Self, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching
+from anabranch.executor.plan import Choice, Plan, Planner
+from anabranch.executor.plan.auto import agreed, check_auto, modes_possible, tell
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.running.fetching import Fetch
@@ -48,7 +51,7 @@ from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
-from anabranch.status_file import status_file
+from anabranch.status_file import PLAN_VARIABLE, status_file
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure, as_tensors, check_compression, map_structure
 
@@ -81,7 +84,8 @@ class Executor:
         steps: steps by name, or a lone one, called ``"default"``.
         comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
             averaged over the rows of all workers; ``"PS"``: every parameter lives on the servers; ``"Hybrid"``:
-            embedding tables do, everything else is all-reduced.
+            embedding tables do, everything else is all-reduced; ``"auto"``: the one of these in which a step should be
+            quickest on this machine, measured before the first training run, printed by rank 0 with the reason.
         engine: how training steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures the step at once, for
             each kind of batch, and runs it as generated code, or raises ``CaptureError``; ``"auto"`` is the tape until
             a graph has shown on your batches that it gives the same bits and is quicker.
@@ -120,6 +124,7 @@ class Executor:
     """
 
     _trace: RunTrace | None = None
+    _undecided = False
     _end_saves: Callable[[Deadline], None] | None = None
 
     def __init__(
@@ -147,7 +152,8 @@ class Executor:
         sinks: Iterable[Sink] = (),
     ) -> None:
         self._steps = named_steps(steps)
-        self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
+        asked = comm_mode_of(comm_mode)
+        self.comm_mode: CommMode | None = "AllReduce" if asked == "auto" else asked  # until it is decided
         consistency = Consistency.parse(consistency).name
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
@@ -155,14 +161,17 @@ class Executor:
         check_arguments(seed=seed, cache=cache, dataloaders=dataloaders, state=state, steps=self._steps)
         sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)
-        self._routes = plan_routes(
+        self._routes_in = partial(
+            plan_routes,
             self._steps,
             self._models,
-            self.comm_mode,
-            routes,
+            overrides=routes,
             use_sparse_pull=use_sparse_pull,
             caches=cache is not None,
         )
+        if asked == "auto":
+            check_auto(self._models.values(), consistency)
+        self._routes = self._routes_in(self.comm_mode)
         self._log_path = check_log_path(log_path)
         self._closed, self._timeout = False, timeout
         self._started = time.monotonic()
@@ -200,37 +209,31 @@ class Executor:
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
-            self._evaluators = {
-                name: engines.evaluator_for(name, step)
-                for name, step in self._steps.items()
-                if isinstance(step, EvalStep)
-            }
+            self._engines = engines
+            self._evaluators = self._new_evaluators()
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
             self._end_saves = self._saver.close
             if self._workers is not None and self._workers.size > 1:
                 check_alike(self._workers, self._steps, self._routes)
                 share_parameters(self._workers, self._steps, self._routes)
+            self._make_remote = partial(
+                RemotePart,
+                steps=self._steps,
+                models=self._models,
+                workers=self._grid or self._workers,
+                stages=1 if self._grid is None else self._grid.stages,
+                consistency=consistency,
+                cache=cache,
+                row_compression=row_compression,
+                timeout=timeout,
+                heartbeat=heartbeat,
+            )
             if self._serves_any():
-                self._remote = RemotePart(
-                    self._routes,
-                    self._steps,
-                    self._models,
-                    self._grid or self._workers,
-                    stages=1 if self._grid is None else self._grid.stages,
-                    consistency=consistency,
-                    cache=cache,
-                    row_compression=row_compression,
-                    timeout=timeout,
-                    heartbeat=heartbeat,
-                )
-                for runner in self._runners.values():
-                    runner.remote = RemoteWindow(self._remote, runner.step)
-                    if self._remote.tables.names and not isinstance(runner, PipeRunner):
-                        runner.upcoming = UpcomingIds()
+                self._remote = self._take_to_servers()
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
-            if prefetch and cache is not None and self._remote is not None:
-                for name in self._runners.keys() & self._batches.loaders.keys():
-                    self._ask_ahead(name, self._remote)
+            self._asks_ahead = prefetch and cache is not None
+            if self._remote is not None:
+                self._ask_ahead(self._remote)
             for step in self._steps.values():
                 if isinstance(step, TrainStep) and not step.model.training:
                     step.model.train()
@@ -238,7 +241,7 @@ class Executor:
             self._end(clean=False)
             raise
         everyone = self._grid or self._workers
-        rank = job().rank if everyone is None else everyone.rank
+        self._rank = rank = job().rank if everyone is None else everyone.rank
         file = status_file()
         self._watching.begin(rank, None if file is None else RunFacts(file, self._crossed))
         self._progress = Progress(shown=rank == 0)
@@ -253,6 +256,11 @@ class Executor:
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
         self._saver.loaders = self._batches.loaders
         self._saver.remote = self._remote
+        servers = len(job().servers) or int(self._remote is not None)
+        self._planner = Planner(
+            self._models, self._workers, servers, row_compression, timeout, caches=cache is not None
+        )
+        self._look_first(auto=asked == "auto", cache=cache)
 
     # Construction.
 
@@ -271,16 +279,106 @@ class Executor:
         mine = b"served" if self._routes.served else b""
         return any(self._grid.all_gather_bytes(mine, operation="meet"))
 
-    def _ask_ahead(self, name: str, remote: RemotePart) -> None:
-        """Lets the step ask for the rows of its loader's next batch once it has read its own."""
-        runner, loader = self._runners[name], self._batches.loaders[name]
+    def _new_evaluators(self) -> dict[str, Evaluator]:
+        steps = self._steps.items()
+        return {name: self._engines.evaluator_for(name, step) for name, step in steps if isinstance(step, EvalStep)}
 
-        def between() -> None:
-            batch = loader.peek()
-            if batch is not None and runner.upcoming is not None:
-                remote.ask_ahead(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+    def _take_to_servers(self) -> RemotePart:
+        """Move what the routes say to the servers, before any step has run."""
+        remote = self._make_remote(self._routes)
+        for runner in self._runners.values():
+            runner.remote = RemoteWindow(remote, runner.step)
+            if remote.tables.names and not isinstance(runner, PipeRunner):
+                runner.upcoming = UpcomingIds()
+        return remote
 
-        runner.between = between
+    def _ask_ahead(self, remote: RemotePart) -> None:
+        """Let steps ask for the rows of their loaders' next batches once they have read their own."""
+        if self._asks_ahead:
+            for name in self._runners.keys() & self._batches.loaders.keys():
+                self._runners[name].between = partial(self._ask_for_next, name, remote)
+
+    def _ask_for_next(self, name: str, remote: RemotePart) -> None:
+        runner, batch = self._runners[name], self._batches.loaders[name].peek()
+        if batch is not None and runner.upcoming is not None:
+            remote.ask_ahead(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+
+    # Plans.
+
+    def plan(self, name: str | None = None, batch: Structure | None = None) -> Plan:
+        """Return what a step moves across each boundary and what it should cost; every worker calls it.
+
+        ::
+
+            print(executor.plan())  # a table of at most 80 columns
+
+        All workers measure their machine and its links for a moment, and run the batch forward and backward a few times
+        without training: parameters, buffers, generators, servers and experts are as before. What a loss or a model
+        of yours counts or prints, it counts and prints then, too. A cache of rows is not reckoned with: it can only
+        save bytes.
+
+        Args:
+            name: of a training step; by default the first one.
+            batch: this worker's shard of a usual batch; by default the next one of the step's loader, which stays the
+                next. Without any, time to compute and lookups are left out, and ``plan.notes`` says so.
+
+        Returns:
+            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``.
+
+        Raises:
+            ValueError: no such training step, or a ``Pipe``'s.
+            PeerLost, DeadlineExceeded: the other workers did not come.
+        """
+        self._check_open()
+        if name is None:
+            name = next((one for one, step in self._steps.items() if isinstance(step, TrainStep)), "default")
+        step = self._step(name)
+        if not isinstance(step, TrainStep) or isinstance(step.model, Pipe):
+            raise ValueError(
+                f"step {name!r} {'trains a Pipe' if isinstance(step, TrainStep) else 'trains nothing'}; plans are of "
+                "training steps whose model is whole on each worker"
+            )
+        if batch is None and name in self._batches.loaders:
+            batch = self._batches.loaders[name].first()
+        batch = None if batch is None else as_tensors(batch, self._devices[name])
+        with self._failures_told():
+            return self._planner.plans(name, step, batch, {self.comm_mode: self._routes})[self.comm_mode]
+
+    def _look_first(self, *, auto: bool, cache: Cache | None) -> None:
+        """Have the first training run's batch looked at, if a mode is to be chosen, or ``anabranch plan`` runs this."""
+        file = os.environ.get(PLAN_VARIABLE)
+        alone = self._workers is None or self._workers.size == 1
+        undecided = auto and not alone and bool(job().servers)
+        if auto and not undecided:
+            tell(Choice("AllReduce", f"the job has no {'other workers' if alone else 'servers'}"), self._rank)
+        if undecided or file is not None:
+            self._running.before = partial(self._before_first, cache=cache if undecided else None, file=file)
+            self._undecided = undecided
+
+    def _before_first(self, name: str, batch: Structure | None, *, cache: Cache | None, file: str | None) -> None:
+        plan = self._choose_mode(name, batch, cache) if self._undecided else None
+        if file is not None:
+            plan = plan or self.plan(name, batch)
+            if self._rank == 0:
+                Path(file).write_text(f"{plan}\n")
+            raise SystemExit(0)
+
+    def _choose_mode(self, name: str, batch: Structure | None, cache: Cache | None) -> Plan | None:
+        """Take the mode whose step should be quickest, the same on all workers; return its plan."""
+        assert self._workers is not None
+        plans: dict[CommMode, Plan] = {}
+        choice = Choice("AllReduce", "the window that a checkpoint left open goes on as it was")
+        if not any(runner.window()[0] for runner in self._runners.values()):
+            possible = modes_possible(self._routes_in, self._steps, cache)
+            plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)
+            choice = agreed(plans, partial(self._workers.all_gather_bytes, operation="choice of comm_mode"))
+        tell(choice, self._rank)
+        self._undecided, self.comm_mode, self._routes = False, choice.mode, self._routes_in(choice.mode)
+        if self._routes.served:
+            self._remote = self._running.remote = self._saver.remote = self._take_to_servers()
+            self._ask_ahead(self._remote)
+            self._evaluators |= self._new_evaluators()  # a graph may hold what has moved
+        return plans.get(choice.mode)
 
     # Running.
 

@@ -27,20 +27,21 @@ from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
 from anabranch.pipeline import Pipe
 from anabranch.tables import RowOptimizer
 
-__all__ = ["CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
+__all__ = ["COMM_MODES", "CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
 
 CommMode = Literal["AllReduce", "PS", "Hybrid"]
-_COMM_MODES: tuple[CommMode, ...] = ("AllReduce", "PS", "Hybrid")
+COMM_MODES: tuple[CommMode, ...] = ("AllReduce", "PS", "Hybrid")
+"""The modes in which workers communicate."""
 _SERVED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def comm_mode_of(given: str | None) -> CommMode | None:
+def comm_mode_of(given: str | None) -> CommMode | Literal["auto"] | None:
     """Return the mode that ``given`` names, in any case.
 
     Raises:
         ValueError: it names none.
     """
-    return choice("comm_mode", given, (None, *_COMM_MODES))
+    return choice("comm_mode", given, (None, *COMM_MODES, "auto"))
 
 
 class Place(StrEnum):
@@ -175,7 +176,7 @@ def _checked_overrides(
     for name, where in given.items():
         if name not in named and name not in elsewhere:
             raise ValueError(f"routes= names {name!r}; the parameters are: {', '.join(named)}")
-        found[name] = choice(f"the route of {name!r}", where, _COMM_MODES)
+        found[name] = choice(f"the route of {name!r}", where, COMM_MODES)
     return found
 
 

@@ -48,7 +48,7 @@ from anabranch.pipeline.stage.partition import (
     split_layers,
 )
 from anabranch.pipeline.stage.skips import verify_skippables
-from anabranch.pipeline.stage.stage import OUTSIDE, Plan, StageRun
+from anabranch.pipeline.stage.stage import OUTSIDE, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
     count_places,
     describe_split,
@@ -463,7 +463,7 @@ class Pipe(nn.Module):
         args = args if 0 in self._here else ()
         self._check_inputs(facts, args, inputs, rows)
         recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
-        plan = Plan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
+        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         last = len(self._stages) - 1

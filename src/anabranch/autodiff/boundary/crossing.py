@@ -46,7 +46,14 @@ __all__ = [
 
 
 class Tracer(Protocol):
-    """The interface of a graph capture."""
+    """The interface of a graph capture, or of a rehearsal, which looks at a run and captures nothing.
+
+    Attributes:
+        captures: a graph is made: values are not known yet.
+    """
+
+    @property
+    def captures(self) -> bool: ...
 
     def entry(self) -> Tensor:
         """Return a leaf that requires a gradient, towards which the captured backward is to sweep."""

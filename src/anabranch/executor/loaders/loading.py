@@ -122,9 +122,7 @@ class BoundLoader:
             raise ValueError("the loader is closed")
         if self._ended:
             return ENDED
-        if self._iterator is None:
-            self._at_start = random_state()
-            self._iterator = self._position.begin()
+        iterator = self._begin()
         try:
             batch = self._received() if self._pending is not None else self._timed()
         except Exception:
@@ -135,7 +133,7 @@ class BoundLoader:
             return ENDED
         self._taken += 1
         if self._prefetch and self._fetched >= _WATCHED and self._usual_seconds > _WORTH_A_THREAD:
-            self._fetch_ahead(self._iterator)
+            self._fetch_ahead(iterator)
         return batch
 
     def peek(self) -> Structure | None:
@@ -159,6 +157,34 @@ class BoundLoader:
             return None
         batch = self._pending.result(timeout=0)
         return None if batch is ENDED else batch
+
+    def first(self) -> Structure | None:
+        """Return the next batch, which stays the next, as ``peek`` does, and fetch it now if it takes that; ``None`` at
+        the end of an epoch.
+
+        Raises:
+            Exception: what the loader raises.
+        """
+        if self._closed or self._ended:
+            return None
+        if self._pending is None:
+            self._begin()
+            self._snapshot = self._position.snapshot()
+            fetched: Future[Structure] = Future()
+            try:
+                fetched.set_result(self._watched())
+            except Exception as error:  # noqa: BLE001 - it is next_batch's to raise, too
+                fetched.set_exception(error)
+            self._pending = fetched
+        found = self._arrived().result(timeout=0)
+        return None if found is ENDED else found
+
+    def _begin(self) -> Iterator[Structure]:
+        """Begin the epoch, if it has not begun."""
+        if self._iterator is None:
+            self._at_start = random_state()
+            self._iterator = self._position.begin()
+        return self._iterator
 
     def start_epoch(self) -> None:
         """Lets the next ``next_batch`` start a new epoch, wherever this one is; nothing if none has begun."""
@@ -270,13 +296,16 @@ class BoundLoader:
 
     def _received(self) -> Structure:
         """Return the batch that was fetched ahead. As long as it takes: what we wait for is the caller's own code."""
+        pending, self._pending = self._arrived(), None
+        return pending.result(timeout=0)
+
+    def _arrived(self) -> Future[Structure]:
         assert self._pending is not None
         waited = 0.0
         while not wait([self._pending], _PATIENCE).done:
             waited += _PATIENCE
             _log.warning("the loader %s has been fetching for %.0f s", type(self._loader).__name__, waited)
-        pending, self._pending = self._pending, None
-        return pending.result(timeout=0)
+        return self._pending
 
     # The position.
 

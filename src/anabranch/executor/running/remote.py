@@ -36,7 +36,7 @@ from anabranch.parameter_server.client.warming_caches import compile_cache_kerne
 from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
-__all__ = ["RemotePart", "ServedParameter", "Together"]
+__all__ = ["RemotePart", "ServedParameter", "Together", "check_served_steps"]
 
 
 class Together(Protocol):
@@ -127,7 +127,7 @@ class RemotePart:
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
-        _check_steps(steps, self.consistency, cache)
+        check_served_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
             raise ValueError(
@@ -347,7 +347,8 @@ def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:
     return ServedParameter(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
 
 
-def _check_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:
+def check_served_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:
+    """Raise ``ValueError`` for a training step that cannot run with parameters on servers."""
     for name, step in steps.items():
         if not isinstance(step, TrainStep):
             continue

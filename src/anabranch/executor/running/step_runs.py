@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -20,7 +20,7 @@ from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.steps import EvalStep, TrainStep
 from anabranch.tensors import Structure, as_tensors, count_rows
 
-__all__ = ["StepRuns", "StepTaken"]
+__all__ = ["StepRuns", "StepTaken", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class StepRuns:
         devices: where each step's batches go.
         watching: told of each step.
         remote: what lives on servers.
+        before: called with the step's name and the batch before the first training run, if somebody is to look at it.
         rows: of this worker's batches so far.
     """
 
@@ -58,6 +59,7 @@ class StepRuns:
     devices: Mapping[str, torch.device | None]
     watching: Watching
     remote: RemotePart | None
+    before: Callable[[str, Structure | None], None] | None = None
     rows: float = 0.0
 
     @property
@@ -80,6 +82,8 @@ class StepRuns:
             bound = batch is None
             found = self.batches.next(name, runner.end_epoch) if bound else batch
             length = self.batches.length(name) if bound else None
+            if self.before is not None:
+                self._look_first(name, found, fetch)
             if found is None:
                 with runner.in_epoch(length):
                     ran = runner.run_idle()
@@ -88,7 +92,7 @@ class StepRuns:
                     self.batches.start_epoch(name)
                 continue
             found = as_tensors(found, self.devices[name])
-            rows = _rows_of(step, found)
+            rows = rows_of(step, found)
             with runner.in_epoch(length) if bound else nullcontext():
                 ran = runner.run(found, rows, fetch)
             self.rows += rows
@@ -105,6 +109,14 @@ class StepRuns:
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
         return values, StepTaken(rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
 
+    def _look_first(self, name: str, batch: Structure | None, fetch: Fetch) -> None:
+        """Let whoever waits for a batch look at the first one; parameters may have moved to servers afterwards."""
+        assert self.before is not None
+        self.before(name, None if batch is None else as_tensors(batch, self.devices[name]))
+        self.before = None
+        if self.remote is not None:
+            self.remote.check_fetch(fetch.names or (), self.runners[name].step.model)
+
     def evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         """Return the values of an evaluation."""
         found = self.batches.next_to_evaluate(name) if batch is None else batch
@@ -118,7 +130,12 @@ class StepRuns:
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
 
-def _rows_of(step: TrainStep, batch: Structure) -> float:
+def rows_of(step: TrainStep, batch: Structure) -> float:
+    """Return the weight of a batch.
+
+    Raises:
+        ValueError: its tensors disagree in rows, or ``rows(batch)`` gave no number of at least 0.
+    """
     rows = float(count_rows(batch) if step.rows is None else step.rows(batch))
     if not 0 <= rows < float("inf"):
         raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")

@@ -449,6 +449,8 @@ def _refuse_other_pytorch() -> None:
 class _Forms:
     """The tracer of Dynamo's part: asks boundaries only for the forms of their outputs."""
 
+    captures = True
+
     @contextmanager
     def outside(self) -> Iterator[None]:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):

@@ -268,6 +268,8 @@ def _check_classes(tensor: Tensor, num_classes: int = -1) -> None:
 class _Crossings:
     """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
 
+    captures = True
+
     def __init__(self, mode: FakeTensorMode, recorder: TraceRecorder) -> None:
         proxies = get_proxy_mode()
         assert proxies is not None

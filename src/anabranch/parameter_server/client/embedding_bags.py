@@ -73,7 +73,8 @@ class EmbeddingBagCollection(nn.Module):
             SchemaError: a feature that has a bag is not there, or has weights and a bag of another mode.
             CaptureError: a graph is being captured, which cannot read from a batch where a feature's ids end.
         """
-        if current_tracer() is not None:
+        tracer = current_tracer()
+        if tracer is not None and tracer.captures:
             raise CaptureError(
                 "EmbeddingBagCollection reads from each batch where a feature's ids end, and a graph has sizes of its "
                 "own; run the step on the tape: engine='tape' or 'auto'"
@@ -83,7 +84,8 @@ class EmbeddingBagCollection(nn.Module):
         if missing:
             raise SchemaError(f"features {missing} are not among {list(given)}")
         wanted = {key: given[key] for key in self.bags}
-        self._read_together({key: ids for key, (ids, _, _) in wanted.items()})
+        if tracer is None:
+            self._read_together({key: ids for key, (ids, _, _) in wanted.items()})
         return {key: self._reduce(key, *bag) for key, bag in wanted.items()}
 
     def _reduce(self, key: str, ids: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:

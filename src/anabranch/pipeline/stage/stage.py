@@ -38,7 +38,7 @@ from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure
 
-__all__ = ["GradientMessages", "Habits", "Head", "Messages", "Plan", "Stage", "StageRun"]
+__all__ = ["GradientMessages", "Habits", "Head", "Messages", "StagePlan", "Stage", "StageRun"]
 
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""
@@ -96,7 +96,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations."""
 
     modes: ThreadModes
@@ -133,7 +133,7 @@ class _Pass:
 class StageRun:
     """A stage during one call of the pipeline: its stand-ins and the passes on their way."""
 
-    def __init__(self, stage: Stage, plan: Plan, head: Head | None = None) -> None:
+    def __init__(self, stage: Stage, plan: StagePlan, head: Head | None = None) -> None:
         self.stage = stage
         self.plan = plan
         self.head = head

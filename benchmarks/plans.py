@@ -1,0 +1,146 @@
+"""Six plans of one model: the step that each predicts, against the steps that are then made.
+
+::
+
+    anabranch run --workers 2 --servers 1 benchmarks/plans.py [--rounds N] [--steps N] [--out DIR]
+
+A table of a million rows under a network of 1.2 million parameters, fused Adam, one thread a worker. In each round all
+six are predicted from short looks at the machine, then every plan has its turn. Of the rounds the medians are compared.
+What counts is the order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from measure import keep, machine, table
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.executor import Plan
+from anabranch.executor.routes import plan_routes
+from anabranch.executor.steps import distinct_models
+
+WARM_UP = 3
+ROWS, WIDTH, FIELDS, BATCH, HIDDEN = 1_000_000, 16, 8, 32, 1024
+PLANS: dict[str, dict[str, object]] = {
+    "None": {"comm_mode": None},
+    "AllReduce": {"comm_mode": "AllReduce"},
+    "Hybrid": {"comm_mode": "Hybrid"},
+    "PS": {"comm_mode": "PS"},
+    "PS, tables read whole": {"comm_mode": "PS", "use_sparse_pull": False},
+    "Hybrid, four runs a step": {"comm_mode": "Hybrid", "accumulate": 4},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+        layers = [
+            nn.Linear(FIELDS * WIDTH, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, 1),
+        ]
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(self.table(ids).flatten(1))[:, 0]
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()
+
+
+def new_step(accumulate: int = 1) -> ab.TrainStep:
+    torch.manual_seed(0)
+    model = Model()
+    return ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), fused=True), accumulate=accumulate)
+
+
+def batches(count: int, seed: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(100 * seed + ab.job().rank)
+    return [torch.randint(0, ROWS, (BATCH, FIELDS), generator=draw) for _ in range(count)]
+
+
+def predicted(seed: int) -> dict[str, Plan]:
+    """Return all plans, of one look at the machine and at one batch, as ``comm_mode="auto"`` compares them."""
+    found: dict[str, Plan] = {}
+    for accumulate in (1, 4):
+        step = new_step(accumulate)
+        named = {"default": step}
+        routes = {
+            name: plan_routes(
+                named,
+                distinct_models(named),
+                options["comm_mode"],
+                None,
+                use_sparse_pull=options.get("use_sparse_pull", True),
+            )
+            for name, options in PLANS.items()
+            if options.get("accumulate", 1) == accumulate
+        }
+        with ab.Executor(step, "AllReduce", engine="tape") as executor:
+            found |= executor._planner.plans("default", step, batches(1, seed)[0], routes)
+    return found
+
+
+def measured(options: dict[str, object], steps: int, seed: int) -> float:
+    """Return the median of a step's seconds."""
+    seconds, others = [], dict(options)
+    runs = others.pop("accumulate", 1)
+    with ab.Executor(new_step(runs), engine="tape", **others) as executor:
+        for batch in batches(steps + WARM_UP, seed):
+            began = time.perf_counter()
+            for _ in range(runs):
+                executor.run(batch=batch)
+            seconds.append(time.perf_counter() - began)
+    return median(seconds[WARM_UP:])
+
+
+def compare(rounds: int, steps: int) -> list[dict[str, object]]:
+    plans, made = [], []
+    for number in range(rounds):
+        plans.append(predicted(number))
+        made.append({name: measured(options, steps, number) for name, options in PLANS.items()})
+    return [
+        {
+            "plan": name,
+            "predicted_ms": median(found[name].step_seconds for found in plans) * 1e3,
+            "measured_ms": median(found[name] for found in made) * 1e3,
+            "bytes": sum(plans[0][name].bytes.values()),
+        }
+        for name in PLANS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = machine()
+    rows = compare(arguments.rounds, arguments.steps)
+    if ab.job().rank:
+        return
+    foreseen, seen = (
+        [row["plan"] for row in sorted(rows, key=lambda row: float(str(row[column])))]
+        for column in ("predicted_ms", "measured_ms")
+    )
+    for row in rows:
+        row |= {"predicted_place": foreseen.index(row["plan"]) + 1, "measured_place": seen.index(row["plan"]) + 1}
+    print(f"# plans\n\n{table(rows)}\n\nthe predicted order is the measured one: {foreseen == seen}")
+    print(f"\nmachine before: {before}")
+    keep("plans", before, rows, arguments.out, bars="measured_ms", by=("plan",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The end of a job, as the terminal is told of it: what failed first, and where its log is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from anabranch.cli.standard_streams import say
+from anabranch.launch.job_status import status_of
+from anabranch.launch.supervision.outcome import Exit, JobOutcome
+
+__all__ = ["show_end", "tell"]
+
+
+_ITS_OWN = r"after [\d.]+ s|at attempt \d+"
+
+
+def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
+    """Say what failed first, who only followed, and where the newest checkpoint lies."""
+    first = outcome.first_failure
+    if first is not None:
+        failures = [exit_ for exit_ in outcome.exits if not exit_.well and not exit_.stopped]
+        alike = [exit_ for exit_ in failures if _words(exit_) == _words(first)]
+        shown = alike[0] if alike else first  # rank 0's words are on the screen already
+        _show_failure(shown)
+        others = [exit_ for exit_ in failures if exit_ not in (shown, first, *alike)]
+        lost = [] if verbose else [exit_ for exit_ in others if _lost(exit_, first)]
+        same = [exit_ for exit_ in alike if exit_ is not shown]
+        for folded, how in ((lost, f"lost {first.who}"), (same, "failed alike")):
+            if folded:
+                ranks = ", ".join(str(exit_.rank) for exit_ in folded)
+                tell(f"{'rank' if len(folded) == 1 else 'ranks'} {ranks} {how}; the logs are in {folder}")
+        for exit_ in others:
+            if exit_ not in lost:
+                _show_failure(exit_)
+    if first is not None or outcome.interrupted is not None:
+        _show_checkpoint(folder)
+
+
+def _lost(failure: Exit, first: Exit) -> bool:
+    """Tell whether it follows from the first; where that one has lost a server itself, it lost no worker."""
+    return failure.blames_a_worker() or (failure.blames_another() and not first.blames_another())
+
+
+def _words(failure: Exit) -> str:
+    """Return its last words without its rank and its times."""
+    return re.sub(_ITS_OWN, "", failure.last_words().replace(f"[rank{failure.rank}]: ", ""))
+
+
+def _show_failure(failure: Exit) -> None:
+    words = failure.last_words()
+    # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
+    if words and failure.who == "rank 0" and not failure.blames_a_worker():
+        tell(f"{failure.describe()}. What it wrote is above")
+    else:
+        tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
+        if words:
+            say(f"\n{words}\n")
+    tell(f"the log of {failure.who}: {failure.log}")
+
+
+def _show_checkpoint(folder: Path) -> None:
+    try:
+        found = status_of(folder)
+    except ValueError:  # the folder was removed meanwhile, or the disk is full
+        return
+    steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
+    if found.saved is not None:
+        tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))
+
+
+def tell(line: str) -> None:
+    """Say a line of the launcher's own, on stderr."""
+    say(f"anabranch: {line}")

@@ -1,0 +1,84 @@
+"""``anabranch plan``: what a step of a script would exchange and cost, without training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.job_end import show_end, tell
+from anabranch.launch import launch
+from anabranch.launch.python_program import PythonProgram
+from anabranch.launch.supervision.signals import hold_signals
+from anabranch.status_file import PLAN_VARIABLE
+
+__all__ = ["plan"]
+
+
+def plan(
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT",
+            help="The Python file, or with -m module, every worker and expert runs.",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is the name of a module, found as `python -m` finds it.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to plan for.")] = 1,
+    servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers.")] = 0,
+    experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many processes serve experts.")] = 0,
+) -> None:
+    """Print where each parameter of SCRIPT would live, what a step exchanges, and how long it should take.
+
+    SCRIPT is started as by `anabranch run`, up to its first training step. There the workers measure the machine and
+    its links for a moment, look at the first batch, print the plan and end: nothing is trained.
+
+    Exit code: 0 if there is a plan, 1 if SCRIPT failed or ended without a training step, 2 for wrong arguments.
+    """
+    try:
+        PythonProgram(script, is_module=module, looks_here=module).check()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    folder = Path(tempfile.mkdtemp(prefix="anabranch-plan-"))
+    found = folder / "plan.txt"
+    failed = True
+    try:
+        with hold_signals():
+            outcome = launch(
+                script,
+                arguments or [],
+                is_module=module,
+                workers=workers,
+                servers=servers,
+                experts=experts,
+                log_dir=folder,
+                live=True,
+                environment={**os.environ, PLAN_VARIABLE: str(found)},
+                tell=tell,
+            )
+            show_end(outcome, folder, verbose=False)
+            failed = outcome.first_failure is not None
+            if outcome.exit_code == 0:
+                _show(found, script)
+        raise typer.Exit(outcome.exit_code)
+    finally:
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _show(found: Path, script: str) -> None:
+    if not found.exists():
+        tell(f"{script} ended before it ran a training step of an Executor, so there is nothing to plan")
+        raise typer.Exit(1)
+    typer.echo(found.read_text(), nl=False)

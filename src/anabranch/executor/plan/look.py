@@ -1,0 +1,138 @@
+"""``look_at``: forward and backward of one batch, to see how long they take and what they would ask of other processes.
+
+Nothing is trained, and nothing that lives elsewhere is changed; generators, buffers and modes are as before afterwards.
+Code of the user's that counts its own calls sees these. A table's own gradient is left out of the time: what it costs
+depends on where the table lives, which is for ``costs.py`` to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.boundary.crossing import traced_by
+from anabranch.executor.engines.engine import loss_and_returned
+from anabranch.executor.plan.rehearsal import Lookups, Rehearsal
+from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.executor.steps import TrainStep
+from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
+from anabranch.tensors import Structure
+
+__all__ = ["Asked", "Look", "LookedUp", "look_at"]
+
+_RUNS = 4  # the same number on every worker: what a loss exchanges with the others must fit
+_BACKWARD = 2  # times as long as forward, where it cannot be run
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """The lookups of one table in a run.
+
+    Attributes:
+        ids: the number of ids, as they come.
+        read: distinct ids.
+        moved: distinct ids that get a gradient: a padding id does not.
+    """
+
+    ids: int
+    read: int
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The calls of experts in a run, as if they kept no activations.
+
+    Attributes:
+        sent, received: bytes, forward and backward together.
+    """
+
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The facts of one worker's run.
+
+    Attributes:
+        seconds: forward and backward, without the gradients of tables and without experts.
+        tables: by the table's name.
+        experts: by the expert's name, or the mixture's.
+        away: seconds of experts' forward.
+    """
+
+    seconds: float = 0.0
+    tables: Mapping[str, LookedUp] = field(default_factory=dict)
+    experts: Mapping[str, Asked] = field(default_factory=dict)
+    away: float = 0.0
+
+
+def look_at(step: TrainStep, batch: Structure, tables: Mapping[Tensor, str]) -> Look:
+    """Return the facts of a run of ``step`` on ``batch``.
+
+    Args:
+        step: whose loss is computed.
+        batch: this worker's.
+        tables: the parameters that are only looked up and are here, and their names.
+
+    Raises:
+        Exception: what the loss raises.
+    """
+    rehearsal = Rehearsal()
+    with _as_before(step.model):
+        times = [_run(step, batch, Lookups(tables, rehearsal), rehearsal) for _ in range(_RUNS)]
+    here, away = zip(*times[1:], strict=True)  # the first warms up
+    found = {name: _looked_up(parts) for name, parts in rehearsal.ids.items()}
+    experts = {name: Asked(*sizes) for name, sizes in rehearsal.asked.items()}
+    return Look(median(here), found, experts, median(away))
+
+
+def _run(step: TrainStep, batch: Structure, lookups: Lookups, rehearsal: Rehearsal) -> tuple[float, float]:
+    """Return the seconds of forward and backward here, and those of experts' forward."""
+    rehearsal.start()
+    began = time.perf_counter()
+    with torch.enable_grad(), traced_by(rehearsal), lookups:
+        loss, _ = loss_and_returned(step.loss(step.model, batch))
+    forward = time.perf_counter() - began - rehearsal.away
+    parameters = [p for p in step.model.parameters() if p.requires_grad and p not in lookups.tables]
+    try:
+        torch.autograd.grad(loss, [*parameters, *rehearsal.leaves], allow_unused=True)
+    except RuntimeError:  # reentrant checkpoints refuse it, and backward would reach .grad and the user's hooks
+        return (1 + _BACKWARD) * forward, rehearsal.away
+    if loss.device.type == "cuda":
+        torch.cuda.synchronize(loss.device)
+    return time.perf_counter() - began - rehearsal.away, rehearsal.away
+
+
+def _looked_up(parts: Sequence[tuple[Tensor, int | None]]) -> LookedUp:
+    ids = torch.cat([some for some, _ in parts])
+    moved = torch.cat([some if padding is None else some[some != padding] for some, padding in parts])
+    return LookedUp(len(ids), len(torch.unique(ids)), len(torch.unique(moved)))
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Put random generators, buffers and modes back after the block, in which experts evaluate: no call moves them."""
+    random, buffers = random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if not model.training:
+            model.train()
+        for module in model.modules():
+            if isinstance(module, RemoteExpert | RemoteMixtureOfExperts):
+                module.eval()
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+        restore_random_state(random)

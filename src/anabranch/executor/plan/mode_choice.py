@@ -1,0 +1,38 @@
+"""``choose``: the cheapest of several plans, and the sentence that says why; for ``comm_mode="auto"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anabranch.executor.plan.step_plan import Plan
+from anabranch.executor.routes import CommMode
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A mode that was taken.
+
+    Attributes:
+        mode: which.
+        why: one line.
+    """
+
+    mode: CommMode
+    why: str
+
+
+def choose(plans: Mapping[CommMode, Plan]) -> Choice:
+    """Return the mode whose plan takes the fewest seconds; of equals the first."""
+    mode = min(plans, key=lambda name: plans[name].step_seconds)
+    taken = plans[mode]
+    others = [f"{_told(plan)} with {name!r}" for name, plan in plans.items() if name != mode]
+    crossing = " and ".join(f"{size:,} bytes with {name}" for name, size in taken.bytes.items())
+    why = f"a step should take {_told(taken)}, exchanging {crossing or 'nothing'}"
+    return Choice(mode, f"{why}; {', '.join(others)}" if others else why)
+
+
+def _told(plan: Plan) -> str:
+    return f"{1000 * plan.step_seconds:.3g} ms"

@@ -1,0 +1,151 @@
+"""Run by every worker of a job: what plans predict against what is counted, and what ``comm_mode="auto"`` takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.executor.plan import planner
+from anabranch.executor.plan.machine_profile import Link, Profile, Update
+
+ROWS = 500
+KINDS: dict[str, dict[str, object]] = {
+    "AllReduce": {"comm_mode": "AllReduce"},
+    "Hybrid": {"comm_mode": "Hybrid"},
+    "PS": {"comm_mode": "PS"},
+    "whole tables": {"comm_mode": "Hybrid", "use_sparse_pull": False},
+    "rounded": {"comm_mode": "Hybrid", "row_compression": "int8"},
+    "sparse": {"comm_mode": "AllReduce", "sparse": True},
+    "accumulated": {"comm_mode": "AllReduce", "accumulate": 2},
+    "passing over": {"comm_mode": "Hybrid", "skip_nonfinite": True},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 4, padding_idx=0, sparse=sparse)
+        self.bags = nn.EmbeddingBag(ROWS, 3, mode="mean", sparse=sparse)
+        self.norm = nn.BatchNorm1d(7)
+        self.head = nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.3), nn.Linear(5, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(torch.cat([self.table(ids[:, 0]), self.bags(ids)], 1)))  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()  # type: ignore[no-any-return]
+
+
+def batches(rank: int, count: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        yield torch.randint(0, ROWS // 4, (16 + rank, 3), generator=generator)
+
+
+def executor_of(
+    comm_mode: str, *, sparse: bool = False, accumulate: int = 1, skip_nonfinite: bool = False, **options: object
+) -> tuple[Model, ab.Executor]:
+    torch.manual_seed(0)
+    model = Model(sparse=sparse)
+    tables = [model.table.weight, model.bags.weight]
+    dense = [p for p in model.parameters() if all(p is not table for table in tables)]
+    optimizers = [torch.optim.SGD(tables, lr=0.1), torch.optim.Adam(dense, lr=0.01)]
+    step = ab.TrainStep(model, loss, optimizers, accumulate=accumulate, skip_nonfinite=skip_nonfinite)
+    return model, ab.Executor(step, comm_mode, seed=3, heartbeat=0.5, **options)  # type: ignore[arg-type]
+
+
+def crossed(executor: ab.Executor) -> dict[str, int]:
+    tables = sum(loads.bytes for loads in executor.statistics().tables.values())
+    return {"workers": executor.statistics().bytes - tables, "servers": tables}
+
+
+def compare(kind: str, rank: int) -> dict[str, object]:
+    """The bytes of a step, as planned before it and as counted; the second step is one like all others."""
+    options = dict(KINDS[kind])
+    _, executor = executor_of(str(options.pop("comm_mode")), **options)  # type: ignore[arg-type]
+    runs = 2 if kind == "accumulated" else 1
+    first, second = batches(rank, 2)
+    with executor:
+        for _ in range(runs):
+            executor.run(batch=first)
+        plan, before = executor.plan(batch=second), crossed(executor)
+        for _ in range(runs):
+            executor.run(batch=second)
+        after = crossed(executor)
+    return {
+        "planned": {"workers": plan.bytes.get("workers", 0), "servers": plan.bytes.get("servers", 0)},
+        "counted": {name: after[name] - before[name] for name in after},
+        "rows": {row.name: [row.place, row.bytes] for row in plan.rows},
+        "seconds": plan.step_seconds,
+    }
+
+
+def cheap_where(mode: str) -> Profile:
+    """A machine on which ``mode`` is the quickest."""
+    slow, quick = Link(1.0, 1.0, 1.0), Link(1e-6, 1e-9, 1e-9)
+    workers = slow if mode == "PS" else quick
+    servers = slow if mode == "AllReduce" else quick
+    dear = Update(0.0, 0.0 if mode == "AllReduce" else 1.0)
+    whole = quick if mode == "PS" else slow
+    return Profile(1e-9, 1e-9, 1e-9, {"SGD": dear, "Adam": Update(0.0, 0.0)}, workers, servers, servers, whole, whole)
+
+
+def trained(comm_mode: str, rank: int) -> tuple[ab.Executor, list[float]]:
+    """Numbers after four steps, and the next one that is drawn."""
+    model, executor = executor_of(comm_mode)
+    found: list[float] = []
+    with executor:
+        found += [float(executor.run(batch=batch)["loss"]) for batch in batches(rank, 4)]
+        dense = [*model.norm.buffers(), *model.head.parameters()]
+    found += [number for tensor in dense for number in tensor.flatten().tolist()]
+    return executor, [*found, float(torch.rand(()))]
+
+
+def choose(mode: str, rank: int) -> dict[str, object]:
+    measured = planner.measure
+    planner.measure = lambda *_, **__: cheap_where(mode)  # type: ignore[assignment]
+    said = StringIO()
+    with redirect_stdout(said):
+        executor, found = trained("auto", rank)
+    planner.measure = measured
+    _, wanted = trained(mode, rank)
+    return {
+        "mode": executor.comm_mode,
+        "said": said.getvalue(),
+        "same": found == wanted,
+        "places": sorted({route.place.value for route in executor.routes()}),
+    }
+
+
+def decide(rank: int) -> dict[str, object]:
+    """The choice by this machine's own clock."""
+    said = StringIO()
+    with redirect_stdout(said):
+        executor, _ = trained("auto", rank)
+    return {"mode": executor.comm_mode, "said": said.getvalue(), "bytes": executor.statistics().bytes}
+
+
+def main(what: Sequence[str]) -> None:
+    rank = int(os.environ["RANK"])
+    found: dict[str, object] = {}
+    for name in what:
+        if name in KINDS:
+            found[name] = compare(name, rank)
+        elif name == "auto":
+            found[name] = decide(rank)
+        else:
+            found[name] = choose(name.removeprefix("auto "), rank)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,99 @@
+"""Plans in a job of two workers and a server: their bytes are those that are counted, and ``"auto"`` is one choice."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.testing import LocalJob
+from launched import run
+
+SCRIPT = Path(__file__).with_name("plan_job.py")
+sys.path.insert(0, str(SCRIPT.parent))
+
+from plan_job import KINDS  # noqa: E402
+
+
+def results(*what: str, servers: int = 1) -> list[dict[str, Any]]:
+    found = LocalJob(2, servers=servers, timeout=300.0).run(SCRIPT, *what).check().results
+    assert all(result is not None for result in found)
+    return [result for result in found if result is not None]
+
+
+@pytest.mark.slow
+def test_the_bytes_planned_are_the_bytes_counted() -> None:
+    everyone = results(*KINDS, servers=2)
+    for kind in KINDS:
+        for rank, found in enumerate(everyone):
+            assert found[kind]["planned"] == found[kind]["counted"], (kind, rank)
+        assert everyone[0][kind]["seconds"] == everyone[1][kind]["seconds"] > 0  # one prediction for all
+
+
+def test_a_hybrid_job_plans_both_boundaries_by_parameter() -> None:
+    for found in results("Hybrid"):
+        plan = found["Hybrid"]
+        assert plan["planned"] == plan["counted"]
+        assert plan["rows"]["table.weight"][0] == "servers, by row"
+        assert plan["rows"]["head.0.weight"] == ["workers", (35 + 2) * 4]
+        tables = plan["rows"]["table.weight"][1] + plan["rows"]["bags.weight"][1]
+        assert plan["planned"]["servers"] == tables
+        # What is summed: every dense parameter with two flags, and a header of eight numbers.
+        dense = sum(size for name, (_, size) in plan["rows"].items() if name.startswith(("norm", "head")))
+        assert plan["planned"]["workers"] == dense + 8 * 4
+
+
+@pytest.mark.slow
+def test_auto_takes_the_cheapest_mode_and_trains_as_if_it_had_been_named() -> None:
+    modes = ["AllReduce", "PS", "Hybrid"]
+    everyone = results(*(f"auto {mode}" for mode in modes))
+    for mode in modes:
+        first, second = (found[f"auto {mode}"] for found in everyone)
+        assert (first["mode"], second["mode"]) == (mode, mode)
+        assert (first["same"], second["same"]) == (True, True), mode
+        assert first["places"] == second["places"]
+        assert first["said"].startswith(f"comm_mode='auto' takes {mode!r}: a step should take ")
+        assert first["said"].count("\n") == 1  # once, in one line
+        assert second["said"] == ""
+
+
+def test_auto_measures_and_all_workers_take_the_same() -> None:
+    first, second = (found["auto"] for found in results("auto"))
+    assert first["mode"] == second["mode"]
+    assert first["said"].startswith(f"comm_mode='auto' takes {first['mode']!r}: ")
+    assert all(f"with {mode!r}" in first["said"] for mode in {"AllReduce", "PS", "Hybrid"} - {first["mode"]})
+
+
+SHOWN = """
+import torch, anabranch as ab
+model = torch.nn.Sequential(torch.nn.Embedding(100, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+step = ab.TrainStep(model, lambda model, ids: model(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+print("before")
+with ab.Executor(step, "Hybrid") as executor:
+    executor.run(batch=torch.tensor([[1, 2], [2, 3]]))
+print("trained")
+"""
+
+
+def test_the_command_prints_the_plan_and_ends_before_the_first_step(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHOWN)
+    ended = run("--workers", "2", "--servers", "1", script, command="plan")
+    assert ended.returncode == 0, ended.stderr
+    assert "trained" not in ended.stdout
+    lines = ended.stdout.splitlines()
+    assert lines[:2] == ["before", "step 'default', comm_mode='Hybrid': 2 workers, 1 server"]
+    (table,) = [line for line in lines if line.startswith("0.weight")]
+    assert "servers, by row" in table
+    assert "120" in table  # three rows of 16 bytes and their ids, there and back
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_command_says_when_there_is_no_step_to_plan(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("print('done')")
+    ended = run(script, command="plan")
+    assert ended.returncode == 1
+    assert "nothing.py ended before it ran a training step" in ended.stderr
