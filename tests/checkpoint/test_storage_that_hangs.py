@@ -165,7 +165,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_leaves_the_checkpoint_before(url: str
 def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("soon", "0", "nan"):
         monkeypatch.setenv(SECONDS_VARIABLE, wrong)
-        with pytest.raises(ValueError, match=f"{SECONDS_VARIABLE}='{wrong}' is no number of seconds"):
+        with pytest.raises(ValueError, match=f"{SECONDS_VARIABLE}='{wrong}' is not a number of seconds"):
             Storage("memory://x")
 
 

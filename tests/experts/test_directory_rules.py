@@ -86,8 +86,8 @@ def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys
     ("endpoint", "why"),
     [
         ("unix:/etc/passwd", "a socket of one host"),
-        ("memory:0", "no endpoint"),
-        ("file:///etc/passwd", "no endpoint"),
+        ("memory:0", "not an endpoint"),
+        ("file:///etc/passwd", "not an endpoint"),
         ("tcp://0.0.0.0:7000", "where a server listens"),
         ("tcp://[::]:7000", "where a server listens"),
         ("tcp://10.0.0.1:0", "where a server listens"),

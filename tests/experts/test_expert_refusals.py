@@ -140,7 +140,7 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: ExpertBackend("ffn", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "no uid"),
+        (lambda: ExpertBackend("ffn", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "not a uid"),
         (lambda: ExpertBackend("ffn.01", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "leading"),
         (lambda: ExpertBackend("ffn.0", nn.Identity()), ValueError, "without inputs"),
         (
@@ -162,7 +162,7 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
             "gradient_reduction",
         ),
         (lambda: ExpertServer([]), ValueError, "without experts"),
-        (lambda: RemoteExpert("ffn", "unix:/nowhere"), ValueError, "no uid"),
+        (lambda: RemoteExpert("ffn", "unix:/nowhere"), ValueError, "not a uid"),
         (lambda: RemoteExpert("ffn.0", "unix:/nowhere", forward_timeout=0), ValueError, "forward_timeout"),
     ],
 )

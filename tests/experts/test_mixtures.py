@@ -365,7 +365,7 @@ def test_a_gate_that_went_wrong_is_named() -> None:
         ({"grid_size": ()}, "grid_size"),
         ({"k_min": 9}, "k_min"),
         ({"forward_timeout": 0.0}, "forward_timeout"),
-        ({"uid_prefix": "1ffn"}, "no prefix"),
+        ({"uid_prefix": "1ffn"}, "not a prefix"),
         ({"timeout_after_k_min": -1.0}, "timeout_after_k_min"),
     ],
 )

@@ -71,9 +71,9 @@ def test_it_answers_as_a_directory_of_this_process_does(directory: RedisDirector
         one.announce(["ffn.0.1"], ELSEWHERE, ttl=60.0)
         assert one.lookup(["ffn.0.1"]) == {"ffn.0.1": ELSEWHERE}, "the last one to announce it has it"
         for wrong in (["ffn"], ["ffn.01"], ["../x.1"]):
-            with pytest.raises(ValueError, match="is no uid"):
+            with pytest.raises(ValueError, match="is not a uid"):
                 one.announce(wrong, AT, ttl=60.0)
-        with pytest.raises(ValueError, match="is no prefix"):
+        with pytest.raises(ValueError, match="is not a prefix"):
             one.active(["ffn."])
         with pytest.raises(ValueError, match="ttl is a number of seconds"):
             one.announce(UIDS, AT, ttl=0.0)
@@ -249,7 +249,7 @@ def test_one_that_answers_a_byte_at_a_time_meets_the_deadline_too(stack: ExitSta
     ("answer", "kind", "told"),
     [
         (b"$22\r\nredis_version:4.0.14\r\n\r\n", ProtocolError, "Redis 4.0.14 is too old for a directory; install 5.0"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is no Redis .*; check the port"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is not a Redis .*; check the port"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", Overloaded, "still loading"),
         (b"-READONLY You can't write against a read only replica.\r\n", RemoteError, "is a replica.*name the primary"),
         (b"-MOVED 3999 127.0.0.1:6381\r\n", RemoteError, "member of a cluster"),
@@ -325,7 +325,7 @@ def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
 )
 def test_addresses_that_are_none(wrong: str) -> None:
     pytest.importorskip("redis")
-    with pytest.raises(ValueError, match=r"is no address of a Redis.*redis://HOST:PORT/DATABASE"):
+    with pytest.raises(ValueError, match=r"is not an address of a Redis.*redis://HOST:PORT/DATABASE"):
         RedisDirectory(wrong)
 
 

@@ -75,7 +75,7 @@ EXPERTS = ["experts", "--uids", "ffn.0", "--features", "2"]
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([*EXPERTS, "--module", "nosuch"], 2, "no module to serve"),
+        ([*EXPERTS, "--module", "nosuch"], 2, "not a module to serve"),
         ([*EXPERTS, "--device", "abacus"], 2, "no expert can live on 'abacus' here"),
         ([*EXPERTS, "--listen", "tcp://127.0.0.1:0"], 2, "TCP without certificates"),
         ([*EXPERTS, "--listen", "here"], 2, "'here' is not an endpoint"),
@@ -125,7 +125,7 @@ def test_patterns_names_and_optimizers() -> None:
         find_factory("builtins:int")(4)
     assert make_optimizer("none", nn.Linear(1, 1), 0.1) is None
     assert make_optimizer("adam", nn.Identity(), 0.1) is None
-    with pytest.raises(ValueError, match="no optimizer"):
+    with pytest.raises(ValueError, match="not an optimizer"):
         make_optimizer("nosuch", nn.Linear(1, 1), 0.1)
     backend = make_backends("nop.0", "nop", features=4, max_batch_size=7)[0]
     assert backend.forward_pool.max_batch_size == 7

@@ -132,8 +132,8 @@ def forged(path: Path, role: str, space_of: Path, *, ttl: float = 60.0, endpoint
 
 
 FORGERIES: dict[str, tuple[Callable[[bytes, dict[str, Path]], bytes], str]] = {
-    "no entry": (lambda entry, keys: b"tcp://10.0.0.2:7000", "is no signed entry"),
-    "unsigned": (lambda entry, keys: b"", "is no signed entry"),
+    "no entry": (lambda entry, keys: b"tcp://10.0.0.2:7000", "is not a signed entry"),
+    "unsigned": (lambda entry, keys: b"", "is not a signed entry"),
     "another endpoint": (lambda entry, keys: changed(entry, endpoint=THERE), "signature is not that"),
     "a longer time": (
         lambda entry, keys: changed(entry, expires=unpack(entry, SignedEntry).expires + 1),

@@ -74,7 +74,7 @@ def test_experts_are_announced_in_redis_and_those_of_others_found(
     script: Script, tmp_path: Path, redis: RealRedis, host: str | None, listens: str, others: list[int]
 ) -> None:
     backend = ab.ExpertBackend("other.7", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
-    # The mark of another job's expert process is none of ours.
+    # The mark of another job's expert process is not one of ours.
     ab.RedisDirectory(redis.url).announce(["anabranch-expert.0"], "unix:/nowhere", ttl=600.0)
     with ab.ExpertServer([backend], directory=redis.url):
         outcome = launch(
@@ -110,9 +110,9 @@ def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Pa
     ("arguments", "told"),
     [
         (["--directory", "redis://10.0.0.1:6379"], "give --host"),
-        (["--directory", "redis://127.0.0.1:port"], "is no address of a Redis"),
+        (["--directory", "redis://127.0.0.1:port"], "is not an address of a Redis"),
         (["--directory", "tcp://10.0.0.1:7001"], "asks for certificates; name theirs in ANABRANCH_KEYS"),
-        (["--directory", "nonsense"], "'nonsense' is no endpoint"),
+        (["--directory", "nonsense"], "'nonsense' is not an endpoint"),
         (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray has no use for it"),
     ],
 )

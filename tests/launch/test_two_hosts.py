@@ -22,7 +22,7 @@ pytestmark = [
 LIMIT = 100.0
 STEPS, CUT_AT = 8, 4
 
-# Each rank has an expert of its own, so that the order of the ranks' updates is no matter.
+# Each rank has an expert of its own, so that the order of the ranks' updates does not matter.
 TRAIN = """
 import json, pathlib, sys, time
 import torch

@@ -107,7 +107,7 @@ def test_bad_input_is_a_typed_error_and_changes_nothing() -> None:
             client.init("u", (10, 2), kind="rows", optimizer=torch.optim.LBFGS)
         with pytest.raises(ValueError, match="int64"):
             client.init("u", (10, 2), kind="rows", dtype=torch.int64)
-        with pytest.raises(ValueError, match="no table name"):
+        with pytest.raises(ValueError, match="not a table name"):
             client.init("../u", (10, 2), kind="rows")
         assert (client.pull("t") == 1).all()
         assert sum(sum(found.refused_values.values()) for found in client.statistics()) == 1

@@ -312,7 +312,7 @@ def test_a_rule_without_a_kernel_replays_missed_steps_until_they_change_nothing(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ({"name": "../etc"}, "no table name"),
+        ({"name": "../etc"}, "not a table name"),
         ({"rows": 0}, "rows=0"),
         ({"width": 0}, "width=0"),
         ({"dtype": torch.int64}, "int64"),

@@ -529,7 +529,7 @@ def mistakes() -> dict:
     alone = dist.new_group([0])
     if RANK:
         caught = raised_by(partial(ab.Pipe, skipping_model(), [LAYERS], process_group=alone))
-        assert "no group that this process is a rank of" in str(caught)
+        assert "not a group that this process is a rank of" in str(caught)
     caught = raised_by(partial(make, skipping_model(), heartbeat=0.0))
     assert "heartbeat is a number of seconds above 0, got 0.0" in str(caught)
     caught = raised_by(partial(make, skipping_model(), balance="time", sample=x.float()))

@@ -239,7 +239,7 @@ def test_a_stage_that_waits_past_the_deadline_says_for_whom():
             r"2 is not a multiple of 3 ranks; use one",
         ),
         ({"seed": "abc"}, TypeError, "seed is a whole number, got 'abc'"),
-        ({"process_group": -100}, ValueError, "no group that this process is a rank of"),
+        ({"process_group": -100}, ValueError, "not a group that this process is a rank of"),
         ({"module": nn.Linear(2, 2)}, TypeError, "splits a nn.Sequential, got Linear"),
         ({"module": nn.Sequential()}, ValueError, "empty"),
         ({"module": nn.Sequential(nn.LazyLinear(3), nn.Tanh())}, ValueError, "0.weight has no shape yet"),

@@ -164,7 +164,7 @@ def test_a_schedule_survives_a_file(tmp_path_factory: pytest.TempPathFactory, sc
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 actions of 2"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["B0.0","F0.0"]]}', "before its F"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0","F0.0"]]}', "twice"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["Q0.0"]]}', "no action"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["Q0.0"]]}', "not an action"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F1.0"]]}', "lies outside"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[1],"actions":[["F0.0","B0.0"]]}', "its stage on rank 1"),
         (
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_refused_saying_why(tmp_path: Path, text: str, message
         ("GPipe", 2, 0, None, "microbatches of at least 1, got 0"),
         ("GPipe", 4, 2, 2, "got 4 stages for 2 ranks; make 2 stages"),
         ("ZBV", 3, 2, 2, "3 stages do not fit 2 ranks; make 4 stages"),
-        ("Interleaved1F1B", 4, 2, 3, r"no multiple of 3 ranks; use one of \[1, 2, 4\]"),
+        ("Interleaved1F1B", 4, 2, 3, r"not a multiple of 3 ranks; use one of \[1, 2, 4\]"),
     ],
 )
 def test_numbers_that_cannot_run_are_refused_with_those_that_can(

@@ -565,7 +565,7 @@ def test_a_closed_client_ends_the_calls_of_other_threads() -> None:
 def test_mistakes_in_making_a_server_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="two verbs are called 'echo'"):
         Server([ECHO, ECHO])
-    with pytest.raises(ValueError, match="no endpoint"):
+    with pytest.raises(ValueError, match="not an endpoint"):
         Server([ECHO], listen="/tmp/path")
     with pytest.raises(ValueError, match="heartbeat"):
         Server([ECHO], heartbeat=0)

@@ -146,7 +146,7 @@ def test_certificates_name_their_job(tmp_path: Path, capsys: pytest.CaptureFixtu
     keys_command(tmp_path / "two", job="*")
     assert job_of_keys(tmp_path / "two", "experts") == "*"
     assert "good for every job of this authority" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no name of a job"):
+    with pytest.raises(ValueError, match="not a name of a job"):
         make_keys(tmp_path / "three", job="a/b")
     with pytest.raises(ValueError, match=r"holds no authority\.pem"):
         make_keys(tmp_path / "three", authority=tmp_path)

@@ -19,7 +19,7 @@ from browser import needs_a_browser, seen
 pytestmark = [pytest.mark.slow, needs_a_browser]
 
 EVIL = "</script><script>document.title='taken'</script>\"'\n\u2028\u202e<img src=x onerror=\"document.title='taken'\">"
-DESK, PHONE = "1280,900", "500,900"  # Chromium's windows are no narrower; the page takes this for a phone
+DESK, PHONE = "1280,900", "500,900"  # Chromium's windows are never narrower; the page takes this for a phone
 
 PRESS = """
 const out = {};

@@ -199,7 +199,7 @@ class Planner:
 
 @contextmanager
 def _uncounted(workers: Workers) -> Iterator[None]:
-    """Leave the workers' counts as they are: planning is no step's."""
+    """Leave the workers' counts as they are: planning is not a step."""
     counts = workers.bytes_sent, workers.wait_seconds
     try:
         yield

@@ -54,12 +54,12 @@ def parse_url(url: str) -> Mapping[str, Any]:
         facts: dict[str, Any] = {"connection_class": Connection, **parse(url)}
         base = urlsplit(url).path.strip("/")
         if "path" not in facts and base and not base.isdecimal():
-            raise ValueError(f"{base!r} is no number of a database")
+            raise ValueError(f"{base!r} is not a number of a database")
         if url.startswith("unix://") and not facts.get("path"):
             raise ValueError("the path is missing")
     except ValueError as error:
         raise ValueError(
-            f"{shown!r} is no address of a Redis ({error}); write redis://HOST:PORT/DATABASE, rediss://... for TLS, "
+            f"{shown!r} is not an address of a Redis ({error}); write redis://HOST:PORT/DATABASE, rediss://... for TLS, "
             "or unix://PATH"
         ) from None
     if "password" not in facts and (password := os.environ.get(PASSWORD_VARIABLE)):

@@ -19,7 +19,7 @@ _NAMES_A_REQUEST = 500
 
 
 def check_ttl(ttl: float) -> None:
-    """Refuse a time to live that is no number of seconds from 0 to a day."""
+    """Refuse a time to live that is not a number of seconds from 0 to a day."""
     if not 0 < ttl <= LONGEST_TTL:
         raise ValueError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:.0f}, got {ttl!r}")
 

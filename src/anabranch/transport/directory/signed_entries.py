@@ -95,7 +95,7 @@ class EntryReader:
         try:
             entry = unpack(raw, SignedEntry)
         except ProtocolError:
-            raise _Refused("it is no signed entry") from None
+            raise _Refused("it is not a signed entry") from None
         try:
             signer = self._signer(entry.certificate)
             self._check_signer(signer, uid, job)
