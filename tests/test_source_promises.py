@@ -97,6 +97,7 @@ def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 # What prints: a command's own words, and the line of `record_loads`, which promises it.
 PRINTS = {
+    "cli/__init__.py",  # Ctrl-C before the command line has been imported
     "executor/saving/background_saves.py",  # at the end of the process, where nobody is left to raise to
     "executor/executor.py",
     "executor/plan/auto.py",

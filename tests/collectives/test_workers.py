@@ -37,7 +37,7 @@ from anabranch import spans
 from anabranch.collectives import Workers
 
 torch.distributed.init_process_group("gloo")
-with spans.recorded(spans.Recorder()) as recorder, Workers() as workers:
+with spans.recorded(spans.SpanRecorder()) as recorder, Workers() as workers:
     workers.all_reduce(torch.ones(2))
     workers.gather_bytes(b"x")
 print(json.dumps({"spans": [name for name, *_ in recorder.take()]}))

@@ -18,6 +18,7 @@ from pages import DOCS, blocks, code_of, pages, write_files
 
 PACKAGE = Path(ab.__file__).parent
 PAGES = [page for page in pages() if not page.startswith("with/")]
+OF_OTHERS = {"terminate called without an active exception"}  # of the C++ runtime
 _QUOTE = re.compile(r"^### `(?P<quote>.+)`$", re.MULTILINE)
 
 
@@ -99,7 +100,7 @@ def quotes() -> list[str]:
 def test_every_error_in_troubleshooting_is_in_the_sources() -> None:
     known = templates()
     assert len(quotes()) > 10
-    assert [quote for quote in quotes() if spoken(known, quote) < 0.75] == []
+    assert [quote for quote in quotes() if quote not in OF_OTHERS and spoken(known, quote) < 0.75] == []
 
 
 @pytest.mark.parametrize(

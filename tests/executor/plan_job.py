@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.executor.plan import planner
-from anabranch.executor.plan.machine_profile import Link, Profile, Update
+from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
 
 ROWS = 500
 KINDS: dict[str, dict[str, object]] = {
@@ -91,7 +91,7 @@ def compare(kind: str, rank: int) -> dict[str, object]:
 
 def cheap_where(mode: str) -> Profile:
     """A machine on which ``mode`` is the quickest."""
-    slow, quick = Link(1.0, 1.0, 1.0), Link(1e-6, 1e-9, 1e-9)
+    slow, quick = LinkSpeed(1.0, 1.0, 1.0), LinkSpeed(1e-6, 1e-9, 1e-9)
     workers = slow if mode == "PS" else quick
     servers = slow if mode == "AllReduce" else quick
     dear = Update(0.0, 0.0 if mode == "AllReduce" else 1.0)

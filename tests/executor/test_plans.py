@@ -16,7 +16,7 @@ from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.plan import Plan, PlanRow, choose
 from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
 from anabranch.executor.plan.look import Look, LookedUp, look_at
-from anabranch.executor.plan.machine_profile import Link, Profile, Update
+from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
 from anabranch.executor.routes import Place
 
 # Powers of two, so that sums are exact.
@@ -25,11 +25,11 @@ MACHINE = Profile(
     fresh=0.25,
     distinct=0.0,
     updates={"SGD": Update(0.0, 2.0)},
-    workers=Link(1024.0, 1.0),
-    pull=Link(16.0, 1.0, 4.0),
-    push=Link(32.0, 2.0, 8.0),
-    pull_whole=Link(64.0, 1.0),
-    push_whole=Link(128.0, 4.0),
+    workers=LinkSpeed(1024.0, 1.0),
+    pull=LinkSpeed(16.0, 1.0, 4.0),
+    push=LinkSpeed(32.0, 2.0, 8.0),
+    pull_whole=LinkSpeed(64.0, 1.0),
+    push_whole=LinkSpeed(128.0, 4.0),
 )
 FACTS = StepFacts("train")
 
@@ -162,15 +162,15 @@ def test_no_line_is_longer_than_a_terminal_and_long_names_keep_both_ends() -> No
 
 
 def test_a_link_goes_through_its_measurements() -> None:
-    link = Link.of_rows(20, small=(64, 2.0), large=(4096, 65.0), wide=75.0)
+    link = LinkSpeed.of_rows(20, small=(64, 2.0), large=(4096, 65.0), wide=75.0)
     assert link.cost(64 * 20, 64) == pytest.approx(2.0)
     assert link.cost(4096 * 20, 4096) == pytest.approx(65.0)
     assert link.cost(4 * 4096 * 20, 4096) == pytest.approx(75.0)
 
 
 def test_a_link_that_a_hiccup_turned_over_has_no_negative_cost() -> None:
-    assert Link.through([(1000, 2.0), (5000, 1.0)]).cost(10_000) >= 0
-    assert Link.of_rows(20, small=(64, 3.0), large=(4096, 2.0), wide=1.0).cost(100, 5) >= 0
+    assert LinkSpeed.through([(1000, 2.0), (5000, 1.0)]).cost(10_000) >= 0
+    assert LinkSpeed.of_rows(20, small=(64, 3.0), large=(4096, 2.0), wide=1.0).cost(100, 5) >= 0
 
 
 # Looking at a batch.

@@ -19,7 +19,7 @@ WORKER = RoleStatus(
     412,
     "parameters 0",
     3.21,
-    "pull users",
+    operation="pull users",
     loads={"users": {"hits": 93, "misses": 7}},
 )
 SERVER = RoleStatus(

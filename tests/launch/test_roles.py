@@ -348,8 +348,8 @@ def test_keys_that_the_environment_names_are_the_jobs(tmp_path: Path) -> None:
     [
         (["--host", "127.0.0.1"], "this job has none"),
         (["--servers", "1", "--host", "0.0.0.0"], "nobody can connect to"),
-        (["--servers", "1", "--host", "203.0.113.7"], "no address of this machine"),
-        (["--experts", "1", "--host", "no such host"], "no address of this machine"),
+        (["--servers", "1", "--host", "203.0.113.7"], "not an address of this machine"),
+        (["--experts", "1", "--host", "no such host"], "not an address of this machine"),
     ],
 )
 def test_a_host_that_cannot_be_is_a_wrong_argument(script: Script, options: list[str], says: str) -> None:

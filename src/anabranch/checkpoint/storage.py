@@ -216,7 +216,9 @@ def _seconds() -> float:
         seconds = float(text)
         check_seconds(**{SECONDS_VARIABLE: seconds})
     except ValueError:
-        raise ValueError(f"{SECONDS_VARIABLE}={text!r} is not a number of seconds above 0; unset it, or set one") from None
+        raise ValueError(
+            f"{SECONDS_VARIABLE}={text!r} is not a number of seconds above 0; unset it, or set one"
+        ) from None
     return seconds
 
 

@@ -34,7 +34,7 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching
-from anabranch.executor.plan import Choice, Plan, Planner
+from anabranch.executor.plan import ModeChoice, Plan, Planner
 from anabranch.executor.plan.auto import agreed, check_auto, modes_possible, tell
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.evaluator import Evaluator
@@ -350,7 +350,7 @@ class Executor:
         alone = self._workers is None or self._workers.size == 1
         undecided = auto and not alone and bool(job().servers)
         if auto and not undecided:
-            tell(Choice("AllReduce", f"the job has no {'other workers' if alone else 'servers'}"), self._rank)
+            tell(ModeChoice("AllReduce", f"the job has no {'other workers' if alone else 'servers'}"), self._rank)
         if undecided or file is not None:
             self._running.before = partial(self._before_first, cache=cache if undecided else None, file=file)
             self._undecided = undecided
@@ -367,7 +367,7 @@ class Executor:
         """Take the mode whose step should be quickest, the same on all workers; return its plan."""
         assert self._workers is not None
         plans: dict[CommMode, Plan] = {}
-        choice = Choice("AllReduce", "the window that a checkpoint left open goes on as it was")
+        choice = ModeChoice("AllReduce", "the window that a checkpoint left open goes on as it was")
         if not any(runner.window()[0] for runner in self._runners.values()):
             possible = modes_possible(self._routes_in, self._steps, cache)
             plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)

@@ -4,3 +4,5 @@ Open ``crossing.py`` first.
 
 Not a transport: a boundary's ``forward`` and ``backward`` do what they like on the way.
 """
+
+__all__: list[str] = []

@@ -109,6 +109,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     """Return the outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is
     captured.
 
+    >>> from anabranch.autodiff.boundary.recorded import RecordedBoundary
     >>> def positive(entry, x):  # how many there are is nobody's business on this side
     ...     return [x[x > 0].sum()[None]]
     >>> form = Form((1,), torch.float32, torch.device("cpu"))

@@ -2,3 +2,5 @@
 
 Nothing here changes what is computed. Open ``watching.py`` first.
 """
+
+__all__: list[str] = []

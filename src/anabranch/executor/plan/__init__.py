@@ -5,8 +5,8 @@
 workers do all this together. Not a scheduler: a plan moves nothing by itself.
 """
 
-from anabranch.executor.plan.mode_choice import Choice, choose
+from anabranch.executor.plan.mode_choice import ModeChoice, choose
 from anabranch.executor.plan.planner import Planner
 from anabranch.executor.plan.step_plan import Plan, PlanRow
 
-__all__ = ["Choice", "Plan", "PlanRow", "Planner", "choose"]
+__all__ = ["ModeChoice", "Plan", "PlanRow", "Planner", "choose"]

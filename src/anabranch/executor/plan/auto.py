@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 from torch import nn
 
-from anabranch.executor.plan.mode_choice import Choice, choose
+from anabranch.executor.plan.mode_choice import ModeChoice, choose
 from anabranch.executor.plan.step_plan import Plan
 from anabranch.executor.routes import COMM_MODES, CommMode, Routes
 from anabranch.executor.running.remote import check_served_steps
@@ -60,12 +60,12 @@ def modes_possible(
     return found
 
 
-def agreed(plans: Mapping[CommMode, Plan], gather: Callable[[bytes], list[bytes]]) -> Choice:
+def agreed(plans: Mapping[CommMode, Plan], gather: Callable[[bytes], list[bytes]]) -> ModeChoice:
     """Return rank 0's choice, on every worker."""
-    return msgspec.json.decode(gather(msgspec.json.encode(choose(plans)))[0], type=Choice)
+    return msgspec.json.decode(gather(msgspec.json.encode(choose(plans)))[0], type=ModeChoice)
 
 
-def tell(choice: Choice, rank: int) -> None:
+def tell(choice: ModeChoice, rank: int) -> None:
     """Log the choice, and print it on rank 0."""
     line = f"comm_mode='auto' takes {choice.mode!r}: {choice.why}"
     _log.info("%s", line)

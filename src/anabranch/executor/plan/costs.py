@@ -23,7 +23,7 @@ from torch import Tensor
 from anabranch.collectives.buckets import bucket_bytes, carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
 from anabranch.executor.plan.look import Look, LookedUp
-from anabranch.executor.plan.machine_profile import Link, Profile
+from anabranch.executor.plan.machine_profile import LinkSpeed, Profile
 from anabranch.executor.plan.step_plan import Plan, PlanRow
 from anabranch.executor.routes import Place
 from anabranch.executor.running.window import HEADER_SIZE
@@ -286,7 +286,7 @@ def _latency(served: Sequence[RowsHeld], facts: StepFacts, profile: Profile) -> 
     return facts.accumulate * pull + refresh + push + norm
 
 
-def _latency_of(link: Link | None) -> float:
+def _latency_of(link: LinkSpeed | None) -> float:
     return 0.0 if link is None else link.latency
 
 
@@ -346,7 +346,7 @@ def _row_of_whole_table(
     return PlanRow(held.name, held.shape, held.place.value, "servers", known, seconds)
 
 
-def _cost(link: Link | None, nbytes: int, rows: int = 0) -> float:
+def _cost(link: LinkSpeed | None, nbytes: int, rows: int = 0) -> float:
     """Return the seconds beside a message's latency, which is counted once for all."""
     return 0.0 if link is None else link.cost(nbytes, rows, messages=0)
 

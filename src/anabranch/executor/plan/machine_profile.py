@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Link", "Profile", "Update"]
+__all__ = ["LinkSpeed", "Profile", "Update"]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """The time of a message: so much for each, so much for each byte and each row of a table in it.
 
-    >>> link = Link.through([(1_000, 0.002), (101_000, 0.003)])
+    >>> link = LinkSpeed.through([(1_000, 0.002), (101_000, 0.003)])
     >>> round(link.cost(51_000), 6)
     0.0025
 
@@ -27,14 +27,14 @@ class Link:
     per_row: float = 0.0
 
     @classmethod
-    def through(cls, points: Sequence[tuple[int, float]]) -> Link:
+    def through(cls, points: Sequence[tuple[int, float]]) -> LinkSpeed:
         """Return the link on which messages of so many bytes took so many seconds: the smallest and the largest one."""
         (few, quick), (many, slow) = min(points), max(points)
         per_byte = max(0.0, (slow - quick) / (many - few))
         return cls(max(0.0, quick - few * per_byte), per_byte)
 
     @classmethod
-    def of_rows(cls, width: int, small: tuple[int, float], large: tuple[int, float], wide: float) -> Link:
+    def of_rows(cls, width: int, small: tuple[int, float], large: tuple[int, float], wide: float) -> LinkSpeed:
         """Return the link of a table's rows.
 
         Args:
@@ -83,8 +83,8 @@ class Profile:
     fresh: float
     distinct: float
     updates: Mapping[str, Update] = field(default_factory=dict)
-    workers: Link | None = None
-    pull: Link | None = None
-    push: Link | None = None
-    pull_whole: Link | None = None
-    push_whole: Link | None = None
+    workers: LinkSpeed | None = None
+    pull: LinkSpeed | None = None
+    push: LinkSpeed | None = None
+    pull_whole: LinkSpeed | None = None
+    push_whole: LinkSpeed | None = None

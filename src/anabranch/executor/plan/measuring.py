@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.collectives import Workers
-from anabranch.executor.plan.machine_profile import Link, Profile, Update
+from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
 from anabranch.parameter_server import ParameterClient
 from anabranch.parameter_server.client.distinct_ids import unique_of
 from anabranch.tables import RowOptimizer
@@ -143,7 +143,7 @@ def _another(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
         return torch.optim.SGD(parameters, lr=0.0)
 
 
-def _measure_workers(workers: Workers) -> Link | None:
+def _measure_workers(workers: Workers) -> LinkSpeed | None:
     if workers.size == 1:
         return None
 
@@ -151,16 +151,16 @@ def _measure_workers(workers: Workers) -> Link | None:
         tensor = torch.zeros(count, device=workers.device)
         return _seconds(lambda: workers.all_reduce(tensor, operation="measure the workers' link"))
 
-    return Link.through([(count * 4, reduce(count)) for count in (_FEW_BYTES // 4, _MANY_BYTES // 4)])
+    return LinkSpeed.through([(count * 4, reduce(count)) for count in (_FEW_BYTES // 4, _MANY_BYTES // 4)])
 
 
 def _measure_servers(
     client: ParameterClient, name: str, rows: RowKind | None, whole: RowOptimizer | None, workers: Workers | None
-) -> dict[str, Link | None]:
+) -> dict[str, LinkSpeed | None]:
     names = [f"{name}.{kind}" for kind in ("rows", "wide", "small", "large")]
     client.drop(names)
     together = _nothing if workers is None else partial(workers.barrier, operation="measure the servers together")
-    found: dict[str, Link | None] = {}
+    found: dict[str, LinkSpeed | None] = {}
     try:
         if rows is not None:
             found |= _measure_rows(client, names[0], names[1], rows, together)
@@ -173,7 +173,7 @@ def _measure_servers(
 
 def _measure_rows(
     client: ParameterClient, plain: str, wide: str, kind: RowKind, together: Callable[[], None]
-) -> dict[str, Link | None]:
+) -> dict[str, LinkSpeed | None]:
     for name, width in ((plain, kind.width), (wide, _WIDE * kind.width)):
         spec = TableSpec(name, 4 * _LARGE, width, kind.dtype, every_row_moves=kind.every_row_moves)
         client.init_table(spec, kind.rule)
@@ -196,16 +196,16 @@ def _measure_rows(
             client.push_many({name: (torch.tensor([1]), torch.zeros(1, width, dtype=kind.dtype))})
         together()
 
-    found: dict[str, Link | None] = {}
+    found: dict[str, LinkSpeed | None] = {}
     for label, ask in (("push", push), ("pull", pull)):
         small, large = (_SMALL, ask(plain, _SMALL)), (_LARGE, ask(plain, _LARGE))
-        found[label] = Link.of_rows(4 + kind.width * kind.dtype.itemsize, small, large, ask(wide, _LARGE))
+        found[label] = LinkSpeed.of_rows(4 + kind.width * kind.dtype.itemsize, small, large, ask(wide, _LARGE))
     return found
 
 
 def _measure_whole(
     client: ParameterClient, small: str, large: str, rule: RowOptimizer, together: Callable[[], None]
-) -> dict[str, Link | None]:
+) -> dict[str, LinkSpeed | None]:
     none = torch.empty(0, dtype=torch.int64)
     values = {small: torch.zeros(_FEW_BYTES // 4), large: torch.zeros(_MANY_BYTES // 4)}
     for name, value in values.items():
@@ -218,6 +218,6 @@ def _measure_whole(
         return _seconds(lambda: client.push_many({name: (none, values[name])}), before=together)
 
     return {
-        label: Link.through([(value.nbytes, ask(name)) for name, value in values.items()])
+        label: LinkSpeed.through([(value.nbytes, ask(name)) for name, value in values.items()])
         for label, ask in (("pull_whole", pull), ("push_whole", push))
     }

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from anabranch.executor.plan.step_plan import Plan
 from anabranch.executor.routes import CommMode
 
-__all__ = ["Choice", "choose"]
+__all__ = ["ModeChoice", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModeChoice:
     """A mode that was taken.
 
     Attributes:
@@ -24,14 +24,14 @@ class Choice:
     why: str
 
 
-def choose(plans: Mapping[CommMode, Plan]) -> Choice:
+def choose(plans: Mapping[CommMode, Plan]) -> ModeChoice:
     """Return the mode whose plan takes the fewest seconds; of equals the first."""
     mode = min(plans, key=lambda name: plans[name].step_seconds)
     taken = plans[mode]
     others = [f"{_told(plan)} with {name!r}" for name, plan in plans.items() if name != mode]
     crossing = " and ".join(f"{size:,} bytes with {name}" for name, size in taken.bytes.items())
     why = f"a step should take {_told(taken)}, exchanging {crossing or 'nothing'}"
-    return Choice(mode, f"{why}; {', '.join(others)}" if others else why)
+    return ModeChoice(mode, f"{why}; {', '.join(others)}" if others else why)
 
 
 def _told(plan: Plan) -> str:

@@ -2,3 +2,5 @@
 
 Not the engines, which only differentiate and update. Open ``runner.py`` first.
 """
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 Not the files, which ``anabranch.checkpoint`` writes. Open ``saving.py`` first.
 """
+
+__all__: list[str] = []

@@ -20,6 +20,9 @@ __all__ = ["name_of_python_operator"]
 _ANYBODYS = torch.library.__file__
 """The file that registers what is given to the functions of ``torch.library``."""
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of PyTorch's collectives: PyTorch registers their derivatives as anybody would."""
+
 _REGISTERED_AT = ": registered at "
 
 
@@ -38,6 +41,8 @@ def _operators(target: Any) -> Iterator[torch._ops.OpOverload[..., Any]]:
 
 
 def _is_python(operator: torch._ops.OpOverload[..., Any]) -> bool:
+    if operator.namespace in _COLLECTIVES:
+        return False
     defined = OPDEFS.get(operator._schema.name)
     if defined is not None:
         return defined._backward_fn is not None or _is_the_users(defined)

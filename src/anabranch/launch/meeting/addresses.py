@@ -50,7 +50,7 @@ class ServiceAddresses:
     def expert_listens(self, index: int) -> str:
         """Return where an expert process listens that cannot tell it by the directory's own place.
 
-        >>> Place("tcp://10.0.0.1:7000", ()).expert_listens(0)
+        >>> ServiceAddresses("tcp://10.0.0.1:7000", ()).expert_listens(0)
         'tcp://10.0.0.1:0'
         """
         return self.expert(index) or f"{self.directory.rpartition(':')[0]}:0"

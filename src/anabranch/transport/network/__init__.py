@@ -2,3 +2,5 @@
 
 Knows no frames. Open ``streams.py`` first.
 """
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 Knows no tables or experts. Open ``server.py`` first.
 """
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 Not the expert, which ``backend.py`` is. Open ``task_pool.py`` first.
 """
+
+__all__: list[str] = []

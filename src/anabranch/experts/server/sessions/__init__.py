@@ -2,3 +2,5 @@
 
 Not training: steps have no gradients. Open ``open_sessions.py`` first.
 """
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 Open ``unseen.py`` first.
 """
+
+__all__: list[str] = []

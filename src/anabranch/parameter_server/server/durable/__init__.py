@@ -2,3 +2,5 @@
 
 Not the order of changes, which ``shard.py`` has. Open ``durability.py`` first.
 """
+
+__all__: list[str] = []
