@@ -338,5 +338,5 @@ def _interruptible(meet: Callable[[], None]) -> None:
     except BaseException:
         atexit.register(end_without_waiting)
         raise
-    thread.join()
-    met.result()
+    thread.join(timeout=10.0)
+    met.result(timeout=0)

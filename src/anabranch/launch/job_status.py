@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from anabranch.doing import read_doing
 from anabranch.launch.job_file import JOB_FILE
 
-__all__ = ["JobStatus", "TrackedLoop", "RoleStatus", "State", "WaitOfRole", "job_of", "latest_job", "status_of"]
+__all__ = ["JobStatus", "RoleStatus", "State", "TrackedLoop", "WaitOfRole", "job_of", "latest_job", "status_of"]
 
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
 

@@ -16,10 +16,10 @@ from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage
 from anabranch.tensors import Structure, map_structure
 
 __all__ = [
-    "Loss",
-    "Reduction",
     "HeadParts",
+    "Loss",
     "NOT_GIVEN",
+    "Reduction",
     "batch_rows",
     "check_rows",
     "make_head",
@@ -40,6 +40,7 @@ HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
 
 
 def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
+    """Return the stage with the keyword inputs that its layers take."""
     counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
     keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
     names = dict.fromkeys(name for taken in keywords.values() for name in taken)
@@ -66,6 +67,7 @@ def split_target(args: tuple[Structure, ...], target: Structure) -> tuple[tuple[
 
 
 def check_rows(value: Structure, rows: int, what: str) -> None:
+    """Raise for tensors of other numbers of rows than the batch has."""
     if not has_rows(value):
         return
     found = count_batch_rows(value, what)
@@ -76,6 +78,7 @@ def check_rows(value: Structure, rows: int, what: str) -> None:
 def make_head(
     parts: HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
 ) -> Head:
+    """Return the loss of each microbatch, as the last stage computes it."""
     loss, target, reduction, keeps_output = parts
     check_rows(target, rows, "the target")
     on_device = [

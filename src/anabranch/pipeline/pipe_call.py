@@ -29,7 +29,7 @@ from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["Inputs", "CallOutcome", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = ["CallOutcome", "Inputs", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]

@@ -30,7 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from anabranch.errors import CheckpointError
 from anabranch.tensors import Structure
 
-__all__ = ["CountedPosition", "MapPosition", "LoaderPosition", "StatefulPosition", "position_of"]
+__all__ = ["CountedPosition", "LoaderPosition", "MapPosition", "StatefulPosition", "position_of"]
 
 State = dict[str, object]
 

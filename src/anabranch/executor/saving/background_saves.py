@@ -24,7 +24,7 @@ from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["BackgroundSaves", "MOST_IN_FLIGHT", "CheckpointContent", "Started"]
+__all__ = ["BackgroundSaves", "CheckpointContent", "MOST_IN_FLIGHT", "Started"]
 
 _LAST_SECONDS = 600.0  # for what is written when the process ends
 MOST_IN_FLIGHT = 2

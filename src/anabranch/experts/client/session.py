@@ -24,7 +24,7 @@ from anabranch.experts.schema import Given, Schema, with_leading
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
 
-__all__ = ["InferenceSession"]
+__all__ = ["InferenceSession", "SessionExpert"]
 
 _ID_BYTES = 16
 # Seconds for telling the server that the session has ended; without it the server learns it from the time to live.

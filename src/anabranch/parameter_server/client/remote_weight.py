@@ -27,7 +27,7 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.events import report
 
-__all__ = ["RemoteWeight", "WeightSource", "Table", "look_up", "look_up_bags"]
+__all__ = ["RemoteWeight", "Table", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):

@@ -55,6 +55,7 @@ def _check_parts(
 def check_pull(
     contents: ShardContents, message: PullMessage, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor | None]:
+    """Return the ids of each part, and the ages of known rows; raise if the pull is invalid."""
     ids = _check_parts(contents, message, tensors)
     known = message.knows()
     if len(tensors) != 1 + (known > 0):
@@ -104,6 +105,7 @@ def _check_numbers(contents: ShardContents, message: PushMessage, tensors: Seque
 
 
 def gradients_of(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of each part."""
     return split(tensors[1 + (message.sums() > 0) :], shares_of(contents, message), message.compression)
 
 

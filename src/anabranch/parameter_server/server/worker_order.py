@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anabranch.parameter_server.messages import PushMessage
 
-__all__ = ["Consistency", "CheckedPush", "WorkerOrder"]
+__all__ = ["CheckedPush", "Consistency", "WorkerOrder"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = [
     "Facts",
-    "PacketFault",
     "Header",
     "InputKind",
+    "PacketFault",
     "bytes_of",
     "decode_header",
     "describe",

@@ -18,6 +18,7 @@ Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 
 
 def check_choices(chunks: int, checkpoint: str) -> None:
+    """Raise for a number of microbatches or a ``checkpoint`` that cannot be."""
     if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
         raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
     choice("checkpoint", checkpoint, get_args(Checkpoint))
@@ -57,6 +58,7 @@ class PipeSchedules:
         self.splits_backward = first.splits_backward
 
     def of(self, m: int) -> Schedule:
+        """Return the schedule for ``m`` microbatches."""
         if self.given is not None and self.given.microbatches == m:
             return self.given
         if m not in self._made:
@@ -78,5 +80,6 @@ class PipeSchedules:
 
 
 def recomputed_actions(checkpoint: Checkpoint, n: int, m: int) -> frozenset[tuple[int, int]]:
+    """Return the stages and microbatches that are computed again in backward."""
     last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint.lower()]
     return frozenset((j, i) for j in range(n) for i in range(last))

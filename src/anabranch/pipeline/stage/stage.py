@@ -38,7 +38,7 @@ from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure
 
-__all__ = ["GradientMessages", "Habits", "Head", "Messages", "StagePlan", "Stage", "StageRun"]
+__all__ = ["GradientMessages", "Habits", "Head", "Messages", "Stage", "StagePlan", "StageRun"]
 
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""

@@ -37,6 +37,7 @@ def find_balance(
     places: int | None,
     group: dist.ProcessGroup | None,
 ) -> list[int]:
+    """Return the number of layers of each stage, by their time or their size."""
     finders = {"time": balance_by_time, "size": balance_by_size}
     if by not in finders:
         raise ValueError(f"balance is a list, 'time' or 'size', got {by!r}")
@@ -130,6 +131,7 @@ def place_stages(
     devices: Sequence[torch.device | str] | None,
     here: Sequence[int],
 ) -> list[Stage]:
+    """Return the stages, those of this process on their devices."""
     if devices is not None:
         places = [_numbered(torch.device(name)) for name in devices]
     elif len(here) < len(split):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
 
-__all__ = ["SigningIdentity", "NotSigned", "SignedEntry", "Signer"]
+__all__ = ["NotSigned", "SignedEntry", "Signer", "SigningIdentity"]
 
 _PURPOSE = "anabranch directory entry, version 1"
 

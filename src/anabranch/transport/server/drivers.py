@@ -34,7 +34,7 @@ from anabranch.transport.failures import note_failure
 from anabranch.transport.network.streams import Listener, Stream
 from anabranch.transport.server.connection import Answer, Connection, ConnectionState
 
-__all__ = ["Host", "AcceptLoop", "ThreadOfItsOwn"]
+__all__ = ["AcceptLoop", "Host", "ThreadOfItsOwn"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.transport")

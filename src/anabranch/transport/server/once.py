@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from anabranch.errors import ProtocolError
 
-__all__ = ["RequestIdentity", "OnceTable"]
+__all__ = ["OnceTable", "RequestIdentity"]
 
 RequestIdentity = tuple[bytes, int]
 """A request's name for ever: the epoch of its client, and its sequence."""

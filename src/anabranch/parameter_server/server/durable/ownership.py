@@ -33,7 +33,7 @@ from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server.server.durable.log_format import is_numbered, log_numbers, log_path
 
-__all__ = ["Ownership", "DirectoryContents", "holds_changes"]
+__all__ = ["DirectoryContents", "Ownership", "holds_changes"]
 
 _SLOT = struct.Struct("<8sQQQQIQQQI")
 _MAGIC = b"ABOWNER\n"
