@@ -1,4 +1,4 @@
-"""What the main thread of this process is at beside steps, for whoever looks while it lasts: ``ROLE-RANK.doing``.
+"""The work of this process's main thread beside steps, for readers while it lasts: ``ROLE-RANK.doing``.
 
 A loader that gives no batch, or a capture, may hold a step up for long, and no code of ours runs meanwhile that could
 say so. So it is left in a mapped file before it begins: the process, since when, and what. ``anabranch run`` names the
@@ -23,7 +23,7 @@ __all__ = ["Doing", "during", "read_doing"]
 
 
 class Doing(IntEnum):
-    """What may last."""
+    """Work that may last."""
 
     NOTHING = 0
     FETCHING = 1

@@ -249,7 +249,7 @@ def test_one_that_answers_a_byte_at_a_time_meets_the_deadline_too(stack: ExitSta
     ("answer", "kind", "told"),
     [
         (b"$22\r\nredis_version:4.0.14\r\n\r\n", ProtocolError, "Redis 4.0.14 is too old for a directory; install 5.0"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is not a Redis .*; check the port"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is no Redis .*; check the port"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", Overloaded, "still loading"),
         (b"-READONLY You can't write against a read only replica.\r\n", RemoteError, "is a replica.*name the primary"),
         (b"-MOVED 3999 127.0.0.1:6381\r\n", RemoteError, "member of a cluster"),

@@ -47,7 +47,7 @@ _OF_THE_NODE = (
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has happened in a seat since it was last asked.
+    """Events in a seat since it was last asked.
 
     Attributes:
         output: pieces of output, each with its stream (1 or 2).
