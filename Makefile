@@ -88,6 +88,7 @@ bench: $(STAMP)
 	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
 	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
 	$(BIN)/python benchmarks/start.py --out $(RESULTS)
+	$(BIN)/python benchmarks/observing.py --out $(RESULTS)
 
 # Beside other libraries, in a virtual environment of their own that borrows torch from ours.
 bench-peers: $(STAMP)

@@ -1,0 +1,101 @@
+"""What it costs a training step to be looked at: facts for ``anabranch status`` and the screen, a sink, a trace.
+
+::
+
+    python benchmarks/observing.py [--only NAME ...] [--rounds N] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+
+import torch
+from measure import compare, machine, report
+
+import anabranch as ab
+from anabranch.status_file import STATUS_VARIABLE
+from models import CASES, Case
+
+Look = Callable[[], AbstractContextManager[object]]
+
+
+class Kept:
+    """A sink that keeps the last numbers."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self.values = values
+
+    def event(self, name: str, facts: dict[str, object]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def executor_of(case: Case, *, status: Path | None = None, **options: object) -> ab.Executor:
+    torch.manual_seed(0)
+    if status is not None:
+        os.environ[STATUS_VARIABLE] = str(status)
+    try:
+        return ab.Executor(case.step(), engine="tape", **options)  # type: ignore[arg-type]
+    finally:
+        os.environ.pop(STATUS_VARIABLE, None)
+
+
+def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
+    batch = case.batch()
+    with ExitStack() as stack:
+        alone, shown, sunk, traced = (
+            stack.enter_context(executor)
+            for executor in (
+                executor_of(case),
+                executor_of(case, status=folder / "worker-0"),
+                executor_of(case, sinks=[Kept()]),
+                executor_of(case),
+            )
+        )
+        # A recorder sees the whole process, so a trace is taken only while its own side has its turn.
+        sides: dict[str, tuple[ab.Executor, Look]] = {
+            "nobody looks": (alone, nullcontext),
+            "status and screen": (shown, nullcontext),
+            "a sink": (sunk, nullcontext),
+            "a trace": (traced, lambda: traced.trace(folder / "trace.json")),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        names = list(sides)
+        for index in range(rounds + 1):
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                executor, look = sides[name]
+                with look():
+                    started = time.perf_counter()
+                    for _ in range(case.calls):
+                        executor.run(batch=batch)
+                    ended = time.perf_counter()
+                if index:  # the first round warms up
+                    seconds[name].append((ended - started) / case.calls)
+    assert all(statistics.median(values) > 0 for values in seconds.values())
+    return compare(seconds, "nobody looks")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        results = {name: compare_case(CASES[name], arguments.rounds, Path(folder)) for name in arguments.only}
+    report("observing", before, results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
