@@ -22,8 +22,8 @@ from typing import IO
 import torch
 
 from anabranch.launch.forks.main_script import run_as_main
-from anabranch.launch.python_program import PythonProgram as Runnable
-from programs import PythonProgram, start
+from anabranch.launch.python_program import Program as Runnable
+from programs import Program, start
 
 __all__ = ["Cable", "Host", "seeded_linear", "start_on", "two_hosts", "why_not"]
 
@@ -92,9 +92,7 @@ def two_hosts(*, delay: float = 0.0, bits_per_second: float = 1e9) -> Iterator[t
         yield hosts[0], hosts[1], cable
 
 
-def start_on(
-    host: Host, *words: object, environment: Mapping[str, str] | None = None, stderr: int = 2
-) -> PythonProgram:
+def start_on(host: Host, *words: object, environment: Mapping[str, str] | None = None, stderr: int = 2) -> Program:
     """Start a Python file or, behind ``-m``, a module with its arguments on a host."""
     return start(Path(__file__), host.pid, *words, environment=environment, stderr=stderr)
 
