@@ -22,7 +22,7 @@ from typing import IO
 import torch
 
 from anabranch.launch.forks.main_script import run_as_main
-from anabranch.launch.python_program import Program as Runnable
+from anabranch.launch.python_program import PythonProgram as Runnable
 from programs import Program, start
 
 __all__ = ["Cable", "Host", "seeded_linear", "start_on", "two_hosts", "why_not"]
