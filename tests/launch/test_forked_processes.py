@@ -15,6 +15,7 @@ from process_marks import wait_until
 
 from anabranch.launch import launch
 from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
+from anabranch.launch.forks.forked_process import ForkedProcess
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.orphans import adopt_orphans
@@ -375,3 +376,12 @@ print(json.dumps([outcome.exit_code, told]))
     assert told[0].endswith("started again (1 of 3)")
     assert told[1].startswith("starting plain processes, which takes longer: the fork server ")
     assert [(tmp_path / f"expert-{life}").read_text().split()[1] for life in range(2)] == ["True", "False"]
+
+
+def test_a_fork_whose_launcher_has_gone_ends_without_a_word(tmp_path: Path) -> None:
+    """Ctrl-C may end the launcher between the fork and its first word to it."""
+    read, write = os.pipe()
+    os.close(read)
+    process = ForkedProcess("worker 0", PythonProgram("x.py"), {}, 1, (), (), 0o22, (0, 1, 2), 0, write)
+    process.refuse("the launcher (pid 1) is gone")
+    os.close(write)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import current_process
 from pathlib import Path
@@ -93,8 +94,9 @@ class ForkedProcess:
             os.close(descriptor)
 
     def refuse(self, why: str) -> None:
-        """Tells the launcher that there will be no such process."""
-        os.write(self.report, f"error {why}".encode())
+        """Tell the launcher, if it is still there, that there will be no such process."""
+        with suppress(OSError):
+            os.write(self.report, f"error {why}".encode())
 
     def take_over(self) -> None:
         """Turn this fork into the role's process."""
@@ -102,10 +104,10 @@ class ForkedProcess:
             os.setsid()
             self._tie_to_launcher()
             self._set_state()
+            os.write(self.report, str(os.getpid()).encode())
         except Exception as error:  # noqa: BLE001  the launcher is told, whatever it is
             self.refuse(f"{type(error).__name__}: {error}")
             os._exit(1)
-        os.write(self.report, str(os.getpid()).encode())
         os.close(self.report)
 
     def run(self) -> None:
