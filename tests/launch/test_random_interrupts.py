@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -15,6 +16,8 @@ from anabranch.doing import Doing
 from anabranch.launch.job_status import status_of
 from launched import start_run
 from waiting import wait_until
+
+PRESSES = int(os.environ.get("ANABRANCH_PRESSES", "3"))  # more to look for what happens once in a hundred
 
 TRAINS = """
     import sys, torch, anabranch as ab
@@ -30,7 +33,7 @@ TRAINS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(PRESSES))
 def test_ctrl_c_at_a_random_moment_is_told_in_two_lines(
     seed: int, script: Callable[[str], Path], tmp_path: Path, mark: str
 ) -> None:
