@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.job_end import show_end, tell
+from anabranch.cli.script_arguments import Arguments, IsModule, Script
 from anabranch.launch import launch
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.signals import hold_signals
@@ -20,21 +21,9 @@ __all__ = ["plan"]
 
 
 def plan(
-    script: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT",
-            help="The Python file, or with -m module, every worker and expert runs.",
-            show_default=False,
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", help="SCRIPT is the name of a module, found as `python -m` finds it.")
-    ] = False,
+    script: Script,
+    arguments: Arguments = None,
+    module: IsModule = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to plan for.")] = 1,
     servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers.")] = 0,
     experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many processes serve experts.")] = 0,

@@ -14,6 +14,7 @@ import typer
 
 from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.script_arguments import Arguments, IsModule, Script
 from anabranch.deadline import Deadline
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
 from anabranch.launch.meeting.addresses import check_directory
@@ -32,21 +33,9 @@ _ASK_SECONDS = 10.0
 
 
 def run(
-    script: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT",
-            help="The Python file, or with -m module, every worker and expert runs.",
-            show_default=False,
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", help="SCRIPT is the name of a module, found as `python -m` finds it.")
-    ] = False,
+    script: Script,
+    arguments: Arguments = None,
+    module: IsModule = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to start.")] = 1,
     servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers to start.")] = 0,
     experts: Annotated[

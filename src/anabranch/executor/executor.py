@@ -1,4 +1,7 @@
-"""``Executor``: a program of named steps, run on every worker of a job."""
+"""``Executor``: a program of named steps, run on every worker of a job.
+
+The file is long because it is the users' whole interface, most of it docstrings: each method hands on to a part.
+"""
 
 from __future__ import annotations
 

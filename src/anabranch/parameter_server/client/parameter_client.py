@@ -5,7 +5,8 @@ A request that concerns several shards goes to all at once, in one message each.
 exactly once, so a lost connection does not fail the call: the transport retries until the deadline.
 
 ``shard_calls.py`` asks the shards, ``held_tables.py`` knows names and places, ``row_messages.py`` turns rows into
-messages, and ``saved_tables.py`` into checkpoints.
+messages, and ``saved_tables.py`` into checkpoints. What is left here is the interface, call by call, and the
+order of pulls and pushes.
 """
 
 from __future__ import annotations
