@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -23,6 +24,7 @@ import anabranch as ab
 from anabranch.status_file import STATUS_VARIABLE
 from models import CASES, Case
 
+STEPS = 5  # of a turn
 Look = Callable[[], AbstractContextManager[object]]
 
 
@@ -52,9 +54,10 @@ def executor_of(case: Case, *, status: Path | None = None, **options: object) ->
 def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
     batch = case.batch()
     with ExitStack() as stack:
-        alone, shown, sunk, traced = (
+        alone, again, shown, sunk, traced = (
             stack.enter_context(executor)
             for executor in (
+                executor_of(case),
                 executor_of(case),
                 executor_of(case, status=folder / "worker-0"),
                 executor_of(case, sinks=[Kept()]),
@@ -64,22 +67,26 @@ def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, f
         # A recorder sees the whole process, so a trace is taken only while its own side has its turn.
         sides: dict[str, tuple[ab.Executor, Look]] = {
             "nobody looks": (alone, nullcontext),
+            "nobody looks, once more": (again, nullcontext),  # how far two equal executors lie apart
             "status and screen": (shown, nullcontext),
             "a sink": (sunk, nullcontext),
             "a trace": (traced, lambda: traced.trace(folder / "trace.json")),
         }
+        # Turns of a few steps, in a new order each time: a machine's moods last longer, and meet all sides alike.
         seconds: dict[str, list[float]] = {name: [] for name in sides}
-        names = list(sides)
+        names, order = list(sides), random.Random(0)
         for index in range(rounds + 1):
-            for name in names[index % len(names) :] + names[: index % len(names)]:
+            order.shuffle(names)
+            for name in names:
                 executor, look = sides[name]
                 with look():
+                    executor.run(batch=batch)
                     started = time.perf_counter()
-                    for _ in range(case.calls):
+                    for _ in range(STEPS):
                         executor.run(batch=batch)
                     ended = time.perf_counter()
                 if index:  # the first round warms up
-                    seconds[name].append((ended - started) / case.calls)
+                    seconds[name].append((ended - started) / STEPS)
     assert all(statistics.median(values) > 0 for values in seconds.values())
     return compare(seconds, "nobody looks")
 
@@ -87,13 +94,17 @@ def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=400, help="a tenth for the two large models")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+
+    def rounds_of(case: Case) -> int:
+        return arguments.rounds if case.calls > STEPS else max(1, arguments.rounds // 10)
+
     before = machine()
     with tempfile.TemporaryDirectory() as folder:
-        results = {name: compare_case(CASES[name], arguments.rounds, Path(folder)) for name in arguments.only}
+        results = {name: compare_case(CASES[name], rounds_of(CASES[name]), Path(folder)) for name in arguments.only}
     report("observing", before, results, arguments.out)
 
 

@@ -36,6 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
         _settle_hypothesis()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests may take long: their limit is there for what hangs, also where a machine has other work."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 def pytest_collection_finish() -> None:
     """From here on a collection of garbage looks at what the tests have made, and not at all that was imported.
 

@@ -192,7 +192,7 @@ def test_the_batch_script_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     for first, steps in ((0, 20), (20, 30)):
         done = subprocess.run(
             ["bash", CLUSTER / "job.sbatch", str(CLUSTER / "train.py"), "--steps", str(steps)],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         told = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(logs.iterdir()))
         assert done.returncode == 0, done.stderr + told

@@ -19,7 +19,7 @@ from anabranch.launch.job_status import status_of
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(" " in sys.executable, reason="Ray gives a shell the path of Python with its space unquoted"),
 ]
 LIMIT = 300.0
