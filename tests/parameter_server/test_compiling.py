@@ -75,14 +75,48 @@ def test_it_does_not_wait_for_ever(module: ModuleType, monkeypatch: pytest.Monke
 
 def test_what_another_process_has_compiled_is_loaded(module: ModuleType) -> None:
     assert module.twice(2.0) == 4.0
-    path = Path(module.__file__ or "")
-    spec = importlib.util.spec_from_file_location("kernels_of_a_test", path)
+    again = fresh(module)
+    assert again.twice(2.0) == 4.0
+    assert sum(again.twice.stats.cache_hits.values()) == 1
+
+
+def fresh(module: ModuleType) -> ModuleType:
+    """The same module as another process imports it."""
+    spec = importlib.util.spec_from_file_location("kernels_of_a_test", Path(module.__file__ or ""))
     assert spec is not None
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
+    return again
+
+
+def index_of(module: ModuleType) -> Path:
+    return Path(module.twice._cache._cache_file._index_path)
+
+
+def test_what_other_sources_were_compiled_to_is_compiled_anew(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba looks at the file of a kernel alone; what the kernel calls may have changed all the same."""
+    assert module.twice(2.0) == 4.0
+    monkeypatch.setattr(_compiling, "_sources", lambda: "others")
+    again = fresh(module)
     assert again.twice(2.0) == 4.0
-    assert sum(again.twice.stats.cache_hits.values()) == 1
+    assert sum(again.twice.stats.cache_hits.values()) == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x04", b"canabranch\nNoMore\n."])
+@pytest.mark.parametrize("pattern", ["*.nbi", "*.nbc"])
+def test_a_file_that_cannot_be_read_is_made_anew(module: ModuleType, pattern: str, damage: bytes) -> None:
+    """An index of an earlier version named a class that was no more, and every job with a cache ended in that error."""
+    assert module.twice(2.0) == 4.0
+    for path in index_of(module).parent.glob(pattern):
+        path.write_bytes(damage)
+    again = fresh(module)
+    assert again.twice(2.0) == 4.0
+    third = fresh(module)
+    assert third.twice(2.0) == 4.0
+    assert sum(third.twice.stats.cache_hits.values()) == 1
 
 
 def test_without_a_place_to_keep_it_a_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +138,7 @@ def test_processes_that_load_what_is_compiled_do_not_wait_for_each_other(
 ) -> None:
     """On a busy machine a server said that it compiled kernels while it waited for others that loaded them."""
     assert module.twice(2.0) == 4.0
-    spec = importlib.util.spec_from_file_location("kernels_of_a_test", Path(module.__file__ or ""))
-    assert spec is not None
-    assert spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
+    again = fresh(module)
 
     def waited(_: float) -> None:
         raise AssertionError("it waited for a process that only loads")

@@ -6,6 +6,10 @@ once can leave an index whose entry for one dtype names the code of the other, f
 starts on a new machine would compile the same kernels. Here a process that compiles locks the function, and whoever
 waited for it finds the code in the cache. Those that load what is there share the lock and wait for nobody but it.
 
+Numba looks whether the file of a function has changed, not those of the functions that it calls, and reads an index
+that names classes of another version before it looks. So the version that it compares first is here that of all sources
+of tables, and what cannot be read is made anew.
+
 That takes half a minute on a new machine, in which nothing else happens. So a process that has compiled, or waited for
 another that does, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
 """
@@ -13,12 +17,14 @@ another that does, for two seconds logs one line (``INFO``, ``anabranch.compilin
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -67,14 +73,23 @@ def compiled(function: Function) -> Function:
     except RuntimeError as error:  # neither the package's folder nor the user's cache can be written to
         warnings.warn(f"kernels are compiled in each process anew: {error}", RuntimeWarning, stacklevel=2)
         return cast(Function, numba.njit(**_MADE_FOR)(function))
+    dispatcher._cache._cache_file._version = f"{numba.__version__} {_sources()}"
     compile_ = dispatcher.compile
     lock = Path(dispatcher.stats.cache_path, f"{function.__module__}.{function.__qualname__}.lock")
 
     def compile_alone(signature: object) -> object:
         with global_compiler_lock:  # first: two threads compile functions that call each other
-            with suppress(_NotOnDisk), _locked(lock, fcntl.LOCK_SH), _only_loads(dispatcher):
-                return compile_(signature)
+            readable = True
+            try:
+                with _locked(lock, fcntl.LOCK_SH), _only_loads(dispatcher):
+                    return compile_(signature)
+            except _NotOnDisk:
+                pass
+            except Exception:  # noqa: BLE001  half a file may hold anything, and end in any error
+                readable = False
             with _locked(lock, fcntl.LOCK_EX):
+                if not readable:
+                    dispatcher._cache.flush()
                 return compile_here(signature)
 
     def compile_here(signature: object) -> object:
@@ -87,6 +102,15 @@ def compiled(function: Function) -> Function:
 
     dispatcher.compile = compile_alone
     return cast(Function, dispatcher)
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of all that kernels may call."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _missed(dispatcher: Any) -> int:
