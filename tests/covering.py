@@ -38,3 +38,9 @@ def pairwise(*values: Iterable[object], slow: bool = True) -> list[ParameterSet]
 
     found = [pytest.param(*named(case)) for case in chosen]
     return found + [pytest.param(*named(case), marks=pytest.mark.slow) for case in left if slow]
+
+
+def few(values: Iterable[object], *quick: object) -> list[ParameterSet]:
+    """Return all values for ``pytest.mark.parametrize``, those that are not named as ``quick`` marked as slow."""
+    cases = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [pytest.param(*case, marks=[] if value in quick else pytest.mark.slow) for value, case in cases]

@@ -96,9 +96,8 @@ def test_a_crossing_multiplies_the_inputs_with_what_was_crossed():
     torch.testing.assert_close(model(ids, numbers), expected)
 
 
-# DeepFM has the parts of wide-deep and more.
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("wide-deep", "dcn")), "deepfm"]
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dcn", "deepfm")), "wide-deep"]
 )
 def test_the_graph_is_the_tape(name, tmp_path, capsys):
     results = {}
@@ -217,6 +216,7 @@ def test_a_batch_that_workers_cannot_share_equally_is_refused(tmp_path, capsys, 
 # Every communication mode.
 
 
+@pytest.mark.slow
 def test_one_process_alone_runs_every_mode_alike(tmp_path, capsys):
     alone = run_here(capsys, *SMALL, "--out", tmp_path / "alone")
     for mode in ("AllReduce", "PS", "Hybrid"):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from covering import few
+
 ADULT = (
     "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
     "United-States, <=50K\n"
@@ -144,7 +146,7 @@ def made(tmp_path: Path, lines: int, form: str = "criteo") -> Path:
 
 
 @pytest.mark.parametrize("form", ["criteo", "adult"])
-@pytest.mark.parametrize("block", [1, 300, 1 << 20])
+@pytest.mark.parametrize("block", few([1, 300, 1 << 20], 300, 1 << 20))
 def test_it_goes_on_at_the_next_batch_wherever_it_stopped(form, block, tmp_path, monkeypatch):
     import _clicks
 

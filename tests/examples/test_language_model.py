@@ -78,6 +78,7 @@ def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_te
     assert (out / "checkpoint").is_dir()
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run_and_the_same_seed_the_same(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--steps", 2, "--text", small_text]
     results = [
@@ -122,6 +123,7 @@ def test_without_matplotlib_it_says_so_and_goes_on(small_text, tmp_path, capsys,
 # Going on.
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_the_same_command_ends_as_if_undisturbed(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--steps", "7", "--save-every", "3", "--evaluate-every", "2", "--text", str(small_text)]
     killed = [*arguments, "--out", str(tmp_path / "killed")]
@@ -227,6 +229,7 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_on_servers_the_memory_learns_what_it_learns_here(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
     launcher = LocalJob(workers=2, servers=2, timeout=110)
@@ -239,6 +242,7 @@ def test_on_servers_the_memory_learns_what_it_learns_here(small_text, tmp_path, 
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path):
     arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out")]
     job = LocalJob(servers=1, experts=1, timeout=110)
@@ -412,6 +416,7 @@ def test_the_memory_tells_ngrams_apart_and_knows_them_again():
     assert not torch.equal(first[1, width : 2 * width], first[8, width : 2 * width]), "another 3-gram"
 
 
+@pytest.mark.slow
 def test_the_default_text_is_pythons_library_without_its_tests():
     import _text
 

@@ -25,6 +25,7 @@ def losses(out: Path) -> list[float]:
     return json.loads((out / "curve.json").read_text())["losses"]
 
 
+@pytest.mark.slow
 def test_two_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--steps", "3", "--text", str(small_text)]
     job = LocalJob(2, timeout=110).run(SCRIPT, *arguments, "--stages", "2", "--out", str(tmp_path / "two")).check()

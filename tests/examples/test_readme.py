@@ -52,6 +52,7 @@ def test_without_a_launcher_it_prints_the_same(script: Path) -> None:
     assert losses(ended.stdout) == pytest.approx(losses(TEXT), rel=0, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_ctrl_c_ended_it_and_no_further_than_its_end(script: Path) -> None:
     source = script.read_text()
     loop = "    while executor.step < 1000 and not executor.stopping:\n"

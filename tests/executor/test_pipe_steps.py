@@ -79,7 +79,7 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(data: int, pipeline: int, 
     ("data", "pipeline", "balance", "mode", "few"),
     [
         (1, 2, [4, 3], "PS", True),
-        (2, 2, [4, 3], "Hybrid", True),
+        pytest.param(2, 2, [4, 3], "Hybrid", True, marks=pytest.mark.slow),
         pytest.param(1, 2, [3, 4], "Hybrid", False, marks=pytest.mark.slow),
         pytest.param(2, 2, [3, 4], "PS", False, marks=pytest.mark.slow),
         pytest.param(3, 1, [3, 4], "PS", False, marks=pytest.mark.slow),
@@ -96,7 +96,7 @@ def test_a_grid_whose_parameters_live_on_servers_trains_as_the_plain_loop(
         assert max(distance for pair in found["found"] for distance in pair) < 1e-12
 
 
-@pytest.mark.parametrize(("mode", "balance"), [("Hybrid", [3, 4]), ("PS", [1, 6])])
+@pytest.mark.parametrize(("mode", "balance"), [pytest.param("Hybrid", [3, 4], marks=pytest.mark.slow), ("PS", [1, 6])])
 def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages(mode: str, balance: list[int]):
     found = run_job("skip", case(2, 2, balance, mode=mode, skip_nonfinite=True))
     assert max(one["found"] for one in found) < 1e-12
@@ -152,7 +152,9 @@ def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
     ("saved", "loaded"),
     [
         (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
-        (case(1, 2, [2, 5], mode="PS", **KEPT), case(1, 2, [6, 1], mode="PS", **KEPT)),
+        pytest.param(
+            case(1, 2, [2, 5], mode="PS", **KEPT), case(1, 2, [6, 1], mode="PS", **KEPT), marks=pytest.mark.slow
+        ),
         pytest.param(
             case(2, 2, [2, 5], mode="Hybrid", **KEPT),
             case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT),

@@ -32,6 +32,7 @@ def test_the_bytes_planned_are_the_bytes_counted() -> None:
         assert everyone[0][kind]["seconds"] == everyone[1][kind]["seconds"] > 0  # one prediction for all
 
 
+@pytest.mark.slow
 def test_a_hybrid_job_plans_both_boundaries_by_parameter() -> None:
     for found in results("Hybrid"):
         plan = found["Hybrid"]
@@ -59,6 +60,7 @@ def test_auto_takes_the_cheapest_mode_and_trains_as_if_it_had_been_named() -> No
         assert second["said"] == ""
 
 
+@pytest.mark.slow
 def test_auto_measures_and_all_workers_take_the_same() -> None:
     first, second = (found["auto"] for found in results("auto"))
     assert first["mode"] == second["mode"]

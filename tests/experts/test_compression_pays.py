@@ -43,7 +43,10 @@ def train(compression: str | None) -> tuple[int, float]:
     return facts.bytes_received + facts.bytes_sent, float(final)
 
 
-@pytest.mark.parametrize(("compression", "share"), [("bfloat16", 0.5), ("float16", 0.5), ("int8", 0.27)])
+@pytest.mark.parametrize(
+    ("compression", "share"),
+    [*(pytest.param(kind, 0.5, marks=pytest.mark.slow) for kind in ("bfloat16", "float16")), ("int8", 0.27)],
+)
 def test_compressed_training_sends_less_and_ends_at_the_same_loss(compression: str, share: float) -> None:
     plain_bytes, plain_loss = train(None)
     nbytes, loss = train(compression)

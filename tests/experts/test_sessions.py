@@ -255,6 +255,7 @@ def test_a_session_without_a_step_for_its_ttl_is_freed_and_says_so() -> None:
             another.step(torch.ones(1, 1, 8))
 
 
+@pytest.mark.slow
 def test_thousands_of_sessions_dropped_without_an_end_leave_nothing() -> None:
     clock = FakeClock()
     backend = causal_backend()

@@ -253,6 +253,7 @@ def test_a_job_whose_fork_server_fails_says_so_and_runs_in_plain_processes(
     assert told[0].startswith("starting plain processes, which takes longer: the fork server")
 
 
+@pytest.mark.slow
 def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
     code = (
         "import os; from anabranch.launch.forks.launcher_side import ForkServer; "

@@ -63,6 +63,7 @@ def arrows(trace: Trace, name: str) -> Counter[tuple[str, str]]:
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_leaves_a_trace_of_all_its_processes_on_one_clock(script: Script, tmp_path: Path) -> None:
     path = script(_TRAINING)
     whole, part, logs = tmp_path / "whole.json", tmp_path / "part.json", tmp_path / "logs"

@@ -56,6 +56,7 @@ def test_batches_are_subgraphs_of_distinct_nodes() -> None:
     assert len(sampler) == 10
 
 
+@pytest.mark.slow
 def test_every_subset_is_as_likely() -> None:
     star = NeighborSampler([0, 6, *[6] * 6], np.arange(1, 7), [3], 1)
     found = Counter(tuple(star.sample([0], key=key).nodes[1:].tolist()) for key in range(8000))

@@ -93,6 +93,7 @@ def test_the_sinks_are_sinks() -> None:
     sink.close()
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_was_told(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     code = (

@@ -27,6 +27,7 @@ from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
+from covering import few
 from programs import Program, Programs
 from waiting import join
 
@@ -219,7 +220,7 @@ def test_a_shard_that_comes_back_knows_the_norm_of_what_was_held(released: bool,
 
 
 @pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])
-@pytest.mark.parametrize("durability", ["checkpoint", "log"])
+@pytest.mark.parametrize("durability", few(["checkpoint", "log"], "log"))
 def test_a_checkpoint_cut_short_leaves_what_was_there(durability: str, point: str, tmp_path: Path) -> None:
     network = MemoryTransport()
 

@@ -19,6 +19,7 @@ MANY = 1000
 NAMES = [f"table_{number}" for number in range(MANY)]
 
 
+@pytest.mark.slow
 def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_path: Path) -> None:
     """From 160 on it was ``RemoteError: the header is 76117 bytes, over the 65536``."""
     network = MemoryTransport()

@@ -24,6 +24,7 @@ from anabranch.tables import (
     TableSpec,
     Uniform,
 )
+from covering import few
 
 ROWS, WIDTH = 24, 16  # a multiple of torch's vector registers, so that no element takes another path in its kernels
 DENSE = {
@@ -99,7 +100,7 @@ def test_rows_without_a_gradient_move_as_in_the_plain_loop(name: str, kind: str)
 @pytest.mark.parametrize(
     ("kind", "betas"),
     [
-        pytest.param(kind, betas, marks=[] if number == k else pytest.mark.slow)
+        pytest.param(kind, betas, marks=[] if number == k == 0 else pytest.mark.slow)
         for k, kind in enumerate([torch.optim.Adam, torch.optim.AdamW])
         for number, betas in enumerate([(0.9, 0.999), (0.5, 0.9), (0.95, 0.99)])
     ],
@@ -278,7 +279,9 @@ def test_state_of_other_meaning_is_another_layout() -> None:
         RowTable(TableSpec("t", 8, 4), momentum).rule = centered
 
 
-@pytest.mark.parametrize("name", ["rmsprop", "rmsprop with momentum", "adamax", "amsgrad", "adamw amsgrad"])
+@pytest.mark.parametrize(
+    "name", few(["rmsprop", "rmsprop with momentum", "adamax", "amsgrad", "adamw amsgrad"], "rmsprop", "amsgrad")
+)
 def test_a_rule_without_a_kernel_replays_missed_steps_until_they_change_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

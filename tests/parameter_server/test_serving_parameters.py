@@ -28,6 +28,7 @@ def endpoint_of(process: Program) -> str:
     return endpoint
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_loses_no_acknowledged_push_and_tells_the_others(tmp_path: Path, programs: Programs) -> None:
     clients = 3
     pushed, ended = [0] * clients, list[BaseException]()
