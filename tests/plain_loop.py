@@ -153,7 +153,7 @@ def state_of(play: Play) -> dict[str, object]:
         "buffers": {n: frozen(b) for n, b in play.model.named_buffers(remove_duplicate=False)},
         "training": {n: m.training for n, m in play.model.named_modules()},
         "optimizers": optimizers,
-        "schedulers": [s.last_epoch if s is not None else None for s in schedulers],
+        "schedulers": [getattr(s, "last_epoch", None) for s in schedulers],
         "random numbers": random_state(),
         "seen": frozen(play.seen()),
     }

@@ -17,6 +17,7 @@
     │   └── PipelineError              another stage failed (stage, microbatch, phase)
     ├── ValueError                     the caller's value is wrong; the message names it and the cure
     │   ├── ForkedClient               a client of another process, which was forked
+    │   ├── LostUpdate                 a change by hand that the servers' values would overwrite
     │   ├── NotFound                   an unknown uid, table or verb
     │   │   ├── ActivationsGone        an expert has not kept what a backward refers to
     │   │   └── SessionGone            a server no longer keeps the sequence of an inference session
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "DeadlineExceeded",
     "ForkedClient",
+    "LostUpdate",
     "NonFinite",
     "NotFound",
     "Overloaded",
@@ -218,6 +220,10 @@ class PipelineError(AnabranchError):
 
 class ForkedClient(ValueError):
     """A client was used in a forked child of the process that had used it; make a new one there."""
+
+
+class LostUpdate(ValueError):
+    """A copy of what lives on servers was changed by hand; the next read of the servers would overwrite the change."""
 
 
 class NotFound(ValueError):

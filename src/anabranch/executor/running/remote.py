@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from anabranch.errors import LostUpdate
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.statistics import TableLoads
@@ -216,15 +217,40 @@ class RemotePart:
             fresh: the first run of a window; the others go on with the same copies.
             expected: ids by table that the run is expected to look up.
             between: called when the step has read as often as the one before it did.
+
+        Raises:
+            LostUpdate: what lives on the servers was changed here.
         """
+        due = self._refresh_due(fresh)
+        if due or (training and fresh):
+            self.check_unchanged()
         self.tables.begin(self.clock, training=training, between=between)
-        if self._read_at != self.clock or (fresh and not self.consistency.merges):
+        if due:
             self.whole.refresh(self.clock)
             self._read_at = self.clock
             if training and not self.whole.names and not self.consistency.merges and self.consistency.lag is not None:
                 self.client.wait_for_turn(self.clock)  # all that the step reads may be cached
         if expected:
             self.tables.expect(expected)
+
+    def _refresh_due(self, fresh: bool) -> bool:
+        return self._read_at != self.clock or (fresh and not self.consistency.merges)
+
+    def check_unchanged(self) -> None:
+        """Raise ``LostUpdate`` if something was written here that counts on the servers only."""
+        if changed := self.whole.changed():
+            raise LostUpdate(
+                f"{', '.join(changed)} was changed by hand and lives on the servers, whose values would overwrite the "
+                f"change; put the old values back before the next step, change it before the Executor is made, or keep "
+                f"it on the workers: routes={{{changed[0]!r}: 'AllReduce'}}"
+            )
+        for moved in self.moved:
+            if moved.optimizer.state and moved.optimizer.state.get(moved.parameter):
+                raise LostUpdate(
+                    f"{type(moved.optimizer).__name__} was given a state for {moved.name}, which lives on the servers "
+                    "together with the state that counts; set it before the Executor is made, load a checkpoint with "
+                    f"executor.load, or keep it on the workers: routes={{{moved.name!r}: 'AllReduce'}}"
+                )
 
     def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
@@ -261,7 +287,12 @@ class RemotePart:
     # Saving and loading; every worker calls these.
 
     def settle(self) -> None:
-        """Flushes what waits here; once all workers have, the servers are as after the last step."""
+        """Flushes what waits here; once all workers have, the servers are as after the last step.
+
+        Raises:
+            LostUpdate: the servers' values are not those here, and would be saved in place of them.
+        """
+        self.check_unchanged()
         self.tables.flush()
 
     def read(self) -> dict[Tensor, ParameterState]:
@@ -299,20 +330,36 @@ class RemotePart:
     # The end.
 
     def close(self, *, clean: bool = True) -> None:
-        """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return."""
+        """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return.
+
+        Raises:
+            LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
+        """
         try:
             if clean:
+                lost = self._lost_at_the_end()
                 self.tables.close()
-                self.begin(training=False)
+                if lost is not None or self._refresh_due(fresh=True):
+                    self.whole.refresh(self.clock)
                 if self.client.in_process:
                     self._give_back()
                 for model in self._models.values():
                     for module in model.modules():
                         if isinstance(module, RemoteEmbedding):
                             module.close()
+                if lost is not None:
+                    raise lost
         finally:
             self.client.close()  # which ends what is still asked for ahead
             self.tables.abandon()
+
+    def _lost_at_the_end(self) -> LostUpdate | None:
+        try:
+            self.check_unchanged()
+        except LostUpdate as error:
+            error.add_note("this was seen as the Executor was closed: the model has the values of the servers")
+            return error
+        return None
 
     def _give_back(self) -> None:
         for moved in self.moved:

@@ -42,6 +42,7 @@ _REASONS = (
     ("pack_padded_sequence", "it packs sequences, whose form depends on the values of their lengths"),
     ("intentionally marked", "PyTorch does not let this function be captured"),
     ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
+    ("DataDependentOutput", "the code depends on a value that it computes"),
     ("data-dependent", "the code depends on a value that it computes"),
     ("operator `print`", "it prints"),
     ("operator `open`", "it reads or writes a file"),

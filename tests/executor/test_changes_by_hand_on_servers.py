@@ -1,0 +1,222 @@
+"""What lives on servers is changed there: a change of the copy by hand is an error, not a lost update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, 3)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()  # type: ignore[no-any-return]
+
+
+IDS = torch.tensor([0, 5, 5, 3])
+
+
+def executor_of(model: nn.Module, mode: str = "PS", optimizer: Any = torch.optim.Adam, **options: Any) -> ab.Executor:
+    step = ab.TrainStep(model, loss_of, optimizer(model.parameters(), lr=0.1))
+    return ab.Executor({"train": step, "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)})}, mode, **options)
+
+
+def clamp(model: Model) -> None:
+    with torch.no_grad():
+        model.head.weight.clamp_(-0.1, 0.1)
+
+
+def scale(model: Model) -> None:
+    model.head.weight.data.mul_(2)
+
+
+def negate_by_detach(model: Model) -> None:
+    model.head.weight.detach().neg_()
+
+
+def give_other_data(model: Model) -> None:
+    model.head.weight.data = torch.zeros(5, 3)
+
+
+def load(model: Model) -> None:
+    state = copy.deepcopy(model.head.state_dict())
+    state["weight"] += 1
+    model.head.load_state_dict(state)
+
+
+def change_the_last_number(model: Model) -> None:
+    model.head.weight.data[-1, -1] += 1e-3
+
+
+CHANGES = [clamp, scale, negate_by_detach, give_other_data, load, change_the_last_number]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_change_by_hand_is_an_error_that_names_it(change: Callable[[Model], None], steps: int) -> None:
+    model = Model()
+    with executor_of(model) as executor:
+        for _ in range(steps):
+            executor.run("train", IDS)
+        before = copy.deepcopy(model.head.state_dict())
+        change(model)
+        with pytest.raises(ab.LostUpdate, match=r"^head\.weight was changed by hand.*routes={'head\.weight': "):
+            executor.run("train", IDS)
+        assert executor.step == steps
+        model.head.load_state_dict(before)
+        executor.run("train", IDS)  # and goes on once it is taken back
+        assert executor.step == steps + 1
+
+
+@pytest.mark.parametrize("options", [{"consistency": "asp"}, {"use_sparse_pull": False}, {"engine": "graph"}])
+def test_and_so_under_every_consistency_engine_and_for_tables_held_whole(options: dict[str, Any]) -> None:
+    model = Model()
+    with executor_of(model, **options) as executor:
+        executor.run("train", IDS)
+        before = model.head.bias.detach().clone()
+        model.head.bias.data.mul_(2)
+        with pytest.raises(ab.LostUpdate, match=r"^head\.bias was"):
+            executor.run("train", IDS)
+        model.head.bias.data.copy_(before)
+        if "use_sparse_pull" in options:
+            before = model.table.weight.detach().clone()
+            model.table.weight.data.mul_(2)
+            with pytest.raises(ab.LostUpdate, match=r"^table\.weight was"):
+                executor.run("train", IDS)
+            model.table.weight.data.copy_(before)
+
+
+def test_what_is_put_back_before_the_next_step_is_no_change() -> None:
+    averaged, plain = Model(), Model()
+    with executor_of(averaged) as executor, executor_of(plain) as other:
+        for _ in range(3):
+            executor.run("train", IDS)
+            other.run("train", IDS)
+            kept = {name: value.clone() for name, value in averaged.head.state_dict().items()}
+            averaged.head.load_state_dict({name: value / 2 for name, value in kept.items()})
+            averaged.head.load_state_dict(kept)
+    assert all(map(torch.equal, averaged.parameters(), plain.parameters()))
+
+
+def test_values_that_an_evaluation_would_not_use_are_an_error_and_those_it_uses_are_not() -> None:
+    model = Model()
+    with executor_of(model) as executor:
+        executor.run("train", IDS)
+        kept = model.head.bias.detach().clone()
+        model.head.bias.data.zero_()
+        with pytest.raises(ab.LostUpdate, match=r"head\.bias"):
+            executor.run("look", IDS)  # would read the servers first
+        model.head.bias.data.copy_(kept)
+        executor.run("look", IDS)
+        kept = model.head.bias.detach().clone()
+        model.head.bias.data.add_(1)
+        assert torch.equal(executor.run("look", IDS)["out"], model.head(executor_rows(executor)))
+        model.head.bias.data.copy_(kept)
+        executor.run("train", IDS)
+
+
+def executor_rows(executor: ab.Executor) -> Tensor:
+    assert executor._remote is not None
+    return executor._remote.client.sparse_pull("table.weight", IDS)
+
+
+def test_neither_loading_nor_saving_nor_a_step_passed_over_is_a_change(tmp_path: Path) -> None:
+    model = Model()
+    with executor_of(model) as executor:
+        executor.run("train", IDS)
+        executor.save(tmp_path)
+        expected = [executor.run("train", IDS)["loss"] for _ in range(2)]
+        model.head.bias.data.zero_()  # a load does away with it
+        executor.load(tmp_path)
+        assert [executor.run("train", IDS)["loss"] for _ in range(2)] == expected
+        assert executor.resume(tmp_path)
+        assert [executor.run("train", IDS)["loss"] for _ in range(2)] == expected
+
+
+def test_a_change_is_not_left_out_of_a_checkpoint(tmp_path: Path) -> None:
+    model = Model()
+    with executor_of(model) as executor:
+        executor.run("train", IDS)
+        kept = model.head.bias.detach().clone()
+        model.head.bias.data.zero_()
+        with pytest.raises(ab.LostUpdate, match=r"head\.bias"):
+            executor.save(tmp_path)
+        model.head.bias.data.copy_(kept)
+        executor.save(tmp_path)
+
+
+def test_a_change_after_the_last_step_is_an_error_of_close_which_closes_all_the_same() -> None:
+    model, plain = Model(), Model()
+    with executor_of(plain) as executor:
+        executor.run("train", IDS)
+    executor = executor_of(model)
+    executor.run("train", IDS)
+    model.head.bias.data.zero_()
+    with pytest.raises(ab.LostUpdate, match=r"head\.bias") as caught:
+        executor.close()
+    assert "the model has the values of the servers" in caught.value.__notes__[0]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_a_state_that_an_optimizer_is_given_here_is_an_error(mode: str) -> None:
+    model = Model()
+    weight = model.table.weight
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    other = torch.optim.Adam(Model().parameters(), lr=0.1)
+    for parameter in other.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer), mode) as executor:
+        executor.run(batch=IDS)
+        own = optimizer.state_dict()
+        optimizer.load_state_dict(own)
+        executor.run(batch=IDS)
+        optimizer.load_state_dict(other.state_dict())
+        with pytest.raises(ab.LostUpdate, match=r"Adam was given a state for table\.weight"):
+            executor.run(batch=IDS)
+        assert weight in optimizer.state
+        optimizer.load_state_dict(own)
+        executor.run(batch=IDS)
+
+
+CLAMPING = """
+import json
+import torch
+from torch import nn
+import anabranch as ab
+
+torch.manual_seed(0)
+model = nn.Linear(2, 2)
+step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+try:
+    with ab.Executor(step, "PS", timeout=30) as executor:
+        for _ in range(3):
+            executor.run(batch=torch.ones(2, 2))
+            model.bias.data.clamp_(-0.01, 0.01)
+except ab.LostUpdate as error:
+    print(json.dumps({"error": str(error)[:24], "steps": executor.step}))
+"""
+
+
+@pytest.mark.slow
+def test_all_workers_are_told() -> None:
+    found = LocalJob(2, servers=1).run_source(CLAMPING).check().results
+    assert list(found[:2]) == [{"error": "bias was changed by hand", "steps": 1}] * 2

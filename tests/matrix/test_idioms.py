@@ -1,0 +1,24 @@
+"""Training idioms give what the plain loop gives, to the bit, on every engine."""
+
+from __future__ import annotations
+
+import pytest
+from idiom_plays import IDIOMS
+
+from plain_loop import check, quickly
+
+QUICK = {
+    "bags_with_weights",
+    "generator_of_its_own",
+    "own_function_that_counts",
+    "gradient_noise",
+    "one_batch_object_refilled",
+    "averages_swapped_in_to_evaluate",
+}
+
+
+@pytest.mark.parametrize("name", quickly(IDIOMS, QUICK))
+@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+def test_an_idiom_is_the_plain_loops(engine: str, name: str) -> None:
+    got = check(IDIOMS[name], engine)
+    assert "Exception:" not in got.refusal
