@@ -1,4 +1,4 @@
-"""Inside the workers of Ray Train's own ``TorchTrainer``: its process group and its restarts, our executor and servers."""
+"""Inside the workers of Ray Train's ``TorchTrainer``: its process group and restarts, our executor and servers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from local_ray import ray_folder
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +94,13 @@ def test_workers_of_ray_train_are_a_job_on_servers_and_go_on_when_one_dies(tmp_p
     subprocess.run([sys.executable, "-c", WARMED], env=environment, check=True, timeout=LIMIT)
     serve = ["serve", "parameters", "--listen", "tcp://127.0.0.1:0"]
     with (
-        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        ray_folder() as folder,
         subprocess.Popen([*anabranch, *serve], env=environment, stdout=subprocess.PIPE, text=True) as server,
     ):
         try:
             assert server.stdout is not None
             endpoint = server.stdout.readline().removeprefix("listening on ").strip()
-            environment |= {"ANABRANCH_SERVERS": endpoint, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+            environment |= {"ANABRANCH_SERVERS": endpoint, **folder}
             done = subprocess.run(
                 [sys.executable, str(script), str(tmp_path)],
                 env=environment, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False,
