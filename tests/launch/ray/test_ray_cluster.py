@@ -153,7 +153,9 @@ def _raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path: Path) -> None:
+def test_a_frozen_worker_is_shown_and_ctrl_c_ends_all_with_130_and_leaves_nothing(
+    cluster: Any, tmp_path: Path
+) -> None:
     command = _command(cluster, tmp_path, "2", "AllReduce")
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -161,6 +163,8 @@ def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path:
         try:
             _wait_until(lambda: all((tmp_path / f"waits-{rank}.json").exists() for rank in range(2)))
             _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "running", 2)})
+            os.kill(json.loads((tmp_path / "waits-1.json").read_text())[0], signal.SIGSTOP)
+            _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "stopped", 2)})
             os.kill(process.pid, signal.SIGINT)
             _, err = process.communicate(timeout=LIMIT)
         finally:

@@ -172,7 +172,7 @@ class _Attempt:
                     self._seats[recipe.role, recipe.rank],
                     partial(self._begin, recipe),
                     self._get,
-                    partial(self._job_file.ended_elsewhere, recipe.role, recipe.rank),
+                    partial(self._job_file.seen_elsewhere, recipe.role, recipe.rank),
                 )
                 everyone.append(process)
                 self._job_file.began(recipe.role, recipe.rank, process.pid, recipe.endpoint, elsewhere=True)
