@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from anabranch.status_file import replace_text
 
-__all__ = ["JOB_FILE", "Elsewhere", "JobFile"]
+__all__ = ["Elsewhere", "JOB_FILE", "JobFile"]
 
 Elsewhere: TypeAlias = Literal["running", "stopped", "gone"]
 
