@@ -15,7 +15,7 @@ from pathlib import Path
 import anabranch as ab
 from anabranch.job import Grid
 
-MODES = ("None", "AllReduce", "PS", "Hybrid")
+MODES = ("None", "AllReduce", "PS", "Hybrid", "auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,7 +289,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     size = sum(value.numel() for value in model.parameters())
     clicks = partial(Clicks, form=form, rows=options.rows)
     cache = None
-    if options.cache_rows and team.mode in ("PS", "Hybrid"):
+    if options.cache_rows and team.mode in ("PS", "Hybrid", "auto"):
         cache = ab.Cache(options.policy, options.cache_rows, options.pull_bound, options.push_bound)
     with (
         ab.Executor(
@@ -317,7 +317,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "seed": options.seed,
         "model": options.model,
         "format": options.format,
-        "comm_mode": team.mode,
+        "comm_mode": executor.comm_mode or "None",
         "workers": job.world_size,
         "servers": len(job.servers),
         "engine": engine,

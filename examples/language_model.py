@@ -409,7 +409,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     return {
         "steps": options.steps,
         "seed": options.seed,
-        "comm_mode": team.mode,
+        "comm_mode": executor.comm_mode or "None",
         "workers": job.world_size,
         "servers": len(job.servers),
         "experts": job.experts,

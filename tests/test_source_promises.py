@@ -101,9 +101,8 @@ PRINTS = {
     "executor/saving/background_saves.py",  # at the end of the process, where nobody is left to raise to
     "executor/executor.py",
     "executor/plan/auto.py",
-    "experts/server/services.py",
     "launch/forks/main_script.py",
-    "parameter_server/server/shard_service.py",
+    "transport/server/service.py",
 }
 
 

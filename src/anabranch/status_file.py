@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from anabranch.periodic import Periodic
+
 __all__ = [
     "PLAN_VARIABLE",
     "PROGRESS_VARIABLE",
@@ -84,21 +86,12 @@ class StatusFile:
     def kept(self, **facts: Callable[[], object]) -> Iterator[None]:
         """Have a thread write, once a second, while the block runs: for processes that serve."""
         self.put(**facts)
-        stop = threading.Event()
-
-        def run() -> None:
-            while not stop.wait(_EVERY):
-                self.write()
-
         self.write()
-        thread = threading.Thread(target=run, name="anabranch-status", daemon=True)
         self._threads += 1
-        thread.start()
         try:
-            yield
+            with Periodic(self.write, _EVERY, name="anabranch-status"):
+                yield
         finally:
-            stop.set()
-            thread.join(timeout=10.0)
             self._threads -= 1
             self.drop(*facts)
 

@@ -196,7 +196,7 @@ def test_a_bad_line_ends_the_run_with_its_number(tmp_path):
     ("arguments", "said"),
     [
         (["--steps", "0"], "a whole number of at least 1, not '0'"),
-        (["--comm-mode", "Gossip"], "one of None, AllReduce, PS, Hybrid, not 'Gossip'"),
+        (["--comm-mode", "Gossip"], "one of None, AllReduce, PS, Hybrid, auto, not 'Gossip'"),
         (["--data", "no/such/file"], "no/such/file: there is no such file"),
         (["--held-out", __file__], "--held-out belongs to --data"),
         (["--model", "tree"], "invalid choice: 'tree'"),
@@ -228,7 +228,7 @@ def test_one_process_alone_runs_every_mode_alike(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "mode",
-    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("AllReduce", "PS", "Hybrid")), "cached"],
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("AllReduce", "PS", "Hybrid", "auto")), "cached"],
 )
 def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
@@ -237,6 +237,8 @@ def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
     two = run_example(job, SCRIPT, *SMALL, *cache, "--out", tmp_path / "two").check().results[0]
     assert two is not None
     assert two["workers"] == 2
+    taken = {"auto": ("AllReduce", "PS", "Hybrid"), "cached": ("Hybrid",)}.get(mode, (mode,))
+    assert two["comm_mode"] in taken
     assert two["log_loss"] == pytest.approx(one["log_loss"], rel=1e-5)
     assert two["auc"] == pytest.approx(one["auc"], abs=1e-4)
     assert two["bytes_per_step"] > 0

@@ -454,7 +454,7 @@ def test_files_of_the_same_name_in_two_directories_are_both_read(tmp_path):
         (["--steps", "0"], "a whole number of at least 1, not '0'"),
         (["--batch", "many"], "a whole number of at least 1, not 'many'"),
         (["--seed", "-1"], "a whole number from 0"),
-        (["--comm-mode", "Gossip"], "one of None, AllReduce, PS, Hybrid, not 'Gossip'"),
+        (["--comm-mode", "Gossip"], "one of None, AllReduce, PS, Hybrid, auto, not 'Gossip'"),
         (["--text", "no/such/place"], "no/such/place: there is no such file"),
         (["--resume", "--fresh"], "not allowed with"),
         (["--stepz", "3"], "unrecognized arguments: --stepz"),

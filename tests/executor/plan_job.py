@@ -89,6 +89,26 @@ def compare(kind: str, rank: int) -> dict[str, object]:
     }
 
 
+def pipe() -> dict[str, object]:
+    """The bytes that a rank of a pipe sends in a step, as planned and as counted; what is planned leaves no trace."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4), nn.Linear(4, 1)]
+    group = ab.job().grid(pipeline=2).pipeline_group
+    with ab.Pipe(nn.Sequential(*layers), [3, 2], chunks=4, process_group=group) as model:
+        step = ab.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step) as executor:
+            batch = torch.randn(8, 3), torch.randn(8, 1)
+            plan, calls, before = executor.plan(batch=batch), model.calls, model.bytes_sent
+            executor.run(batch=batch)
+            counted = model.bytes_sent - before
+    return {
+        "planned": plan.bytes["pipeline"],
+        "counted": counted,
+        "before": [calls, before],
+        "rows": {row.name: [row.place, row.bytes] for row in plan.rows if row.boundary},
+    }
+
+
 def cheap_where(mode: str) -> Profile:
     """A machine on which ``mode`` is the quickest."""
     slow, quick = LinkSpeed(1.0, 1.0, 1.0), LinkSpeed(1e-6, 1e-9, 1e-9)
@@ -142,6 +162,8 @@ def main(what: Sequence[str]) -> None:
             found[name] = compare(name, rank)
         elif name == "auto":
             found[name] = decide(rank)
+        elif name == "pipe":
+            found[name] = pipe()
         else:
             found[name] = choose(name.removeprefix("auto "), rank)
     print(json.dumps(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -355,3 +356,66 @@ def test_auto_refuses_what_it_cannot_choose_for(make: Any, words: str) -> None:
 def _table() -> nn.Module:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     return nn.Sequential(ab.RemoteEmbedding("ids", 10, 2, optimizer=optimizer), nn.Linear(2, 1))
+
+
+def piped(look: bool) -> list[Tensor]:
+    """Losses, gradients, state and the next random numbers after four steps of a pipe, with a plan in their middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)
+    )
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    with ab.Pipe(model, [3, 3], chunks=4) as pipe:
+        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(pipe.parameters()))
+        with ab.Executor(step) as executor:
+            losses = [executor.run(batch=(x, y))["loss"] for _ in range(2)]
+            if look:
+                executor.plan(batch=(x, y))
+            gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            losses += [executor.run(batch=(x, y))["loss"] for _ in range(2)]
+    return [*losses, *gradients, *model.state_dict().values(), torch.rand(3)]
+
+
+def test_a_pipe_is_planned_and_trains_as_if_it_had_not_been() -> None:
+    seen, unseen = piped(look=True), piped(look=False)
+    assert len(seen) == len(unseen) > 20
+    assert all(map(torch.equal, seen, unseen))
+
+
+def test_a_pipes_plan_says_what_crosses_between_its_stages() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    with ab.Pipe(model, [1, 2], chunks=4) as pipe:
+        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1), accumulate=3)
+        with ab.Executor(step) as executor:
+            plan = executor.plan(batch=(torch.randn(8, 4), torch.randn(8, 2)))
+            assert pipe.calls == 0
+    first, second = plan.rows[-2:]
+    activations = 3 * 8 * 8 * 4  # runs, rows, width; the gradients are as many
+    assert (first.name, first.place, first.shape, first.bytes) == ("stage 0", "rank 0, layers 0", (40,), activations)
+    assert (second.name, second.boundary, second.shape, second.bytes) == ("stage 1", "pipeline", (18,), activations)
+    assert 0 < plan.parts["compute"] >= first.seconds > 0
+    assert plan.step_seconds == sum(plan.parts.values())
+    assert re.search(r"the schedule alone idles ranks \d+% of the time", str(plan))
+    assert max(map(len, str(plan).splitlines()[:-1])) <= 80
+
+
+def test_stages_of_one_time_take_that_of_all_microbatches_and_one_for_each_other_stage() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    with ab.Pipe(model, [1, 1, 1], chunks=4, checkpoint="never") as pipe:
+        times = {"forward": 4.0, "backward": 8.0}  # of all microbatches
+        pipe._engine.observed.seconds.update({(j, phase): times[phase] for j in range(3) for phase in times})
+        simulated = pipe.simulated(rows=8)
+    assert simulated.makespan == 12.0 * (4 + 3 - 1) / 4
+    assert simulated.bubble == pytest.approx((3 - 1) / (4 + 3 - 1))
+
+
+@pytest.mark.parametrize(("mode", "named"), [("PS", "under 'PS'"), (None, "with RemoteEmbedding")])
+def test_a_pipe_that_a_look_would_train_elsewhere_is_refused_with_what_to_do(mode: Any, named: str) -> None:
+    table = ab.RemoteEmbedding("t", 9, 4, mode="sum") if mode is None else nn.EmbeddingBag(9, 4, mode="sum")
+    with ab.Pipe(nn.Sequential(table, nn.Linear(4, 1)), [1, 1]) as pipe:
+        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
+        with (
+            ab.Executor(step, mode or "Hybrid") as executor,
+            pytest.raises(ValueError, match=rf"trains a Pipe {named}.*plan its module without the Pipe"),
+        ):
+            executor.plan(batch=(torch.ones(4, 2, dtype=torch.int64), torch.ones(4, 1)))

@@ -46,6 +46,14 @@ def test_a_hybrid_job_plans_both_boundaries_by_parameter() -> None:
         assert plan["planned"]["workers"] == dense + 8 * 4
 
 
+def test_the_ranks_of_a_pipe_plan_what_each_sends_and_what_every_stage_does() -> None:
+    first, second = (found["pipe"] for found in results("pipe", servers=0))
+    for found in (first, second):
+        assert found["planned"] == found["counted"] > 8 * 8 * 4  # rows, width, bytes; and the norms of gradients
+        assert found["before"] == [0, 0]
+        assert found["rows"] == {"stage 0": ["rank 0, layers 0 to 2", 256], "stage 1": ["rank 1, layers 3 to 4", 256]}
+
+
 @pytest.mark.slow
 def test_auto_takes_the_cheapest_mode_and_trains_as_if_it_had_been_named() -> None:
     modes = ["AllReduce", "PS", "Hybrid"]

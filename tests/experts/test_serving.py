@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from anabranch.cli.keys import keys
 from anabranch.cli.serve import serve
 from anabranch.errors import BoundaryError
-from anabranch.experts import RemoteExpert, expand_uids, make_backends
+from anabranch.experts import ExpertGroup, RemoteExpert, expand_uids, make_experts
 from anabranch.experts.server.layers import find_factory, make_optimizer
 from anabranch.transport import Client
 from programs import Program, Programs
@@ -127,7 +127,7 @@ def test_patterns_names_and_optimizers() -> None:
     assert make_optimizer("adam", nn.Identity(), 0.1) is None
     with pytest.raises(ValueError, match="not an optimizer"):
         make_optimizer("nosuch", nn.Linear(1, 1), 0.1)
-    backend = make_backends("nop.0", "nop", features=4, max_batch_size=7)[0]
+    (backend,) = make_experts([ExpertGroup(uids="nop.0", module="nop", features=4, max_batch_size=7)])
     assert backend.forward_pool.max_batch_size == 7
 
 

@@ -19,6 +19,7 @@ from anabranch.events import on_fault_point
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
+from waiting import wait_until
 
 SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
 SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
@@ -165,10 +166,7 @@ def test_a_first_checkpoint_is_there_from_the_start_and_the_next_when_its_time_h
         client.init_table(SPEC, SGD)
         push(client, 3)
         keeper = shard.server._keeper
-        for _ in range(2000):
-            if keeper._owner is not None and keeper._owner.position.saved == 4:
-                break
-            shard.server._stop.wait(timeout=0.01)
+        wait_until(lambda: keeper._owner is not None and keeper._owner.position.saved == 4)
         shard.die()
         shard.start()
         assert value(client) == 3

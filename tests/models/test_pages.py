@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from local_ray import ray_folder
 
 from pages import ROOT, blocks, code_of, pages, write_files
 
@@ -31,9 +32,10 @@ def test_a_page_on_another_library_runs(page: str, tmp_path: Path) -> None:
     folders = [ROOT / "src", ROOT / "tests", ROOT / "tests/models"]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "MPLCONFIGDIR": str(tmp_path)}
     command = [sys.executable, "-c", START]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=False
-    )
+    with ray_folder() as folder:
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=variables | folder, capture_output=True, text=True, timeout=600, check=False
+        )
     assert ended.returncode == 0, ended.stderr
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -133,27 +134,27 @@ def experts(
 ) -> None:
     """Serve experts that train themselves."""
     # Here, as in the others: with torch, which the rest of the command line does without.
-    from anabranch.experts import SessionLimits, make_experts, serve_experts, stopped_by_signals
+    from anabranch.experts import ExpertServer, SessionLimits, make_experts
     from anabranch.experts.directory import as_directory
     from anabranch.observe import expert_metrics
+    from anabranch.transport.server.service import serve_until_stopped
 
     with told_plainly():
         groups = _groups(context.params, config)
         names = None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         backends = make_experts(groups, directory=names, checkpoint_dir=checkpoint_dir)
-        with stopped_by_signals() as stop:
-            serve_experts(
-                backends,
-                stop,
-                listen=listen,
-                directory=names,
-                checkpoint_dir=checkpoint_dir,
-                keys=keys,
-                insecure=insecure,
-                heartbeat=heartbeat,
-                session_limits=SessionLimits(max_sessions, max_session_tokens, max_session_bytes),
-                beside=_beside(metrics, expert_metrics),
-            )
+        server = partial(
+            ExpertServer,
+            backends,
+            listen=listen,
+            directory=names,
+            checkpoint_dir=checkpoint_dir,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+            session_limits=SessionLimits(max_sessions, max_session_tokens, max_session_bytes),
+        )
+        serve_until_stopped(server, _beside(metrics, expert_metrics))
 
 
 def _groups(options: dict[str, Any], config: Path | None) -> list[ExpertGroup]:
@@ -202,18 +203,13 @@ def directory(
     metrics: _Metrics = None,
 ) -> None:
     """Serve a directory: the server of each expert."""
-    from anabranch.experts import serve_directory, stopped_by_signals
+    from anabranch.experts import DirectoryServer
     from anabranch.observe import directory_metrics
+    from anabranch.transport.server.service import serve_until_stopped
 
-    with told_plainly(), stopped_by_signals() as stop:
-        serve_directory(
-            stop,
-            listen=listen,
-            keys=keys,
-            insecure=insecure,
-            heartbeat=heartbeat,
-            beside=_beside(metrics, directory_metrics),
-        )
+    with told_plainly():
+        server = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
+        serve_until_stopped(server, _beside(metrics, directory_metrics))
 
 
 @serve.command()
@@ -245,10 +241,10 @@ def parameters(
     metrics: _Metrics = None,
 ) -> None:
     """Serve one shard of the tables and parameters."""
-    from anabranch.experts import stopped_by_signals
     from anabranch.observe import parameter_metrics
-    from anabranch.parameter_server import serve_parameters
+    from anabranch.parameter_server import ParameterServer
     from anabranch.tables.warming import compile_kernels
+    from anabranch.transport.server.service import serve_until_stopped
 
     if durability != "none" and checkpoint_dir is None:
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
@@ -263,22 +259,22 @@ def parameters(
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
     _show_compiling()
     compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
-    with told_plainly(), stopped_by_signals() as stop:
-        serve_parameters(
-            stop,
-            shard=shard,
-            shards=shards,
-            listen=listen,
-            durability=durability,
-            checkpoint_dir=checkpoint_dir,
+    with told_plainly():
+        server = partial(
+            ParameterServer,
+            shard,
+            shards,
+            listen,
+            durability,
+            checkpoint_dir,
             checkpoint_seconds=checkpoint_seconds,
             repair=repair,
             threads=threads,
             keys=keys,
             insecure=insecure,
             heartbeat=heartbeat,
-            beside=_beside(metrics, parameter_metrics),
         )
+        serve_until_stopped(server, _beside(metrics, parameter_metrics))
 
 
 class _OnStderr(logging.Handler):

@@ -39,6 +39,7 @@ from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching
 from anabranch.executor.plan import ModeChoice, Plan, Planner
 from anabranch.executor.plan.auto import agreed, check_auto, modes_possible, tell
+from anabranch.executor.plan.pipe_look import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.running.fetching import Fetch
@@ -329,18 +330,16 @@ class Executor:
             The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``.
 
         Raises:
-            ValueError: no such training step, or a ``Pipe``'s.
+            ValueError: no such training step, or a ``Pipe``'s with experts, or with parameters on servers.
             PeerLost, DeadlineExceeded: the other workers did not come.
         """
         self._check_open()
         if name is None:
             name = next((one for one, step in self._steps.items() if isinstance(step, TrainStep)), "default")
         step = self._step(name)
-        if not isinstance(step, TrainStep) or isinstance(step.model, Pipe):
-            raise ValueError(
-                f"step {name!r} {'trains a Pipe' if isinstance(step, TrainStep) else 'trains nothing'}; plans are of "
-                "training steps whose model is whole on each worker"
-            )
+        if not isinstance(step, TrainStep):
+            raise ValueError(f"step {name!r} trains nothing; plans are of training steps")
+        check_planned(name, step, self.comm_mode)
         if batch is None and name in self._batches.loaders:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])

@@ -16,7 +16,6 @@ from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, Ta
 from anabranch.experts.server.expert_group import ExpertGroup, make_experts
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
 from anabranch.experts.server.fleet_file import read_fleet
-from anabranch.experts.server.services import make_backends, serve_directory, serve_experts, stopped_by_signals
 from anabranch.experts.server.sessions.open_sessions import SessionLimits
 from anabranch.experts.uid_patterns import draw_uids, expand_uids
 from anabranch.transport.directory.redis_directory import RedisDirectory
@@ -44,10 +43,6 @@ __all__ = [
     "TaskPool",
     "draw_uids",
     "expand_uids",
-    "make_backends",
     "make_experts",
     "read_fleet",
-    "serve_directory",
-    "serve_experts",
-    "stopped_by_signals",
 ]

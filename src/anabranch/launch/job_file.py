@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from anabranch.status_file import replace_text
 
-__all__ = ["JOB_FILE", "JobFile"]
+__all__ = ["Elsewhere", "JOB_FILE", "JobFile"]
+
+Elsewhere: TypeAlias = Literal["running", "stopped", "gone"]
 
 JOB_FILE = "job.json"
 
@@ -31,8 +35,8 @@ class JobFile:
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
     on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again, and before it is started
-    at all, which ``"begun": false`` tells. Of a process on another machine ``"runs_elsewhere"`` says whether it runs.
-    Of a job that writes a trace at its end, ``"trace"`` says where.
+    at all, which ``"begun": false`` tells. Of a process on another machine ``"elsewhere"`` says whether it is
+    ``"running"``, ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.
@@ -54,6 +58,8 @@ class JobFile:
         self._clock = clock or _since_epoch
         self._started = self._clock()
         self._roles: dict[tuple[str, int], dict[str, object]] = {}
+        self._ended: float | None = None
+        self._lock = threading.Lock()
         self._failed = False
         self._trace = None if trace is None else str(trace.absolute())
         for left in (self._path, *folder.glob("worker-*.steps")):  # by another job in the same folder
@@ -62,34 +68,36 @@ class JobFile:
 
     def expects(self, counts: Mapping[str, int]) -> None:
         """Record so many processes of each role that are to be started."""
-        for role, count in counts.items():
-            for rank in range(count):
-                self._roles[role, rank] = {"role": role, "rank": rank, "pid": None, "endpoint": None, "begun": False}
-        self._write(None)
+        with self._changed():
+            for role, count in counts.items():
+                for rank in range(count):
+                    entry = {"role": role, "rank": rank, "pid": None, "endpoint": None, "begun": False}
+                    self._roles[role, rank] = entry
 
     def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
         """Record a process that was started, or started again; ``elsewhere`` is on another machine."""
         if role in _ORDER:
             entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
-            self._roles[role, rank] = entry | ({"runs_elsewhere": True} if elsewhere else {})
-            self._write(None)
+            with self._changed():
+                self._roles[role, rank] = entry | ({"elsewhere": "running"} if elsewhere else {})
 
-    def ended_elsewhere(self, role: str, rank: int) -> None:
-        """Record that a process on another machine has ended."""
-        if role in _ORDER:
-            self._roles[role, rank]["runs_elsewhere"] = False
-            self._write(None)
+    def seen_elsewhere(self, role: str, rank: int, state: Elsewhere) -> None:
+        """Record the state of a process on another machine; by any thread, as often as it is looked at."""
+        entry = self._roles.get((role, rank))
+        if entry is not None and entry["elsewhere"] not in (state, "gone"):
+            with self._changed():
+                entry["elsewhere"] = state
 
     def returns(self, role: str, rank: int) -> None:
         """Record that a process has ended and is to be started again."""
-        self._roles[role, rank]["pid"] = None
-        self._write(None)
+        with self._changed():
+            self._roles[role, rank]["pid"] = None
 
     def all_return(self) -> None:
         """Record that the whole job is to be started again."""
-        for entry in self._roles.values():
-            entry["pid"] = None
-        self._write(None)
+        with self._changed():
+            for entry in self._roles.values():
+                entry["pid"] = None
 
     def services(self) -> dict[str, str]:
         """Return the role and rank of each service whose endpoint is known, by that."""
@@ -98,12 +106,20 @@ class JobFile:
     def ended(self) -> None:
         """Record the end of the job, if any of it had begun."""
         if self._roles:
-            self._write(self._clock())
+            with self._changed():
+                self._ended = self._clock()
 
-    def _write(self, ended: float | None) -> None:
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Let one thread at a time change the record, which is then written."""
+        with self._lock:
+            yield
+            self._write()
+
+    def _write(self) -> None:
         places = sorted(self._roles, key=lambda place: (_ORDER.index(place[0]), place[1]))
         roles = [self._roles[place] for place in places]
-        record: dict[str, object] = {"roles": roles, "started": self._started, "ended": ended}
+        record: dict[str, object] = {"roles": roles, "started": self._started, "ended": self._ended}
         if self._trace is not None:
             record["trace"] = self._trace
         try:

@@ -15,9 +15,19 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from anabranch.doing import read_doing
-from anabranch.launch.job_file import JOB_FILE
+from anabranch.launch.job_file import JOB_FILE, Elsewhere
 
-__all__ = ["JobStatus", "RoleStatus", "State", "TrackedLoop", "WaitOfRole", "job_of", "latest_job", "status_of"]
+__all__ = [
+    "JobStatus",
+    "RoleStatus",
+    "State",
+    "TrackedLoop",
+    "WaitOfRole",
+    "job_of",
+    "latest_job",
+    "process_state",
+    "status_of",
+]
 
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
 
@@ -208,15 +218,13 @@ def _read_role(
     pid: int | None,
     endpoint: str | None,
     begun: bool = True,
-    runs_elsewhere: bool | None = None,
+    elsewhere: State | None = None,
 ) -> tuple[RoleStatus, Mapping[str, Any]]:
     state: State
     if ended or pid is None:
         state = "gone" if ended else "restarting" if begun else "starting"
-    elif runs_elsewhere is None:
-        state = _state_of(pid, endpoint)
     else:
-        state = "running" if runs_elsewhere else "gone"
+        state = elsewhere or _state_of(pid, endpoint)
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
         state = "running"  # it listens no more, for the job ends
@@ -243,16 +251,20 @@ def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
     return found if pid is not None and found["pid"] == pid else {}
 
 
-def _state_of(pid: int, endpoint: str | None) -> State:
+def process_state(pid: int) -> Elsewhere:
+    """Return the state of a process of this machine; ``"stopped"`` is frozen, by SIGSTOP or a debugger."""
     try:
         # The name in parentheses may hold anything; the state follows the last of them.
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "gone"
-    if letter in "ZXx":
-        return "gone"
-    if letter in "Tt":
-        return "stopped"
+    return "gone" if letter in "ZXx" else "stopped" if letter in "Tt" else "running"
+
+
+def _state_of(pid: int, endpoint: str | None) -> State:
+    state = process_state(pid)
+    if state != "running":
+        return state
     listens = endpoint is None or not endpoint.startswith("unix:") or Path(endpoint.removeprefix("unix:")).exists()
     return "running" if listens else "starting"
 

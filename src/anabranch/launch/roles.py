@@ -23,7 +23,7 @@ from typing import NoReturn, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
-from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_experts, stopped_by_signals
+from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
 from anabranch.job import DirectoryLike, Job
 from anabranch.launch.environment import LISTEN_VARIABLE, RUN_VARIABLE
@@ -31,6 +31,7 @@ from anabranch.launch.meeting.addresses import expert_socket
 from anabranch.launch.meeting.rendezvous import expert_mark, expert_marks
 from anabranch.transport.directory.redis_address import host_and_port, is_loopback, is_redis_url
 from anabranch.transport.network.endpoints import TcpEndpoint, parse_endpoint, split_endpoints
+from anabranch.transport.server.service import serve_until_stopped
 
 __all__ = ["serve"]
 
@@ -113,10 +114,9 @@ def _serve_here(
 
     # Until they are there, nothing is lost by ending at once.
     backends = make(job.rank, job.world_size)
-    with stopped_by_signals() as stop:
-        serve_experts(
+    serve_until_stopped(
+        lambda: ExpertServer(
             backends,
-            stop,
             listen=endpoint,
             directory=_Marked(directory, expert_mark(job.rank, _run())),
             checkpoint_dir=checkpoint_dir,
@@ -125,6 +125,7 @@ def _serve_here(
             insecure=insecure,
             heartbeat=heartbeat,
         )
+    )
     sys.exit(0)
 
 

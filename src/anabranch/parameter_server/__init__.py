@@ -23,7 +23,6 @@ from anabranch.parameter_server.server import (
     Shard,
     ShardStatistics,
     TableStatistics,
-    serve_parameters,
 )
 
 __all__ = [
@@ -42,6 +41,5 @@ __all__ = [
     "Worker",
     "merge_rows",
     "rule_of",
-    "serve_parameters",
     "users_of",
 ]

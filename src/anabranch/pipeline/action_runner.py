@@ -130,12 +130,13 @@ class Runner:
                 self._out[action] = answers
                 if OUTSIDE in answers:
                     self.input_gradients[action.stage, i] = answers.pop(OUTSIDE)
+                self._note_sizes(action.stage, answers)
             case Kind.W:
                 run.weights(i, keep=self._keep)
 
 
 def _bytes(message: Message) -> int:
-    leaves = (leaf for packet in message if isinstance(packet, Packet) for leaf in packet.leaves)
+    leaves = (leaf for part in message for leaf in (part.leaves if isinstance(part, Packet) else part))
     return sum(size_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 

@@ -10,7 +10,7 @@ from typing import cast
 from anabranch.pipeline.stage.partition import Route
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 
-__all__ = ["Observed", "describe"]
+__all__ = ["Observed", "StageCosts", "costs_of", "describe"]
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Observed:
 
     Attributes:
         seconds: of computing, by (stage, phase), all microbatches together.
-        sent_bytes: of the largest microbatch, by (stage, target).
+        sent_bytes: of the largest microbatch, by (stage, target): activations forward, and gradients back.
     """
 
     seconds: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -47,6 +47,57 @@ class Observed:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """One stage in the last call.
+
+    Attributes:
+        stage: its number.
+        rank: the rank that runs it.
+        layers: the name of its only layer, or ``"first to last"``.
+        parameters: their numbers, one that it uses twice counted once.
+        seconds: of computing by phase, ``"forward"``, ``"recompute"``, ``"backward"`` or ``"weight"``, all microbatches
+            together.
+        sends: bytes of the largest microbatch, by the stage that they go to: activations, and gradients back.
+    """
+
+    stage: int
+    rank: int
+    layers: str
+    parameters: int
+    seconds: Mapping[str, float]
+    sends: Mapping[int, int]
+
+
+def costs_of(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed) -> list[StageCosts]:
+    """Return the costs of each stage, as far as they were observed."""
+    return [
+        StageCosts(
+            stage.index,
+            rank_of[stage.index],
+            _layers(stage),
+            _parameters(stage),
+            {phase: seconds for (at, phase), seconds in observed.seconds.items() if at == stage.index},
+            {
+                target: size
+                for (at, target), size in observed.sent_bytes.items()
+                if at == stage.index and target != OUTSIDE and size
+            },
+        )
+        for stage in stages
+    ]
+
+
+def _layers(stage: Stage) -> str:
+    names = [layer.name for layer in stage.layers]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _parameters(stage: Stage) -> int:
+    unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
+    return sum(parameter.numel() for parameter in unique.values())
+
+
 _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "backward", "to next", "skips")
 
 
@@ -60,15 +111,13 @@ def describe(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed
 
 
 def _row(stage: Stage, rank: int, observed: Observed) -> tuple[str, ...]:
-    names = [layer.name for layer in stage.layers]
-    unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
     backward = [_add(observed.seconds, stage.index, phases) for phases in (("forward",), _BACKWARD)]
     return (
         str(stage.index),
         str(rank),
         str(stage.device),
-        names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
-        f"{sum(parameter.numel() for parameter in unique.values()):,}",
+        _layers(stage),
+        f"{_parameters(stage):,}",
         *("-" if seconds is None else f"{1000 * seconds:.1f} ms" for seconds in backward),
         _show_bytes(observed.sent_bytes.get((stage.index, stage.index + 1))),
         "; ".join(_skips(stage)) or "-",

@@ -7,6 +7,7 @@ input; stages, schedules and messages are in the files beside it.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
     NOT_GIVEN,
     HeadParts,
@@ -29,7 +31,7 @@ from anabranch.pipeline.call_inputs import (
     split_target,
     with_keywords,
 )
-from anabranch.pipeline.description import describe
+from anabranch.pipeline.description import StageCosts, costs_of, describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
@@ -38,8 +40,10 @@ from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel, SplitSource
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
+from anabranch.pipeline.schedule.actions import Action
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import Checkpoint, PipeSchedules, check_choices, recomputed_actions
+from anabranch.pipeline.schedule.simulator import Simulation, simulate
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.partition import (
     Layer,
@@ -643,6 +647,46 @@ class Pipe(nn.Module):
             "times and bytes of the last call, bytes a microbatch"
         )
         return describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
+
+    def every_layer(self) -> Iterator[nn.Module]:
+        """Return the layers of all ranks, in the order they run; those of others have no values here."""
+        return (layer.module for stage in self._stages for layer in stage.layers)
+
+    def costs(self) -> list[StageCosts]:
+        """Return what each stage took in the last call, on whichever rank it is."""
+        return costs_of(self._stages, self._schedules.rank_of, self._engine.observed)
+
+    def simulated(self, rows: int) -> Simulation:
+        """Return the schedule of a step with ``rows`` rows, with the stages' times of the last call.
+
+        What crosses between stages takes no time there, and no rank has less of a processor because others compute.
+        """
+        m = self.microbatches(rows)
+        seconds = self._engine.observed.seconds
+        lowered = self._lowered(m, recomputed_actions(self.checkpoint, len(self._stages), m))
+        times = Counter((action.stage, action.kind) for actions in lowered.actions for action in actions)
+
+        def cost(action: Action) -> float:
+            if not action.kind.computes:
+                return 0.0
+            return seconds.get((action.stage, phase_of(action)), 0.0) / times[action.stage, action.kind]
+
+        return simulate(lowered, cost)
+
+    def microbatches(self, rows: int) -> int:
+        """Return how many a batch of ``rows`` rows is cut into."""
+        return len(microbatch_sizes(rows, operator.index(self.chunks)))
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Lets the calls of the block leave no trace in ``calls`` and ``bytes_sent``: they only look."""
+        calls, sent = self.calls, self.bytes_sent
+        try:
+            yield
+        finally:
+            self.calls = calls
+            if isinstance(self._engine, RankEngine):
+                self._engine.bytes_sent = sent
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False

@@ -1,4 +1,4 @@
-"""Jobs on a real local cluster of three Ray nodes: one loses a node, two are interrupted, one fails."""
+"""Jobs on a real local cluster of three Ray nodes: one loses a node, two are interrupted, one fails, one is traced."""
 
 from __future__ import annotations
 
@@ -56,9 +56,32 @@ torch.distributed.destroy_process_group()
 print(json.dumps({"loss": loss, "attempt": attempt}), flush=True)
 """
 
+# A table on the server and a layer on the expert.
+ALL_ROLES = """
+import torch
+import anabranch as ab
 
-def _command(cluster: Any, folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
-    (folder / "train.py").write_text(TRAIN)
+job = ab.job()
+
+
+def make_backends(index, count):
+    layer = torch.nn.Linear(4, 4)
+    return [ab.ExpertBackend("ffn.0", layer, torch.optim.Adam(layer.parameters()), args_schema=[ab.TensorSpec(4)])]
+
+
+directory = job.serve(make_backends)
+model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4), ab.RemoteExpert("ffn.0", directory))
+step = ab.TrainStep(model, lambda model, ids: model(ids).square().mean(), torch.optim.Adam(model.parameters()))
+with ab.Executor(step, "Hybrid") as executor:
+    for _ in range(3):
+        executor.run(batch=torch.tensor([[1, 2], [3, 4]]))
+"""
+
+
+def _command(
+    cluster: Any, folder: Path, *arguments: str, options: tuple[str, ...] = (), script: str = TRAIN
+) -> list[str]:
+    (folder / "train.py").write_text(script)
     head = ["--engine", "ray", "--address", cluster.address, "--workers", "2", "--log-dir", str(folder / "logs")]
     return [sys.executable, "-m", "anabranch.cli", "run", *head, *options, "train.py", str(folder), *arguments]
 
@@ -106,13 +129,12 @@ def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(
     quiet, hurt = tmp_path / "quiet", tmp_path / "hurt"
     for folder in (quiet, hurt):
         folder.mkdir()
-    options = ("--servers", "1", "--trace", str(quiet / "trace.json"))
-    done = _run(_command(cluster, quiet, "-1", "Hybrid", options=options), quiet)
+    done = _run(_command(cluster, quiet, "-1", "PS", options=("--servers", "1")), quiet)
     assert done.returncode == 0, done.stderr
     undisturbed = json.loads(done.stdout.splitlines()[-1])
     assert undisturbed["attempt"] == 0
     _is_told(quiet)
-    command = _command(cluster, hurt, "6", "Hybrid", options=("--servers", "1", "--max-restarts", "1"))
+    command = _command(cluster, hurt, "6", "PS", options=("--servers", "1", "--max-restarts", "1"))
     with subprocess.Popen(command, cwd=hurt, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             _wait_until(lambda: all((hurt / f"waits-{rank}.json").exists() for rank in range(2)))
@@ -130,14 +152,11 @@ def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(
 
 
 def _is_told(folder: Path) -> None:
-    """What the processes told and recorded on their nodes has come to the launcher's machine."""
+    """What the processes told on their nodes has come to the launcher's machine."""
     status = status_of(folder / "logs")
     assert {role.name: role.steps for role in status.roles} == {"worker 0": 12, "worker 1": 12, "parameters 0": None}
     assert {role.state for role in status.roles} == {"gone"}
     assert status.saved == str(folder / "checkpoint")
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert {name.split(" (")[0] for name in names} >= {"worker 0", "worker 1"}
 
 
 def _kill_node_of_rank(cluster: Any, folder: Path, rank: int) -> None:
@@ -153,7 +172,7 @@ def _raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path: Path) -> None:
+def test_a_frozen_worker_is_shown_and_ctrl_c_ends_all_with_130_and_leaves_nothing(cluster: Any, tmp_path: Path) -> None:
     command = _command(cluster, tmp_path, "2", "AllReduce")
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -161,6 +180,8 @@ def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path:
         try:
             _wait_until(lambda: all((tmp_path / f"waits-{rank}.json").exists() for rank in range(2)))
             _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "running", 2)})
+            os.kill(json.loads((tmp_path / "waits-1.json").read_text())[0], signal.SIGSTOP)
+            _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "stopped", 2)})
             os.kill(process.pid, signal.SIGINT)
             _, err = process.communicate(timeout=LIMIT)
         finally:
@@ -173,6 +194,22 @@ def test_ctrl_c_ends_the_job_with_130_and_leaves_nothing(cluster: Any, tmp_path:
 
 def _at_work(folder: Path) -> set[tuple[str, str, int | None]]:
     return {(role.name, role.state, role.steps) for role in status_of(folder / "logs").roles}
+
+
+def test_a_trace_holds_what_every_role_did_on_its_node(cluster: Any, tmp_path: Path) -> None:
+    options = ("--servers", "1", "--experts", "1", "--trace", str(tmp_path / "trace.json"))
+    done = _run(_command(cluster, tmp_path, options=options, script=ALL_ROLES), tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"].split(" (")[0] for event in events if event["name"] == "process_name"}
+    assert set(names.values()) == {"worker 0", "worker 1", "parameters 0", "expert 0", "rendezvous 0"}
+    kinds = {(names[event["pid"]], event.get("cat")) for event in events}
+    assert kinds >= {
+        ("worker 0", "crossing"),
+        ("worker 1", "crossing"),
+        ("parameters 0", "serve"),
+        ("expert 0", "serve"),
+    }
 
 
 def test_ctrl_c_while_ray_looks_for_room_leaves_no_placement_group(cluster: Any, tmp_path: Path) -> None:

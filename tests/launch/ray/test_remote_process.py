@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +21,19 @@ AHEAD = 5000.0
 """How far the clock of the node is behind the launcher's."""
 
 
-def _process(folder: Path, job_file: JobFile, news: list[News]) -> RemoteProcess:
-    """One whose seat brings these news; its process id is 7."""
+def _process(
+    folder: Path, job_file: JobFile, news: list[News], look: Callable[[], None] = lambda: None
+) -> RemoteProcess:
+    """One whose seat brings these news, ``look`` being called before each; its process id is 7."""
 
     def fetch(reference: Any, seconds: float) -> Any:
+        look()
         return news.pop(0)
 
     seat = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
     recipe = Recipe("worker", 0, PythonProgram("train.py"), {}, folder / "worker-0.log")
-    process = RemoteProcess(recipe, 0, seat, lambda: 7, fetch, lambda: job_file.ended_elsewhere("worker", 0))
-    job_file.began("worker", 0, process.pid, None, elsewhere=True)
-    return process
+    job_file.began("worker", 0, 7, None, elsewhere=True)
+    return RemoteProcess(recipe, 0, seat, lambda: 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
 
 
 def test_status_shows_what_a_process_on_another_machine_tells_and_its_end(tmp_path: Path) -> None:
@@ -46,3 +50,21 @@ def test_status_shows_what_a_process_on_another_machine_tells_and_its_end(tmp_pa
     process.reap()
     (role,) = status_of(tmp_path).roles
     assert (role.state, process.exit.code, process.log.read_text()) == ("gone", 0, "hello\n")
+
+
+def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_goes_on(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def look() -> None:
+        (role,) = status_of(tmp_path).roles
+        seen.append(role.state)
+
+    job_file = JobFile(tmp_path)
+    news = [News([], None, stopped=stopped) for stopped in (False, True, True, False)]
+    process = _process(tmp_path, job_file, [*news, News([], 0)], look)
+    process._follower.join(timeout=60.0)
+    assert seen == ["running", "running", "stopped", "stopped", "running"]
+    process.reap()
+    job_file.seen_elsewhere("worker", 0, "stopped")  # by a thread that comes late
+    look()
+    assert seen[-1] == "gone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,8 @@ ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "seat-test"}
 
 
 @pytest.fixture
-def seat() -> Iterator[Seat]:
+def seat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seat]:
+    monkeypatch.setattr(seat_module, "_ANSWER_SECONDS", 0.05)
     made = Seat({"authority.pem": b"public", "worker.pem": b"secret"}, "127.0.0.1")
     yield made
     made.close()
@@ -50,6 +52,15 @@ def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(seat: Seat, 
     )
     seat.start(program, ENVIRONMENT, str(tmp_path), True)
     assert _follow_to_the_end(seat) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
+
+
+def test_a_process_that_is_frozen_on_its_node_is_told_so_until_it_goes_on(seat: Seat, tmp_path: Path) -> None:
+    pid = seat.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
+    assert not seat.follow().stopped
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: seat.follow().stopped)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not seat.follow().stopped)
 
 
 def test_a_process_that_nobody_follows_is_killed_when_the_lease_is_over(

@@ -8,6 +8,7 @@
     workers      buckets of gradients, summed; sparse ones gathered             once a step
     servers      rows read and moved, parameters read and moved whole           once a step
     experts      forward as asked, and backward as twice that                   once a run
+    pipeline     the busiest rank of a pipe waits for the others                once a run
 
 Nothing is assumed to go on at the same time: on a processor's cores it seldom does.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from anabranch.collectives.buckets import bucket_bytes, carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
-from anabranch.executor.plan.look import Look, LookedUp
+from anabranch.executor.plan.look import Look, LookedUp, StageLook
 from anabranch.executor.plan.machine_profile import LinkSpeed, Profile
 from anabranch.executor.plan.step_plan import Plan, PlanRow
 from anabranch.executor.routes import Place
@@ -146,6 +147,10 @@ def plan_of(
     seen = [look for look in looks if look is not None]
     mine = looks[rank]
     total.add("compute", facts.accumulate * max((look.seconds for look in seen), default=0.0))
+    staged = any(look.stages for look in seen)
+    if staged:
+        sent = 0 if mine is None else facts.accumulate * mine.sent
+        total.add("pipeline", facts.accumulate * max(look.waiting for look in seen), sent)
     rows = [*_workers_rows(holdings, facts, profile, looks, rank, total)]
     rows += _servers_rows(holdings, facts, profile, seen, mine, total)
     _add_updates(holdings, profile, seen, total)
@@ -154,11 +159,20 @@ def plan_of(
     rows.sort(key=lambda row: order[row.name])
     rows += _expert_rows(facts, mine, seen, total)
     notes = []
+    if staged:
+        look = mine or seen[0]
+        rows += [_row_of_stage(stage, facts) for stage in look.stages]
+        notes.append(f"pipeline: waits for other stages; the schedule alone idles ranks {look.idle:.0%} of the time")
     if mine is None:
         notes.append("no batch was seen: the time to compute, and lookups in tables, are left out")
     if facts.caches and any(held.place is Place.ROWS for held in holdings):
         notes.append("rows in the cache do not cross again: the servers' figures are upper bounds")
     return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
+
+
+def _row_of_stage(stage: StageLook, facts: StepFacts) -> PlanRow:
+    seconds = facts.accumulate * stage.seconds
+    return PlanRow(stage.name, (stage.parameters,), stage.place, "pipeline", facts.accumulate * stage.sent, seconds)
 
 
 def _stays(held: RowsHeld) -> PlanRow:

@@ -24,7 +24,7 @@ from anabranch.executor.steps import TrainStep
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
 from anabranch.tensors import Structure
 
-__all__ = ["Asked", "Look", "LookedUp", "look_at"]
+__all__ = ["Asked", "Look", "LookedUp", "StageLook", "as_before", "look_at"]
 
 _RUNS = 4  # the same number on every worker: what a loss exchanges with the others must fit
 _BACKWARD = 2  # times as long as forward, where it cannot be run
@@ -58,6 +58,24 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLook:
+    """One stage of a pipe in a run.
+
+    Attributes:
+        name, place: ``"stage 0"``, and its rank and layers.
+        parameters: their numbers.
+        seconds: of computing, all microbatches together.
+        sent: bytes to other stages: activations to later ones, gradients to earlier ones.
+    """
+
+    name: str
+    place: str
+    parameters: int
+    seconds: float
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """The facts of one worker's run.
 
@@ -66,12 +84,20 @@ class Look:
         tables: by the table's name.
         experts: by the expert's name, or the mixture's.
         away: seconds of experts' forward.
+        stages: of a pipe, on any rank; its ``seconds`` are those of the busiest rank.
+        waiting: seconds that the busiest rank of a pipe does not compute.
+        sent: bytes that this rank of a pipe sends.
+        idle: the part of all ranks' time, from 0 to 1, in which the schedule alone lets them wait.
     """
 
     seconds: float = 0.0
     tables: Mapping[str, LookedUp] = field(default_factory=dict)
     experts: Mapping[str, Asked] = field(default_factory=dict)
     away: float = 0.0
+    stages: tuple[StageLook, ...] = ()
+    waiting: float = 0.0
+    sent: int = 0
+    idle: float = 0.0
 
 
 def look_at(step: TrainStep, batch: Structure, tables: Mapping[Tensor, str]) -> Look:
@@ -86,7 +112,7 @@ def look_at(step: TrainStep, batch: Structure, tables: Mapping[Tensor, str]) -> 
         Exception: what the loss raises.
     """
     rehearsal = Rehearsal()
-    with _as_before(step.model):
+    with as_before(step.model):
         times = [_run(step, batch, Lookups(tables, rehearsal), rehearsal) for _ in range(_RUNS)]
     here, away = zip(*times[1:], strict=True)  # the first warms up
     found = {name: _looked_up(parts) for name, parts in rehearsal.ids.items()}
@@ -118,7 +144,7 @@ def _looked_up(parts: Sequence[tuple[Tensor, int | None]]) -> LookedUp:
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module) -> Iterator[None]:
     """Put random generators, buffers and modes back after the block, in which experts evaluate: no call moves them."""
     random, buffers = random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]

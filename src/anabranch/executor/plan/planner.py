@@ -15,12 +15,14 @@ from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
 from anabranch.executor.plan.look import Look, look_at
 from anabranch.executor.plan.machine_profile import Profile
 from anabranch.executor.plan.measuring import RowKind, measure
+from anabranch.executor.plan.pipe_look import look_at_pipe
 from anabranch.executor.plan.step_plan import Plan
 from anabranch.executor.routes import CommMode, Place, Route, Routes
 from anabranch.executor.running.loss_module import ModelWithLoss, model_of
 from anabranch.executor.running.step_runs import rows_of
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding, users_of
+from anabranch.pipeline import Pipe
 from anabranch.tables import Family, RowOptimizer
 from anabranch.tensors import Compression, Structure
 
@@ -95,7 +97,10 @@ class Planner:
             for route in everything
             if route.tensor is not None and route.tensor.numel() and self._looked_up(route)
         }
-        look = None if batch is None or not rows_of(step, batch) else look_at(step, batch, tables)
+        look = None
+        if batch is not None and rows_of(step, batch):
+            pipe = step.model
+            look = look_at_pipe(step, pipe, batch) if isinstance(pipe, Pipe) else look_at(step, batch, tables)
         device = next((p.device for p in step.model.parameters()), torch.device("cpu"))
         row_kind, whole = self._served_kinds(step, everything, look)
         profile = measure(step.optimizers, device, self.workers, row_kind, whole, timeout=self.timeout)

@@ -20,11 +20,14 @@ class PlanRow:
 
     Attributes:
         name: the parameter's, or the far side's: an expert.
-        shape: of the whole parameter; empty for an expert.
+        shape: of the whole parameter; empty for an expert; of a pipe's stage, how many numbers its parameters are.
         place: where it lives.
-        boundary: what it crosses in a step, ``"workers"``, ``"servers"`` or ``"experts"``; empty if nothing.
+        boundary: what it crosses in a step, ``"workers"``, ``"servers"``, ``"experts"`` or ``"pipeline"``; empty if
+            nothing.
         bytes: those that this worker hands over and receives for it in a step; ``None`` if that takes a batch to know.
-        seconds: those that crossing should take, without the latency of messages that it shares with others.
+            Those that a pipe's stage hands to others, on whichever rank it is.
+        seconds: those that crossing should take, without the latency of messages that it shares with others. Those that
+            a pipe's stage computes.
     """
 
     name: str
@@ -81,7 +84,7 @@ class Plan:
 
 
 def _line(name: str, place: str, size: str, time: str) -> str:
-    return f"{_shortened(name, _NAME):<{_NAME}} {place:<{_PLACE}} {size:>{_SIZE}} {time:>{_TIME}}"
+    return f"{_shortened(name, _NAME):<{_NAME}} {_shortened(place, _PLACE):<{_PLACE}} {size:>{_SIZE}} {time:>{_TIME}}"
 
 
 def _shortened(name: str, width: int) -> str:

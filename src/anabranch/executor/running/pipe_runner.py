@@ -36,7 +36,7 @@ from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
 from anabranch.tensors import Structure
 
-__all__ = ["PipeRunner", "PipelineGrid", "check_pipes", "evaluated", "runner_for", "seed_pipes"]
+__all__ = ["PipeRunner", "PipelineGrid", "check_pipes", "evaluated", "pipe_run", "runner_for", "seed_pipes"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -122,7 +122,6 @@ class _ScheduleEngine:
     def __init__(self, step: TrainStep, pipe: Pipe) -> None:
         self._step = step
         self._pipe = pipe
-        self._device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
         self._handed_over: list[Tensor] = []
         self._ready: Ready = lambda parameter, gradient: None
         self.rows = 0
@@ -167,20 +166,20 @@ class _ScheduleEngine:
                 optimizer.step()
 
     def _run(self, batch: Structure) -> Shared:
-        args, inputs, target = _apart(batch)
-        dtype = self._step.autocast_dtype
-        with nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype):
-            shared = self._pipe.step_together(
-                args,
-                inputs,
-                target,
-                loss=cast(Loss, self._step.loss),
-                reduction=self._step.reduction,
-                rows=self.rows,
-                word=self.asks_to_stop,
-            )
+        shared = pipe_run(self._step, self._pipe, batch, self.rows, word=self.asks_to_stop)
         self.asked_to_stop = self.asked_to_stop or any(shared.words)
         return shared
+
+
+def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object) -> Shared:
+    """Forward and backward of one batch by the pipe's schedule, with what all its ranks know afterwards."""
+    args, inputs, target = _apart(batch)
+    device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
+    dtype = step.autocast_dtype
+    with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
+        return pipe.step_together(
+            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word
+        )
 
 
 def _nonfinite(pipe: Pipe) -> list[str]:

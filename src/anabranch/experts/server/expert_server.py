@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict
@@ -37,6 +38,7 @@ from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, Ta
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
 from anabranch.experts.server.sessions.session_verbs import SessionVerbs
+from anabranch.periodic import Periodic
 from anabranch.transport import (
     Answer,
     Call,
@@ -220,7 +222,6 @@ class ExpertServer:
             after_round=self._submit_round,
             facts=self._facts,
         )
-        self._stop = threading.Event()
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
@@ -249,7 +250,14 @@ class ExpertServer:
                 others = self._look_for_others()
                 self._announce()
                 stack.callback(self._withdraw)
-                self._start_renewing(stack, others)
+                renewing = Periodic(
+                    self._renew,
+                    self._ttl / _RENEWALS,
+                    name="anabranch-announce",
+                    patience=15.0,
+                    at_start=partial(self._warn_if_possible, others),
+                )
+                stack.enter_context(renewing)
             self._stack = stack.pop_all()
         return self
 
@@ -338,24 +346,19 @@ class ExpertServer:
             # An announcement that is not withdrawn is forgotten after its time to live.
             report("experts.directory_lost", error=str(error))
 
-    def _start_renewing(self, stack: ExitStack, others: Mapping[str, str]) -> None:
-        thread = threading.Thread(target=self._renew, args=(others,), name="anabranch-announce", daemon=True)
-        thread.start()
-        stack.callback(thread.join, timeout=15.0)
-        stack.callback(self._stop.set)
-
-    def _renew(self, others: Mapping[str, str]) -> None:
+    def _warn_if_possible(self, others: Mapping[str, str]) -> None:
         try:
             self._warn_of_others(others)
         except BaseException as error:  # noqa: BLE001 - a warning less must not cost the announcements
             note_failure("experts.no_look_for_others", error)
-        while not self._stop.wait(timeout=self._ttl / _RENEWALS):
-            try:
-                self._announce()
-            except BoundaryError as error:
-                report("experts.directory_lost", error=str(error))
-            except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
-                note_failure("experts.directory_lost", error)
+
+    def _renew(self) -> None:
+        try:
+            self._announce()
+        except BoundaryError as error:
+            report("experts.directory_lost", error=str(error))
+        except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+            note_failure("experts.directory_lost", error)
 
     # --- serving
 

@@ -7,7 +7,6 @@ server knows whether the update is in the state it loaded.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.directory_lock import DirectoryLock
+from anabranch.periodic import Periodic
 from anabranch.transport.failures import note_failure
 from anabranch.transport.server.once import RequestIdentity
 
@@ -52,11 +52,9 @@ class Persistence:
         self._directory = directory
         self._backends = backends
         self._paused = paused
-        self._every = every
         self._applied: dict[str, dict[RequestIdentity, None]] = {uid: {} for uid in backends}
         self._saved: dict[str, int] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="anabranch-checkpoint", daemon=True)
+        self._saver = Periodic(self._save_if_possible, every, name="anabranch-checkpoint", patience=60.0)
 
     def claim(self) -> AbstractContextManager[object]:
         """Make this the only server that saves these experts here, until the returned block is left.
@@ -121,20 +119,18 @@ class Persistence:
             self._saved[uid] = updates
 
     def __enter__(self) -> Persistence:
-        self._thread.start()
+        self._saver.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=60.0)
+    def __exit__(self, *exception: object) -> None:
+        self._saver.__exit__(None, None, None)
         self.save()
 
-    def _run(self) -> None:
-        while not self._stop.wait(timeout=self._every):
-            try:
-                self.save()
-            except CheckpointError as error:
-                # The next one may find room; the last, at the end, raises.
-                report("experts.not_saved", error=str(error))
-            except BaseException as error:  # noqa: BLE001 - of a module's or an optimizer's own state_dict, as above
-                note_failure("experts.not_saved", error)
+    def _save_if_possible(self) -> None:
+        try:
+            self.save()
+        except CheckpointError as error:
+            # The next one may find room; the last, at the end, raises.
+            report("experts.not_saved", error=str(error))
+        except BaseException as error:  # noqa: BLE001 - of a module's or an optimizer's own state_dict, as above
+            note_failure("experts.not_saved", error)

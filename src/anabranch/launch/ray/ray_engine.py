@@ -172,7 +172,7 @@ class _Attempt:
                     self._seats[recipe.role, recipe.rank],
                     partial(self._begin, recipe),
                     self._get,
-                    partial(self._job_file.ended_elsewhere, recipe.role, recipe.rank),
+                    partial(self._job_file.seen_elsewhere, recipe.role, recipe.rank),
                 )
                 everyone.append(process)
                 self._job_file.began(recipe.role, recipe.rank, process.pid, recipe.endpoint, elsewhere=True)
@@ -188,7 +188,7 @@ class _Attempt:
                     self._ask(self._seats["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
                 ]
                 base = service_environment(endpoints, directory, experts, base=base)
-            told = self._ask(meeting.start_rendezvous.remote(directory, base))
+            told = self._ask(meeting.start_rendezvous.remote(directory, {**base, STATUS_VARIABLE: "rendezvous-0"}))
             rendezvous = RemoteProcess(
                 Recipe("rendezvous", 0, PROGRAM, base, log_dir / "rendezvous-0.log"),
                 0,

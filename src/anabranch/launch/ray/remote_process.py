@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
+from anabranch.launch.job_file import Elsewhere
 from anabranch.launch.ray.seat import LEASE_SECONDS, News
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import Recipe, RoleProcess
@@ -39,7 +40,7 @@ class RemoteProcess(RoleProcess):
         seat: the Ray actor; its methods have ``remote``.
         begin: starts the process there and returns its id.
         fetch: waits for a call's result, as ``ray.get`` does; raises when the seat is lost.
-        ended: called when the process has ended.
+        seen: called with the process's state, on any thread, as often as it is looked at.
 
     Attributes:
         lost_at: when a seat that was lost was last followed; ``None`` while it is there.
@@ -52,12 +53,12 @@ class RemoteProcess(RoleProcess):
         seat: Any,
         begin: Callable[[], int],
         fetch: Callable[[Any, float], Any],
-        ended: Callable[[], None] = lambda: None,
+        seen: Callable[[Elsewhere], None] = lambda state: None,
     ) -> None:
         self._seat = seat
         self._begin = begin
         self._fetch = fetch
-        self._ended = ended
+        self._seen = seen
         self._describe(recipe, restarted)
         self.lost_at: float | None = None
         self._code = -signal.SIGKILL
@@ -94,7 +95,7 @@ class RemoteProcess(RoleProcess):
         os.close(self.pidfd)
         if self.lost_at is not None:  # its place is gone with it
             self.recipe = replace(self.recipe, restarts=None)
-        self._ended()
+        self._seen("gone")
 
     def abandon(self) -> None:
         """Count a process whose node does not answer as killed."""
@@ -102,7 +103,7 @@ class RemoteProcess(RoleProcess):
             self.lost_at = time.monotonic()
         self.ended_at = time.time()
         self.exit_code = -signal.SIGKILL
-        self._ended()
+        self._seen("gone")
 
     def _follow(self) -> None:
         followed = time.monotonic()
@@ -113,6 +114,7 @@ class RemoteProcess(RoleProcess):
                 news = self._news()
                 followed = asked
                 self._keep_told(news)
+                self._seen("stopped" if news.stopped else "running")
                 for stream, data in news.output:
                     with suppress(OSError):
                         _write_all(self._screen.get(stream, log.fileno()), data)

@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from anabranch.launch.job_status import process_state
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.python_program import PythonProgram
@@ -55,12 +56,14 @@ class News:
         told: what the process tells of itself and has changed, by the ending of its file's name, see
             ``status_file.py``.
         now: the time of the node's monotonic clock, to which times that are told refer.
+        stopped: the process is frozen.
     """
 
     output: list[tuple[int, bytes]]
     code: int | None
     told: dict[str, bytes] = field(default_factory=dict)
     now: float = 0.0
+    stopped: bool = False
 
 
 class Seat:
@@ -150,7 +153,9 @@ class Seat:
             self._changed.wait_for(lambda: self._output or self._code is not None, _ANSWER_SECONDS)
             output, self._output, self._bytes = self._output, [], 0
             self._changed.notify_all()
-            return News(output, self._code, self._newly_told(), time.monotonic())
+            running = self._running
+            stopped = running is not None and process_state(running.pid) == "stopped"
+            return News(output, self._code, self._newly_told(), time.monotonic(), stopped)
 
     def recorded(self) -> dict[str, bytes]:
         """Return the files that the processes of this seat have recorded for a trace, by name."""

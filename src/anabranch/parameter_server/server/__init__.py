@@ -6,8 +6,7 @@ Open ``shard.py`` first: it orders the changes and decides which requests wait. 
 
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_server import ParameterServer
-from anabranch.parameter_server.server.shard_service import serve_parameters
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics, TableStatistics
 from anabranch.parameter_server.server.worker_order import Consistency
 
-__all__ = ["Consistency", "ParameterServer", "Shard", "ShardStatistics", "TableStatistics", "serve_parameters"]
+__all__ = ["Consistency", "ParameterServer", "Shard", "ShardStatistics", "TableStatistics"]

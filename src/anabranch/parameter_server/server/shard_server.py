@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +43,7 @@ from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.standing import Standing
+from anabranch.periodic import Periodic
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
@@ -164,8 +164,8 @@ class ParameterServer:
             transport=transport, one_job=True, facts=self._facts,
         )  # fmt: skip
         self._server.once.restore(self._done)
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._periodic = ExitStack()
+        self._said = ""
 
     def __repr__(self) -> str:
         """Return where it listens."""
@@ -214,20 +214,17 @@ class ParameterServer:
         if not self._keeper.has_checkpoint:
             self._keeper.checkpoint()
         self._stack.enter_context(self._server)
-        jobs = {"saver": self._save_now_and_then}
+        every = {"saver": (self._checkpoint_if_possible, self._checkpoint_seconds)}
         if self._directory is not None:
             self._directory.announce(self._uids, self.endpoint, _TTL)
-            jobs["announcer"] = self._announce_now_and_then
-        for name, body in jobs.items():
-            self._threads.append(threading.Thread(target=body, name=f"anabranch-shard-{name}", daemon=True))
-            self._threads[-1].start()
+            every["announcer"] = self._announce_again, _TTL / 3
+        for name, (call, seconds) in every.items():
+            self._periodic.enter_context(Periodic(call, seconds, name=f"anabranch-shard-{name}", patience=600.0))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=600.0)
+        self._periodic.close()
         try:
             if self._directory is not None:
                 self._try("withdraw", lambda directory: directory.withdraw(self._uids, self.endpoint))
@@ -237,24 +234,21 @@ class ParameterServer:
         finally:
             self._stack.__exit__(kind, error, trace)
 
-    def _save_now_and_then(self) -> None:
-        said = ""
-        while not self._stop.wait(timeout=self._checkpoint_seconds):
-            try:
-                self._keeper.checkpoint()
-                said = ""
-            except BaseException as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
-                report("parameter_server.checkpoint_failed", error=str(error))
-                if str(error) != said:
-                    _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
-                said = str(error)
+    def _checkpoint_if_possible(self) -> None:
+        try:
+            self._keeper.checkpoint()
+            self._said = ""
+        except BaseException as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
+            report("parameter_server.checkpoint_failed", error=str(error))
+            if str(error) != self._said:
+                _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
+            self._said = str(error)
 
-    def _announce_now_and_then(self) -> None:
-        while not self._stop.wait(timeout=_TTL / 3):
-            try:
-                self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
-            except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
-                note_failure("parameter_server.announce_failed", error)
+    def _announce_again(self) -> None:
+        try:
+            self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
+        except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+            note_failure("parameter_server.announce_failed", error)
 
     def _try(self, what: str, ask: Callable[[Announces], None]) -> None:
         assert self._directory is not None

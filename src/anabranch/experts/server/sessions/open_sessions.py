@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +29,7 @@ from anabranch.events import report
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.sessions.step_tasks import bytes_held
 from anabranch.experts.wire import StepHeader
+from anabranch.periodic import Periodic
 
 __all__ = ["SessionLimits", "Sessions", "Step"]
 
@@ -142,22 +144,17 @@ class Sessions:
         self._tokens = 0
         # A lower bound of all expiries, not the exact minimum, because every step moves one on.
         self._sweep_at = float("inf")
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sweeper = ExitStack()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def __enter__(self) -> Sessions:
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._run, name="anabranch-sessions", daemon=True)
-        self._thread.start()
+        self._sweeper.enter_context(Periodic(self._sweep_now, _GLANCE, name="anabranch-sessions"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10.0)
+        self._sweeper.close()
         with self._lock:
             for key in list(self._open):
                 self._drop(key, "the session's server was stopped")
@@ -356,10 +353,9 @@ class Sessions:
             )
         self._sweep_at = min((session.expires for session in self._open.values()), default=float("inf"))
 
-    def _run(self) -> None:
-        while not self._stop.wait(timeout=_GLANCE):
-            with self._lock:
-                self._sweep()
+    def _sweep_now(self) -> None:
+        with self._lock:
+            self._sweep()
 
 
 def _name_of(error: BaseException) -> str:
