@@ -33,7 +33,7 @@ def executor(**options: Any) -> ab.Executor:
 STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.TrainStep(MODEL, nn.MSELoss(), SGD), TypeError, "MSELoss takes an output and a target; write lambda"),
     (lambda: ab.TrainStep(MODEL, nn.functional.l1_loss, SGD), TypeError, "l1_loss takes an output and a target"),
-    (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "make tensors or arrays of its numbers"),
+    (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "convert its numbers to tensors or arrays"),
     (lambda: step(None), TypeError, "optimizer is one Optimizer or a list of them, got NoneType"),
     (lambda: step(torch.optim.SGD), TypeError, "got the class SGD; make one"),
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),
@@ -77,15 +77,15 @@ SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ab.ParameterServer(durability="log", checkpoint_dir="/dev/null"),
         ab.CheckpointError,
-        "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be made",
+        "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be created",
     ),
     (
         lambda: ab.ParameterServer(durability="log", checkpoint_dir="/proc/no-such-thing"),
         ab.CheckpointError,
         "/proc/no-such-thing/shard-0-of-1 cannot be used: ",
     ),
-    (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of texts .* got 'x'"),
-    (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a text .* got 3"),
+    (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of strings .* got 'x'"),
+    (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a string .* got 3"),
     (lambda: ab.ParameterClient([]), ValueError, "endpoints is empty; name the shards, or leave it out"),
     (lambda: ab.ParameterClient(timeout=0), ValueError, "timeout .* above 0, got 0"),
 ]
@@ -95,12 +95,20 @@ CALLS: list[tuple[Callable[[ab.ParameterClient], object], type[Exception], str]]
     (lambda client: client.init("n", "x"), TypeError, "shape is a tuple of sizes, got 'x'"),
     (lambda client: client.init("n", 3), TypeError, "shape is a tuple of sizes, got 3"),
     (lambda client: client.init("n", (2.5,)), TypeError, r"shape is a tuple of sizes.* got \(2.5,\)"),
-    (lambda client: client.init(3, (3,)), TypeError, "name is a text, got 3"),
+    (lambda client: client.init(3, (3,)), TypeError, "name is a string, got 3"),
     (lambda client: client.init("n", (3,), dtype="f"), TypeError, "dtype is torch.float32.* got 'f'"),
     (lambda client: client.init("n", (3,), init="x"), TypeError, "init is a number.* got 'x'"),
     (lambda client: client.init("n", (3,), optimizer="sgd"), TypeError, "optimizer is called with .* got 'sgd'"),
-    (lambda client: client.init("n", (10**15,)), ValueError, "no memory for a parameter of shape .*kind='rows'"),
-    (lambda client: client.init("n", (10**30,)), ValueError, "no memory for a parameter of shape .*kind='rows'"),
+    (
+        lambda client: client.init("n", (10**15,)),
+        ValueError,
+        "not have enough memory for a parameter of shape .*kind='rows'",
+    ),
+    (
+        lambda client: client.init("n", (10**30,)),
+        ValueError,
+        "not have enough memory for a parameter of shape .*kind='rows'",
+    ),
     (lambda client: client.push("v", [1, 2, 3]), TypeError, "the gradient of v: a tensor is needed, got list"),
     (lambda client: client.push("v", None), TypeError, "the gradient of v: a tensor is needed, got NoneType"),
     (lambda client: client.push("v", torch.ones(3).long()), ab.SchemaError, "the gradient of v is torch.int64"),
@@ -136,7 +144,9 @@ def test_a_wrong_argument_of_a_parameter_client_is_named_and_changes_nothing(
 
 
 def test_a_log_in_a_directory_that_is_not_there_is_refused_before_any_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="log_path=.*loads.jsonl.* lies in no directory that is there; make .*/no"):
+    with pytest.raises(
+        ValueError, match="log_path=.*loads.jsonl.* is in a directory that does not exist; create .*/no"
+    ):
         executor(log_path=tmp_path / "no" / "loads.jsonl")
 
 

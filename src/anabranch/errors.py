@@ -172,7 +172,7 @@ class RemoteError(BoundaryError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{text}\n\nThe far side's traceback:\n{self.remote_traceback}" if self.remote_traceback else text
+        return f"{text}\n\nThe remote traceback:\n{self.remote_traceback}" if self.remote_traceback else text
 
 
 class CaptureError(AnabranchError):

@@ -79,7 +79,7 @@ def on_fault_point(handler: Callable[[str], None]) -> Iterator[None]:
     global _fault_handler
     with _lock:
         if _fault_handler is not None:
-            raise RuntimeError("a fault handler is installed already; leave its block first")
+            raise RuntimeError("a fault handler is already installed; leave its block first")
         _fault_handler = handler
     try:
         yield

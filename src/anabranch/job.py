@@ -211,7 +211,9 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
     world_size = _number(env, "WORLD_SIZE", 1)
     rank = _number(env, "RANK", 0)
     if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} lies outside WORLD_SIZE={world_size}; set both, as torchrun does, or neither")
+        raise ValueError(
+            f"RANK={rank} is out of range for WORLD_SIZE={world_size}; set both, as torchrun does, or neither"
+        )
     role = env.get("ANABRANCH_ROLE", "worker")
     if role not in ("worker", "expert"):
         raise ValueError(f"ANABRANCH_ROLE={role!r} is not a role; roles are 'worker' and 'expert'")

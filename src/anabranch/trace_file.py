@@ -96,15 +96,15 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
     try:
         target = Path(os.fspath(path)).absolute()
     except TypeError:
-        raise TypeError(f"a trace's path is a text or a Path, got {path!r}") from None
+        raise TypeError(f"a trace's path is a string or a Path, got {path!r}") from None
     folder = target.parent
     why = None
     if target.is_dir() or str(path).endswith("/"):
         why = "it is a folder; name a file, such as out.json"
     elif not folder.is_dir():
-        why = f"there is no folder {folder}; make it first"
+        why = f"the folder {folder} does not exist; create it first"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        why = f"nothing can be written in {folder}"
+        why = f"{folder} is not writable"
     if why is not None:
         raise ValueError(f"no trace can be written to {str(path)!r}: {why}")
     return target

@@ -119,7 +119,7 @@ def test_extra_state_that_is_not_there_is_missed(tmp_path: Path) -> None:
         executor.save(tmp_path)
     with (
         executor_of(nn.Sequential(Noted(2, 1))) as executor,
-        pytest.raises(ab.CheckpointError, match=r"extra state of \[\], this model of \['0._extra_state'\]"),
+        pytest.raises(ab.CheckpointError, match=r"extra state of \[\], but this model has \['0._extra_state'\]"),
     ):
         executor.load(tmp_path)
 

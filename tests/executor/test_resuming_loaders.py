@@ -183,7 +183,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(opened: Callable[..., Bou
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
-        ("list", "shuffled", r"keeps its position as \['counted'\], this one \(DataLoader\) as 'map'"),
+        ("list", "shuffled", r"stores its position as \['counted'\], but this one \(DataLoader\) as 'map'"),
         ("shuffled", "sequential", r"has .*RandomSampler as its sampler, this one .*SequentialSampler"),
         ("pairs", "outer", r"PairSampler|EagerSampler"),
     ],

@@ -179,7 +179,7 @@ def other_kind_of_scheduler() -> ab.Executor:
     [
         (other_shape, r"0\.weight.*\(9, 4\).*\(8, 4\)|0\.weight.*\(8, 4\).*\(9, 4\)"),
         (other_names, r"weight"),
-        (other_optimizers, "1 optimizers for step 'train', this has 3"),
+        (other_optimizers, "1 optimizers for step 'train', but this Executor has 3"),
         (other_steps, r"'train'.*'fit'"),
         (other_kind_of_optimizer, "optimizer 0 of 'train' is Adagrad, the checkpoint's SGD"),
         (other_kind_of_scheduler, "scheduler 0 of 'train' is MultiStepLR, the checkpoint's CosineAnnealingLR"),

@@ -245,7 +245,7 @@ def test_a_module_that_returns_other_rows_than_it_took_is_named(pair: bool, keep
     backend = ExpertBackend(
         "e.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(4)], keep_activations=keep
     )
-    says = rf"^e\.0's output {int(pair)}: expected 2 rows, as many as came in, got 1; "
+    says = rf"^e\.0's output {int(pair)}: expected 2 rows, as in the input, got 1; "
     with ExpertServer([backend]) as server:
         expert = RemoteExpert("e.0", server.endpoint)
         x = torch.ones(2, 4, requires_grad=True)
@@ -282,5 +282,5 @@ def test_a_batch_that_comes_back_with_other_rows_is_refused_to_each_caller(keep:
             join(thread)
     # Found for four rows, and then for each caller's two.
     assert [str(error).partition(";")[0] for error in refusals] == [
-        "e.0's output 0: expected 2 rows, as many as came in, got 1"
+        "e.0's output 0: expected 2 rows, as in the input, got 1"
     ] * 2

@@ -92,9 +92,9 @@ def test_a_server_that_was_replaced_acknowledges_nothing_more(tmp_path: Path, mo
     read = [record.verb for record, _ in reader]
     second = PushLog(tmp_path, owner, reader.end)
     second.commit(second.append(Record("the second's", b"")), Deadline.after(5.0))
-    with pytest.raises(CheckpointError, match="another server has taken this directory over"):
+    with pytest.raises(CheckpointError, match="another server has taken over this directory"):
         first.commit(first.append(Record("woken up", b"")), Deadline.after(5.0))
-    with pytest.raises(CheckpointError, match="taken this directory over"):
+    with pytest.raises(CheckpointError, match="taken over this directory"):
         first.append(Record("again", b""))
     second.close()
     owner.close()

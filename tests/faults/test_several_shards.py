@@ -45,7 +45,9 @@ def test_a_bare_push_that_one_shard_refuses_says_that_the_other_took_its_part(sh
     with client_of(shards) as client:
         client.init("t", (8, 1), "rows", optimizer=SGD)
         client.push_many({"t": (IDS, torch.ones(8, 1))})
-        with pytest.raises(ab.NonFinite, match="on one shard; 1 other shards had taken their parts of this push"):
+        with pytest.raises(
+            ab.NonFinite, match="on one shard; 1 other shards had already applied their parts of this push"
+        ):
             client.push_many({"t": overflowing()})
         rows = client.sparse_pull("t", IDS).flatten().tolist()
         assert set(rows) == {-1.0, -2.0}

@@ -278,7 +278,9 @@ def test_an_answer_of_another_form_than_the_graphs_is_refused() -> None:
     far = Scale()
     graph = capture(lambda x: cross(far, x)[0] * 2, torch.ones(2, 2))
     far.width = 1
-    with pytest.raises(SchemaError, match=r"fake far gave output 0 as \(2, 1\) .*captured when it gave \(2, 2\)"):
+    with pytest.raises(
+        SchemaError, match=r"fake far returned output 0 as \(2, 1\) .*captured when it returned \(2, 2\)"
+    ):
         graph(torch.ones(2, 2))
 
 

@@ -60,7 +60,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["run", "pkg.absent"], "for a module give -m"),
         (["run", "-m", "http.absent"], "there is no module 'http.absent'"),
         (["run", "-m", "absent.module"], "there is no module 'absent'"),
-        (["run", "-m", "http.server.x"], "'http.server' is a module and no package"),
+        (["run", "-m", "http.server.x"], "'http.server' is a module, not a package"),
         (["run", "-m", "anabranch"], "'anabranch' is a package without a __main__.py"),
         (["run", "-m", "train.py"], "there is no module 'train'"),
         (["run", "--workers", "0", __file__], "1"),

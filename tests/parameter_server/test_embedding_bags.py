@@ -263,7 +263,7 @@ def test_offsets_and_lengths_say_the_same() -> None:
     [
         ({"keys": ["a", "a"], "lengths": [1, 1]}, "each once"),
         ({"keys": ["a", "b"], "lengths": [2]}, "1 lengths are not a whole number of rows of 2"),
-        ({"keys": ["a"], "lengths": [3]}, "add up to 3, and there are 2"),
+        ({"keys": ["a"], "lengths": [3]}, "add up to 3, but there are 2"),
         ({"keys": ["a"], "lengths": [3, -1]}, "at least 0.*the least length is -1"),
         ({"keys": ["a"], "offsets": [0, 3, 2]}, "offsets never fall"),
         ({"keys": ["a"]}, "one of lengths= and offsets="),

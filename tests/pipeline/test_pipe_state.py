@@ -147,7 +147,7 @@ def test_a_batch_changed_before_its_backward_is_not_run_forward_again():
         x = torch.randn(4, 3)
         y = pipe(x)
         x.zero_()
-        with pytest.raises(RuntimeError, match="what stage 0 got was changed in place"):
+        with pytest.raises(RuntimeError, match="the input of stage 0 was changed in place"):
             y.sum().backward()
 
 

@@ -70,5 +70,5 @@ def test_what_differs_is_named():
     with pytest.raises(AssertionError, match="output y: 1 apart"):
         assert_same_gradients(model, other, x)
     assert_same_gradients(model, other, x, tolerance=10.0)
-    with pytest.raises(ValueError, match="no parameter has a name in both"):
+    with pytest.raises(ValueError, match="no parameter name is in both"):
         assert_same_gradients(model, nn.Linear(3, 2), x)

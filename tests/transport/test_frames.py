@@ -229,7 +229,7 @@ def request_with(*tensors: TensorHeader) -> bytes:
         (signed(2, request_with(TensorHeader(9, (2,), 0, 8)), bytes(7)), "the body 7"),
         (signed(2, request_with(TensorHeader(9, (2,), 0, 4)), bytes(4)), "should be 8 bytes"),
         (signed(2, request_with(TensorHeader(9, (2,), 4, 8)), bytes(12)), "should be 8 bytes at 0"),
-        (signed(2, request_with(TensorHeader(99, (2,), 0, 8)), bytes(8)), "no dtype"),
+        (signed(2, request_with(TensorHeader(99, (2,), 0, 8)), bytes(8)), "not the number of a dtype"),
         (signed(2, request_with(TensorHeader(9, (1,) * 9, 0, 4)), bytes(4)), "does not decode"),
         (signed(2, request_with(*[TensorHeader(9, (0,), 0, 0)] * 65)), "does not decode"),
         (signed(2, request_with(TensorHeader(9, (0, 1 << 40, 1 << 40), 0, 0))), "strides"),

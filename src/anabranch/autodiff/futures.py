@@ -51,7 +51,7 @@ def _only_tensor(value: object) -> Tensor:
     several = value if isinstance(value, list | tuple) else [value]
     if len(several) == 1 and isinstance(several[0], Tensor):
         return several[0]
-    raise TypeError(f"a callback's future gives a tensor, or a list of one as collectives do, got {value!r}")
+    raise TypeError(f"a callback's future returns a tensor, or a list of one tensor like collectives, got {value!r}")
 
 
 _GRACE = 1.0

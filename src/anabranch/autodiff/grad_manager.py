@@ -141,7 +141,7 @@ class GradManager:
             RuntimeError: it is recording already.
         """
         if self._recording:
-            raise RuntimeError("this GradManager is recording already; call backward() or release() first")
+            raise RuntimeError("this GradManager is already recording; call backward() or release() first")
         self._recording = True
         sessions.begin(self)
         if self._unprepared:
@@ -208,7 +208,7 @@ class GradManager:
             DeadlineExceeded: a callback's future had no result within ``timeout`` seconds.
         """
         if not self._recording:
-            raise RuntimeError("this GradManager is not recording: its session was never begun, or has been used")
+            raise RuntimeError("this GradManager is not recording: its session was not started, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
             if self.tokens.exits:

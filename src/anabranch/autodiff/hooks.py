@@ -80,8 +80,8 @@ class Sweep:
         if len(self.tensors) != self._distinct:
             if len({id(tensor) for tensor in self.tensors}) != len(self.tensors):
                 raise RuntimeError(
-                    "the gradient of a tensor arrived twice in one sweep, as it does when torch.utils.checkpoint runs "
-                    "with use_reentrant=True; pass use_reentrant=False"
+                    "the gradient of a tensor arrived twice in one backward, as happens when torch.utils.checkpoint "
+                    "runs with use_reentrant=True; pass use_reentrant=False"
                 )
             self._distinct = len(self.tensors)
 

@@ -93,10 +93,10 @@ def _check(args_per_call: Sequence[Sequence[object]], max_workers: int | None) -
         raise ValueError(f"max_workers is at least 1, got {max_workers}")
     for index, args in enumerate(args_per_call):
         if not isinstance(args, tuple | list):
-            raise TypeError(f"call {index} is given as a tuple of its arguments, got {type(args).__name__}")
+            raise TypeError(f"call {index} must be a tuple of its arguments, got {type(args).__name__}")
     counts = [len(args) for args in args_per_call]
     if len(set(counts)) > 1:
-        raise ValueError(f"all calls take equally many arguments, got {counts}")
+        raise ValueError(f"all calls must have the same number of arguments, got {counts}")
 
 
 def _as_tuple(returned: object) -> tuple[Tensor, ...]:

@@ -17,7 +17,8 @@ def check_differentiable(tensor: object) -> None:
         raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
     if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(
-            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating and complex do"
+            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating-point and "
+            "complex tensors do"
         )
 
 

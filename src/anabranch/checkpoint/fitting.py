@@ -35,7 +35,7 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
         if name in found and (found[name].shape != tensor.shape or found[name].dtype != tensor.dtype)
     ]
     if problems:
-        raise CheckpointError(f"the checkpoint is of another {what}:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"the checkpoint belongs to another {what}:\n  " + "\n  ".join(problems))
 
 
 def _show(tensor: Tensor) -> str:

@@ -54,7 +54,7 @@ def check_path(given: object, name: str = "path") -> Path:
         TypeError: it is none; names the argument and its value.
     """
     if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"{name} is a text or a pathlib.Path, got {given!r}")
+        raise TypeError(f"{name} is a string or a pathlib.Path, got {given!r}")
     return Path(given)
 
 
@@ -115,8 +115,8 @@ def set_aside(path: Path) -> Path:
         aside.mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"{path.name} cannot be set aside: the folder {aside} cannot be made ({error.strerror}); remove what has "
-            "its name, and let this user write to the directory (chmod u+rwx)"
+            f"{path.name} cannot be set aside: the folder {aside} cannot be created ({error.strerror}); remove "
+            "whatever has its name, and let this user write to the directory (chmod u+rwx)"
         ) from error
     found, number = aside / path.name, 1
     while os.path.lexists(found):
@@ -171,7 +171,7 @@ def claim(directory: Path) -> Iterator[None]:
         lock = FileLock(descriptor)
     except BlockingIOError:
         raise CheckpointError(
-            f"another process or thread is saving to {directory}; give each job a directory of its own, and save "
+            f"another process or thread is saving to {directory}; give each job its own directory, and save "
             "from one process of a job"
         ) from None
     with lock:

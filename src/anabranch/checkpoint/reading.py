@@ -189,10 +189,10 @@ def _newest_whole(directories: list[Path], mirror: Mirror | None = None) -> Chec
             continue
         for reason in reasons:
             told = reason if mirror is None else mirror.named(reason)
-            _log.warning("%s; taking generation %d in %s, step %d", told, generation, checkpoint.path, checkpoint.step)
+            _log.warning("%s; using generation %d in %s, step %d", told, generation, checkpoint.path, checkpoint.step)
         return checkpoint
     if reasons:
-        raise CheckpointError("no checkpoint is whole: " + "; ".join(reasons))
+        raise CheckpointError("no checkpoint is complete: " + "; ".join(reasons))
     return None
 
 

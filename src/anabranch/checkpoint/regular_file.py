@@ -66,12 +66,12 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
     cure = "try again once the system can open it"
     if isinstance(error, PermissionError):
         cure = f"let user {os.geteuid()} read it, with chown or chmod"
-    return Unreadable(f"{path} cannot be read: {error.strerror}. It is not taken for damaged or lost: {cure}")
+    return Unreadable(f"{path} cannot be read: {error.strerror}. It is not treated as damaged or lost: {cure}")
 
 
 def _what_is_there(path: Path, error: OSError) -> str:
     if error.errno == errno.ENXIO:
         return "it is a socket or a device, not a regular file"
     if path.is_symlink():
-        return f"it is a link that leads to no file ({error.strerror})"
+        return f"it is a dangling link ({error.strerror})"
     return str(error.strerror)

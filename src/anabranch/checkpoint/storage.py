@@ -72,7 +72,7 @@ class Storage:
         except ImportError as error:
             raise ModuleNotFoundError(f"{self} cannot be reached: {error}", name=error.name) from None
         except ValueError as error:
-            raise ValueError(f"{self} is not a place to save to: {error}; give a folder or a URL of fsspec") from None
+            raise ValueError(f"{self} cannot be saved to: {error}; give a folder or a URL of fsspec") from None
 
     def __str__(self) -> str:
         return re.sub(r"://[^/@]*@", "://", self.url)
@@ -124,7 +124,7 @@ class Storage:
             self._files.invalidate_cache()
             size, sent = self._files.info(self._path(name))["size"], file.stat().st_size
             if size != sent:
-                raise OSError(f"{sent} bytes were sent and {size} are there")
+                raise OSError(f"{sent} bytes were sent, but {size} are stored")
 
         fault_point("checkpoint.upload")
         self._ask(f"upload {name} to", upload, patience=patience)
@@ -169,7 +169,7 @@ class Storage:
             return bounded(ask, patience or StoragePatience(self._seconds))
         except NoProgress as error:
             raise NoAnswer(
-                f"cannot {what} {self}: {error}; look whether the store can be reached, or allow it more in "
+                f"cannot {what} {self}: {error}; check that the store is reachable, or allow more time in "
                 f"{SECONDS_VARIABLE}"
             ) from None
 

@@ -51,7 +51,7 @@ def _show_failure(failure: Exit) -> None:
     words = failure.last_words()
     # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
     if words and failure.who == "rank 0" and not failure.blames_a_worker():
-        tell(f"{failure.describe()}. What it wrote is above")
+        tell(f"{failure.describe()}. Its output is above")
     else:
         tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
         if words:

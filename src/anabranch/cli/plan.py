@@ -26,7 +26,7 @@ def plan(
     module: IsModule = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to plan for.")] = 1,
     servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers.")] = 0,
-    experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many processes serve experts.")] = 0,
+    experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many expert processes.")] = 0,
 ) -> None:
     """Print where each parameter of SCRIPT would live, what a step exchanges, and how long it should take.
 

@@ -108,7 +108,7 @@ class Workers:
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only its members use it")
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
         self.size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0

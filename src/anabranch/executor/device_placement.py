@@ -97,8 +97,9 @@ class DevicePlacement:
             other, there = places.setdefault(parameter, (name, device))
             if there != device:
                 raise ValueError(
-                    f"devices= puts {other!r} and {name!r}, which are one parameter, on {there or 'the home device'} "
-                    f"and {device or 'the home device'}; place the modules that share it together"
+                    f"devices= puts {other!r} and {name!r}, which are the same parameter, on "
+                    f"{there or 'the home device'} and {device or 'the home device'}; place the modules that share it "
+                    "together"
                 )
 
     def _move_optimizer_state(self) -> None:

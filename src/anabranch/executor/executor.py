@@ -338,7 +338,7 @@ class Executor:
         step = self._step(name)
         if not isinstance(step, TrainStep) or isinstance(step.model, Pipe):
             raise ValueError(
-                f"step {name!r} {'trains a Pipe' if isinstance(step, TrainStep) else 'trains nothing'}; plans are of "
+                f"step {name!r} {'trains a Pipe' if isinstance(step, TrainStep) else 'trains nothing'}; plans are for "
                 "training steps whose model is whole on each worker"
             )
         if batch is None and name in self._batches.loaders:
@@ -370,7 +370,7 @@ class Executor:
         """Take the mode whose step should be quickest, the same on all workers; return its plan."""
         assert self._workers is not None
         plans: dict[CommMode, Plan] = {}
-        choice = ModeChoice("AllReduce", "the window that a checkpoint left open goes on as it was")
+        choice = ModeChoice("AllReduce", "an accumulation window that a checkpoint left open continues unchanged")
         if not any(runner.window()[0] for runner in self._runners.values()):
             possible = modes_possible(self._routes_in, self._steps, cache)
             plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)
@@ -743,7 +743,7 @@ class Executor:
         """
         self._check_open()
         if self._trace is not None:
-            raise RuntimeError("this executor records a trace already; give it the next one after its last step")
+            raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
         everyone = self._grid or self._workers
         with self._failures_told():
             self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)

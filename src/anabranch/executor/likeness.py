@@ -46,7 +46,7 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
     )  # fmt: skip
     _compare(
         "optimizers", [text[2] for text in everyone],
-        "each worker applies the averaged gradients by itself, so make the same optimizers with the same groups and "
+        "each worker applies the averaged gradients itself, so make the same optimizers with the same groups and "
         "settings on all of them",
     )  # fmt: skip
 

@@ -57,7 +57,9 @@ class StepDescription:
 
 def _fixed(step: object, name: str) -> str:
     kind = type(step).__name__
-    return f"{name!r} of a {kind} cannot be changed, for graphs are made of it; make a new {kind} and a new Executor"
+    return (
+        f"{name!r} of a {kind} cannot be changed because graphs are made from it; make a new {kind} and a new Executor"
+    )
 
 
 class TrainStep(StepDescription):
@@ -138,8 +140,8 @@ class TrainStep(StepDescription):
         _check_bound("clip_grad_value", clip_grad_value)
         if clip_grad_norm is not None and clip_grad_value is not None:
             raise ValueError(
-                "clip_grad_norm and clip_grad_value were both given; give one, and do the other in on_gradients, which "
-                "comes first"
+                "clip_grad_norm and clip_grad_value were both given; give one, and apply the other in on_gradients, "
+                "which runs first"
             )
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
@@ -147,19 +149,19 @@ class TrainStep(StepDescription):
             raise TypeError(f"rows is called as rows(batch), got {type(rows).__name__}")
         precision = choice("precision", precision, (None, "bfloat16", "float16"))
         if not isinstance(skip_nonfinite, bool | None):
-            raise TypeError(f"skip_nonfinite is True, False, or None to look at no gradients, got {skip_nonfinite!r}")
+            raise TypeError(f"skip_nonfinite is True, False, or None to check no gradients, got {skip_nonfinite!r}")
         if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
             what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
-            raise ValueError(f"activation_budget takes a graph, and {what} runs without one; leave one of them out")
+            raise ValueError(f"activation_budget needs a graph, but {what} runs without one; leave one of them out")
         if precision == "float16" and isinstance(model, Pipe):
             raise ValueError(
-                "precision='float16' scales the loss of a whole batch, and a Pipe has one a microbatch; "
+                "precision='float16' scales the loss of a whole batch, but a Pipe has one loss per microbatch; "
                 "use 'bfloat16', which needs no scale"
             )
         if precision == "float16" and (there := [name for name, part in model.named_modules() if _steps_there(part)]):
             raise ValueError(
                 f"precision='float16' scales the loss, and remote experts ({there[0] or 'the model'}) would step with "
-                "gradients that are scaled; use 'bfloat16', which needs no scale"
+                "scaled gradients; use 'bfloat16', which needs no scale"
             )
         if on_gradients is not None and not callable(on_gradients):
             raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
@@ -244,7 +246,7 @@ def _bytes(name: str, given: object) -> int:
     unit = 1024 if found is not None and found[3] == "iB" else 1000
     size = 0 if found is None else int(float(found[1]) * unit ** " KMGT".index((found[2] or " ").upper()))
     if size < 1:
-        raise ValueError(f"{name} is a number of bytes above 0, or a text such as '2GiB' or '500MB', got {given!r}")
+        raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {given!r}")
     return size
 
 
@@ -261,7 +263,7 @@ def _check_not_of_torch(model: nn.Module, loss: object) -> None:
     kind = loss if hasattr(loss, "__name__") else type(loss)
     if not isinstance(model, Pipe) and kind.__module__ in ("torch.nn.modules.loss", "torch.nn.functional"):
         raise TypeError(
-            f"loss is called as loss(model, batch), and {name} takes an output and a target; write "
+            f"loss is called as loss(model, batch), but {name} takes an output and a target; write "
             f"lambda model, batch: criterion(model(batch[0]), batch[1]), where criterion is that {name}"
         )
 
@@ -279,10 +281,10 @@ def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise ValueError(
-                f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part, as fully_shard and "
-                "parallelize_module make them; an Executor's workers hold whole parameters. Give it the model before "
+                f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part (fully_shard, "
+                "parallelize_module); an Executor's workers hold whole parameters. Give it the model before "
                 "it is sharded: a Pipe puts its layers on several ranks, comm_mode='PS' its parameters on servers. Or "
-                "train the sharded model in a loop of your own"
+                "train the sharded model in your own loop"
             )
         if is_lazy(tensor):
             raise ValueError(
@@ -310,7 +312,10 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer {index} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if isinstance(optimizer, LBFGS):
-            raise ValueError("LBFGS evaluates the loss several times a step, which no TrainStep does; use another")
+            raise ValueError(
+                "LBFGS evaluates the loss several times per step, which a TrainStep does not support; use another "
+                "optimizer"
+            )
         for parameter in parameters_of(optimizer):
             if parameter not in names:
                 raise ValueError(
@@ -338,11 +343,13 @@ def _schedulers(
     schedulers = [] if given is None else _listed("scheduler", given, LRScheduler)
     for index, scheduler in enumerate(schedulers):
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError("ReduceLROnPlateau needs a metric that no training step has; step it yourself")
+            raise ValueError("ReduceLROnPlateau needs a metric, which a training step does not have; step it yourself")
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(f"scheduler {index} is a {type(scheduler).__name__}, not a torch LRScheduler")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
-            raise ValueError(f"scheduler {index} ({type(scheduler).__name__}) is of none of this step's optimizers")
+            raise ValueError(
+                f"scheduler {index} ({type(scheduler).__name__}) belongs to none of this step's optimizers"
+            )
     return tuple(schedulers)
 
 
@@ -361,7 +368,7 @@ def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[
     found: dict[str, Step] = {}
     for name, step in steps.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"a step's name is a text that is not empty, got {name!r}")
+            raise TypeError(f"a step's name is a string that is not empty, got {name!r}")
         if not isinstance(step, TrainStep | EvalStep):
             raise TypeError(f"step {name!r} is a {type(step).__name__}, not a TrainStep or EvalStep")
         found[name] = step

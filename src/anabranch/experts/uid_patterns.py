@@ -52,9 +52,9 @@ class UidPattern(Sequence[str]):
         self.size = math.prod(len(part) for part in self._parts if isinstance(part, range))
         """The number of uids."""
         if not self.size:
-            raise ValueError(f"{pattern!r} stands for no uid: a range is empty; write [first:last+1]")
+            raise ValueError(f"{pattern!r} matches no uid: a range is empty; write [first:last+1]")
         if self.size > _MOST_UIDS:
-            raise ValueError(f"{pattern!r} stands for {self.size} uids, more than {_MOST_UIDS}; narrow a range")
+            raise ValueError(f"{pattern!r} matches {self.size} uids, more than {_MOST_UIDS}; narrow a range")
         # The last one is the longest.
         check_uid(".".join(part if isinstance(part, str) else str(part[-1]) for part in self._parts))
 
@@ -118,7 +118,7 @@ def draw_uids(
         some *= 2
     if len(drawn) < count:
         raise ValueError(
-            f"{count} uids were to be drawn from {pattern!r}, which stands for {uids.size}, of which {len(drawn)} are "
-            "not taken; widen a range, or draw fewer"
+            f"cannot draw {count} uids from {pattern!r}, which matches {uids.size}, of which {len(drawn)} are "
+            "free; widen a range, or draw fewer"
         )
     return drawn[:count]

@@ -74,8 +74,8 @@ class ForwardCrossing(Crossing):
         for index, (output, form) in enumerate(zip(crossed.outputs, self._forms, strict=True)):
             if tuple(output.shape) != form.shape or output.dtype != form.dtype:
                 raise SchemaError(
-                    f"{self.label} gave output {index} as {tuple(output.shape)} {output.dtype}, and the graph was "
-                    f"captured when it gave {form.shape} {form.dtype}; make the Executor again, or use engine='tape'"
+                    f"{self.label} returned output {index} as {tuple(output.shape)} {output.dtype}, and the graph was "
+                    f"captured when it returned {form.shape} {form.dtype}; make a new Executor, or use engine='tape'"
                 )
         return *crossed.outputs, crossed.state
 

@@ -147,7 +147,7 @@ class StepProgram(StepState):
     ) -> None:
         if passes and (compile or gate is not None):
             raise ValueError(
-                f"{'a gate' if gate else 'compile=True'} runs no joint graph that {len(passes)} passes could improve; "
+                f"{'a gate' if gate else 'compile=True'} has no joint graph to which {len(passes)} passes could apply; "
                 "leave them out"
             )
         super().__init__(
@@ -260,8 +260,8 @@ class StepProgram(StepState):
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
-                    "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from "
-                    "step to step, and each change makes a new graph; use engine='tape', or a scheduler that leaves "
+                    "values other than 'lr' in the optimizer's parameter groups (betas, momentum, ...) change from "
+                    "step to step, and each change needs a new graph; use engine='tape', or a scheduler that leaves "
                     "them alone (cycle_momentum=False)"
                 )
         look = () if extra == () else kind_of(extra)
@@ -274,8 +274,8 @@ class StepProgram(StepState):
         if kind not in self._kinds:
             if len(self._kinds) >= _MOST_GRAPHS:
                 raise CaptureError(
-                    f"{_MOST_GRAPHS} kinds of batches have been captured for this step, and another shape, dtype or "
-                    "fetch came; pad batches to a few shapes, or use engine='tape'"
+                    f"{_MOST_GRAPHS} kinds of batches have been captured for this step, and there is yet another "
+                    "shape, dtype or fetch; pad batches to a few shapes, or use engine='tape'"
                 )
             if may_trace:
                 learn_forms(self.model.modules())
@@ -299,7 +299,7 @@ class StepProgram(StepState):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         for name in modules:
             if name not in outputs:
-                raise ValueError(f"{name!r} was to be fetched, but the forward called no module of that name")
+                raise ValueError(f"{name!r} cannot be fetched: the forward called no module of that name")
         found: dict[str, Structure] = {"loss": loss.detach()}
         if task.joint is not None and task.results is not None:
             found |= {name: task.results[name] for name in task.joint.added}
@@ -317,7 +317,7 @@ class StepProgram(StepState):
     def _check_fetched(self, gradients: Collection[str]) -> None:
         for name in gradients:
             if name.removesuffix(".grad") not in self.parameters:
-                raise ValueError(f"{name!r} was to be fetched, but no parameter has that name")
+                raise ValueError(f"{name!r} cannot be fetched: no parameter has that name")
 
     # --- programs
 
@@ -386,14 +386,14 @@ class _Programs:
         self._joints = [joint for joint in self._joints if joint.key.epoch is step.epoch]
         if len(self._joints) >= _MOST_GRAPHS:
             raise CaptureError(
-                "whole numbers that the graph needs, or the tensors that the model holds, change from step to step, "
-                "and each change makes a new graph; use engine='tape'"
+                "integers that the graph needs, or the tensors that the model holds, change from step to step, "
+                "and each change needs a new graph; use engine='tape'"
             )
         if not task.may_trace:
-            raise GuardMiss("no graph of the step is for the tensors and numbers of now")
+            raise GuardMiss("no graph of the step matches the current tensors and numbers")
         if sum(joint.variants for joint in self._joints) >= _MOST_NUMBERS:
             raise CaptureError(
-                "a Python number that an operation looks at changes from step to step, and each value makes a new "
+                "a Python number that an operation reads changes from step to step, and each value needs a new "
                 "graph; make it a tensor, or use engine='tape'"
             )
         task.key = step.up_to_date(task.key)
@@ -412,7 +412,9 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         if isinstance(result, tuple) and len(result) == 2:
             result, extras = result
             if not isinstance(extras, Mapping):
-                return mistake("type", f"beside the loss a step returns a dict of tensors, got {type(extras).__name__}")
+                return mistake(
+                    "type", f"besides the loss a step returns a dict of tensors, got {type(extras).__name__}"
+                )
         elif isinstance(result, Mapping) and "loss" in result:
             extras = {name: value for name, value in result.items() if name != "loss" and isinstance(value, Tensor)}
             result = result["loss"]

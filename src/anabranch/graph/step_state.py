@@ -170,7 +170,7 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
                 if parameter not in known:
                     raise CaptureError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
-                        "model has not; give the step the module that owns it, or use engine='tape'"
+                        "model does not have; give the step the module that owns it, or use engine='tape'"
                     )
                 if parameter in names:
                     raise CaptureError(f"{known[parameter]!r} is in two parameter groups; use engine='tape'")

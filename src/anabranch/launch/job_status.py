@@ -186,7 +186,7 @@ def latest_job() -> Path:
     """
     found = max(_kept_folders(), default=None)
     if found is None:
-        raise ValueError("no job of yours runs without --log-dir; name the log folder of the one that you mean")
+        raise ValueError("you have no running job without --log-dir; give the log folder of the job")
     return found[1]
 
 

@@ -51,14 +51,14 @@ class JobTrace:
     def _write(self) -> None:
         parts = list(self._parts())
         if not parts:
-            self._tell(f"no trace was written to {self._path}: no process came to record anything")
+            self._tell(f"no trace was written to {self._path}: no process recorded anything")
             return
         try:
             wrote = write_trace(self._path, parts, names=self._names())
         except OSError as error:
             self._tell(f"no trace was written to {self._path}: {error.strerror}")
             return
-        missing = f" ({wrote.dropped} more were too many)" if wrote.dropped else ""
+        missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
         self._tell(
             f"the trace: {self._path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
             "https://ui.perfetto.dev"

@@ -131,7 +131,7 @@ def launch(
     if servers < 0 or experts < 0:
         raise ValueError(f"a job cannot have fewer than 0 servers or experts, got servers={servers}, experts={experts}")
     if host is not None and not servers and not experts:
-        raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
+        raise ValueError(f"host={host!r} is where servers and experts listen, but this job has none; leave it out")
     program = PythonProgram(str(script), tuple(arguments), is_module, looks_here=is_module)
     program.check()
     if directory is not None:

@@ -202,7 +202,7 @@ def check_kinds(message: PullMessage | PushMessage) -> None:
         if isinstance(part, PullPart):
             if part.with_state + part.known > part.count:
                 raise SchemaError(
-                    f"{part.name} has {part.count} ids, of which {part.with_state} are to come with state and "
+                    f"{part.name} has {part.count} ids, of which {part.with_state} should come with state and "
                     f"{part.known} are known"
                 )
         elif part.sums > part.count:

@@ -72,7 +72,9 @@ def check_rows(value: Structure, rows: int, what: str) -> None:
         return
     found = count_batch_rows(value, what)
     if found != rows:
-        raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
+        raise ValueError(
+            f"{what} has {found} rows, but the batch has {rows}; both are split into the same microbatches"
+        )
 
 
 def make_head(

@@ -496,7 +496,7 @@ class Pipe(nn.Module):
             if any(place is not None for place in places) or any(needs_grad and places):
                 if [place is not None for place in places] != needs_grad:
                     raise ValueError(
-                        f"the keyword input {name!r} requires gradients elsewhere than on the first stage's rank; pass "
+                        f"the keyword input {name!r} requires gradients, but not on the first stage's rank; pass "
                         "the same on every rank whose layers take it"
                     )
                 found += [(number - i, place, sorted(ranks)) for i, place in enumerate(places) if place is not None]
@@ -534,7 +534,7 @@ class Pipe(nn.Module):
         for name in inputs:
             if not any(name in names for names in taken.values()):
                 raise TypeError(
-                    f"no layer's forward has a parameter named {name!r} to pass it by name; the first layer, "
+                    f"no layer's forward has a parameter named {name!r}; the first layer, "
                     f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
             check_rows(inputs[name], rows, f"the keyword input {name!r}")

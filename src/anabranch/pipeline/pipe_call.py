@@ -247,8 +247,7 @@ class PipeCall:
         """Run the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
         if not self._open:
             raise RuntimeError(
-                "backward through the pipeline a second time: its activations are freed; say retain_graph=True the "
-                "first time"
+                "second backward through the pipeline: its activations are freed; use retain_graph=True the first time"
             )
         self._open = keep
         half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
@@ -347,7 +346,7 @@ class _Portal(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Not once_differentiable: that would let results of gradients that need none pass as constants.
             raise RuntimeError(
-                "a pipeline gives no gradients of gradients: backward through it goes without create_graph=True; run "
+                "a pipeline does not compute gradients of gradients: call backward without create_graph=True, or run "
                 "the unsplit module where you need them"
             )
         by_leaf: list[Tensor | None] = [None] * ctx.count  # type: ignore[attr-defined]

@@ -156,7 +156,10 @@ class RowCache:
         kind: Literal["compiled", "plain"] | None = None,
     ) -> None:
         if cache.push_bound and move is None:
-            raise ValueError(f"push_bound={cache.push_bound} needs a move, or own writes could not be read meanwhile")
+            raise ValueError(
+                f"push_bound={cache.push_bound} needs a move, so that a worker can read its own writes before they "
+                "are pushed"
+            )
         self.cache = cache
         self._peer, self._move = peer, move
         self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")

@@ -65,10 +65,10 @@ def make_index(
 
 def _check_new(index: IdIndex, ids: Ids, capacity: int | None) -> None:
     if (index.find(ids) >= 0).any() or np.unique(ids).size != ids.size:
-        raise ValueError("an id has a row already; restore into an empty table")
+        raise ValueError("an id already has a row; restore into an empty table")
     rows = index.rows + ids.size
     if capacity is not None and rows > capacity:
-        raise ValueError(f"{rows} rows do not fit a capacity of {capacity}; give the table a larger one")
+        raise ValueError(f"{rows} rows do not fit into a capacity of {capacity}; give the table a larger one")
 
 
 class _CompiledIndex:

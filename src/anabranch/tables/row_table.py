@@ -134,8 +134,8 @@ class RowTable:
     def rule(self, rule: RowOptimizer) -> None:
         if not self._rule.same_layout(rule):
             raise ValueError(
-                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers a "
-                f"weight; {rule.family} with {rule.states} would need another table"
+                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers per "
+                f"weight; {rule.family} with {rule.states} needs another table"
             )
         self._rule = self._first.rule = rule
 
@@ -355,7 +355,7 @@ class RowTable:
         if not (torch.isfinite(values).all() and torch.isfinite(sums).all()):
             take_back()
             raise NonFinite(
-                f"the gradients of {self.spec.name} are finite, and what they would make of a row is not: it overflows "
+                f"the gradients of {self.spec.name} are finite, but the updated rows are not: they overflow "
                 f"{self.spec.dtype}; nothing was changed"
             )
         self.bounds = bounds.joined(self._bounds_of(values, sums))
@@ -515,7 +515,7 @@ class RowTable:
 
     def _ids(self, ids: Tensor) -> Array:
         if ids.dtype != torch.int64:
-            raise SchemaError(f"table {self.spec.name}: ids are int64, got {ids.dtype}; convert with ids.long()")
+            raise SchemaError(f"table {self.spec.name}: ids must be int64, got {ids.dtype}; convert with ids.long()")
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
 
     def _gradients(self, grads: Tensor, count: int) -> tuple[Array, int]:

@@ -59,7 +59,10 @@ class TableGroup:
     def __init__(self, tables: Sequence[RowTable], pool: KernelThreads | None = None) -> None:
         kinds = {table.group_key for table in tables}
         if len(kinds) != 1 or None in kinds:
-            raise ValueError(f"a group has tables of one width, dtype and rule, kept in memory; these are {kinds}")
+            raise ValueError(
+                "the tables of a group have one width, dtype and optimizer rule and are kept in memory; these are "
+                f"{kinds}"
+            )
         from anabranch.tables.kernels import _compiled_group  # only with Numba: a table without it has no group_key
 
         self._kernels = _compiled_group

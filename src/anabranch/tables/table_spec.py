@@ -103,7 +103,7 @@ class TableSpec:
         most = max(abs(low), abs(high)) if kind < 2 else abs(low) + 9 * abs(high)
         self._require(
             self.dtype != torch.float16 or most <= torch.finfo(torch.float16).max,
-            f"initial={self.initial!r} gives rows that float16 does not hold",
+            f"initial={self.initial!r} gives rows that float16 cannot represent",
         )
         self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
         self._require(
@@ -112,7 +112,7 @@ class TableSpec:
         self._require(
             isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
         )
-        self._require(0 < self.admission <= 1, f"admission={self.admission} must lie above 0 and at most at 1")
+        self._require(0 < self.admission <= 1, f"admission={self.admission} must be above 0 and at most 1")
         self._require(
             self.hot_rows is None or (_counts(self.hot_rows) and self.memory_map),
             f"hot_rows={self.hot_rows!r} must be at least 1, and needs memory_map=True",
@@ -120,7 +120,7 @@ class TableSpec:
         if self.rows is not None:
             self._require(
                 self.capacity is None and self.admission == 1,
-                "capacity and admission belong to a dynamic vocabulary; give rows=None with them",
+                "capacity and admission are for a dynamic vocabulary; give rows=None with them",
             )
 
     def _require(self, holds: bool, otherwise: str) -> None:
@@ -146,6 +146,6 @@ class TableSpec:
         dtype = dtype_named(str(found.pop("dtype")), among=ALLOWED_DTYPES)
         initial = found.pop("initial")
         if not isinstance(initial, Mapping) or initial.get("kind") not in _INITIALS:
-            raise ValueError(f"{initial!r} is not a description of how rows begin")
+            raise ValueError(f"{initial!r} does not describe initial rows; give a Constant, Uniform or Normal")
         numbers = {str(key): value for key, value in initial.items() if key != "kind"}
         return cls(dtype=dtype, initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]

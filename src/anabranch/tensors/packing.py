@@ -75,7 +75,7 @@ class Share:
 def check_compression(given: str | None) -> Compression | None:
     """Return ``given`` if it is a compression; else raise ``ValueError``."""
     if given not in (None, "bfloat16", "int8"):
-        raise ValueError(f"rows travel uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
+        raise ValueError(f"rows are sent uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
     return cast("Compression | None", given)
 
 

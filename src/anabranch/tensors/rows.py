@@ -104,7 +104,7 @@ def count_rows(batch: Structure) -> int:
         rows = own
     if rows < 0:
         raise ValueError(
-            "the batch holds no tensor with rows (dim 0); make tensors or arrays of its numbers, or give TrainStep "
+            "the batch holds no tensor with rows (dim 0); convert its numbers to tensors or arrays, or give TrainStep "
             "rows=callable(batch) -> weight"
         )
     return rows

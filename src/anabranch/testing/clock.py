@@ -36,6 +36,6 @@ class FakeClock:
             ValueError: ``seconds`` is below 0; no clock here runs backwards.
         """
         if seconds < 0:
-            raise ValueError(f"time passes forwards only, got {seconds!r} seconds")
+            raise ValueError(f"time only moves forward, got {seconds!r} seconds")
         with self._lock:
             self._now += seconds

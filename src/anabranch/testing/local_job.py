@@ -170,7 +170,7 @@ def _result(outcome: JobOutcome, told: Sequence[str]) -> JobResult:
     if outcome.timed_out:
         late = [exit_.rank for exit_ in outcome.exits if exit_.stopped]
         error = DeadlineExceeded(
-            "the job's time is over",
+            "the job's timeout expired",
             peer=", ".join(f"rank {rank}" for rank in late),
             operation="run",
             elapsed=outcome.seconds,

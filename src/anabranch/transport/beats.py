@@ -125,7 +125,7 @@ class Beats:
             self._near[peer] = who
             return
         if self._store is None:
-            raise ValueError(f"rank {peer} runs on another host; give Beats the job's store to hear of it")
+            raise ValueError(f"rank {peer} runs on another host; give Beats the job's store to receive its beats")
         self._far.append(peer)
         if self._thread is None:
             self._beat(0)

@@ -197,8 +197,8 @@ class Client:
         """
         if not self._plain:
             raise TypeError(
-                f"a Client with {type(self._transport).__name__} or limits of its own cannot leave its process, and so "
-                "no module that was given it; leave client= out, or give a client over sockets"
+                f"a Client with {type(self._transport).__name__} or with its own limits cannot leave its process, and "
+                "so neither can a module that uses it; leave out client=, or give a client over sockets"
             )
         return self._options
 
@@ -607,11 +607,11 @@ class _Exchange(msgspec.Struct, eq=False):
             silence = now - self.progress
             # The length in a header may have been changed, so that the rest of it never comes.
             if self.channel.reader.in_header() and self._ask_again(
-                f"half a header came, and then {silence:.2f} s none"
+                f"half a header arrived, then nothing for {silence:.2f} s"
             ):
                 return
             self._finish(
-                self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not one of ours")
+                self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not an anabranch server")
             )
         else:
             self.advance()
@@ -714,7 +714,7 @@ class _Exchange(msgspec.Struct, eq=False):
     def _put_request(self, channel: _Channel) -> None:
         request = self.request
         if request.role is not None and channel.role not in (None, request.role):
-            raise Unauthorized(f"the server's certificate is a {channel.role}'s; role {request.role!r} was asked for")
+            raise Unauthorized(f"the server's certificate is a {channel.role}'s; role {request.role!r} was requested")
         header = RequestHeader(
             request.verb,
             request.target,

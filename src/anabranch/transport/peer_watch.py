@@ -153,7 +153,7 @@ def end_without_waiting() -> None:
 
 def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:
     return DeadlineExceeded(
-        "not everyone came", peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
+        "not all ranks arrived", peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
     )
 
 

@@ -58,7 +58,7 @@ def read_events(path: Path) -> TraceFile:
     try:
         return _read(path)
     except RecursionError:
-        reason = "it is nested too deep"
+        reason = "it is nested too deeply"
     except KeyError as error:
         reason = f"there is no {error}"
     except (ValueError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -246,7 +246,7 @@ def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, 
 
 def _notes_on_file(file: TraceFile) -> Iterable[str]:
     if file.ends_early:
-        yield "the file ends in the middle: what comes before is shown"
+        yield "the file is truncated: the complete part is shown"
     if file.skipped:
         yield f"{file.skipped:,} events have no time and are left out"
 
@@ -256,9 +256,9 @@ def _notes(other: Mapping[str, Any], dropped: int) -> list[str]:
     if dropped:
         notes.append(f"the first {_MOST_SPANS:,} spans are shown; {dropped:,} later ones are in the file")
     for name, count in dict(other.get("dropped_spans", {})).items():
-        notes.append(f"{name} had no room for {count:,} spans")
+        notes.append(f"{name} dropped {count:,} spans for lack of space")
     notes += [
-        f"the clock of {one['name']} is right to {one['offset_error_us']:.0f} microseconds"
+        f"the clock of {one['name']} is accurate to {one['offset_error_us']:.0f} microseconds"
         for one in other.get("processes", ())
         if one.get("offset_error_us")
     ]

@@ -103,7 +103,7 @@ class Answers:
                 if _same_bits(asked, before):
                     del left[index]
                     return answer
-        raise AnswersDiffer(f"the second run asks {key[0]} {key[1]!r} for something else")
+        raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")
 
 
 def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:

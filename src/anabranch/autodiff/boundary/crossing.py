@@ -136,7 +136,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
         for value in inputs:
             if isinstance(value, FakeTensor):
                 raise CaptureError(
-                    f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's "
+                    f"{boundary.kind} {boundary.name!r} is across a boundary, which a tracer other than anabranch's "
                     "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
                 )
     if not torch.is_grad_enabled():
@@ -169,7 +169,7 @@ class _Crossing(torch.autograd.Function):
         inputs = ctx.saved_tensors  # an error if the graph has been freed
         if not ctx.held:
             raise RuntimeError(
-                f"what was kept for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} has been freed: its "
+                f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed: its "
                 "session ended, or its backward has run without retain_graph=True"
             )
         (state,) = ctx.held

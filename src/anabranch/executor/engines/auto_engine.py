@@ -82,7 +82,7 @@ class AutoEngine:
         self._refused: Counter[str] = Counter()
         self._tape_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._graph_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
-        self._why = "the tape runs until a graph has shown on your batches that it gives the same bits and is quicker"
+        self._why = "the tape runs until a graph has been shown on your batches to be bitwise equal and faster"
         self._why_not_now: str | None = None
         self._gives_up = _runs_by_itself(step.model)
         if self._gives_up:
@@ -130,7 +130,7 @@ class AutoEngine:
         """Take the counts of the workers that do."""
         self._agreed = wants > 0
         if rejects:
-            self._give_up("a graph on another worker did not give the tape's bits, or was refused there")
+            self._give_up("on another worker the graph was not bitwise equal to the tape, or was refused")
 
     # Running.
 
@@ -190,7 +190,7 @@ class AutoEngine:
                 ran = on_graph(self._graph)
             except GuardMiss:
                 self._misses_in_a_row += 1
-                self._why_not_now = "this step ran on the tape: no graph is for its Python values or shapes yet"
+                self._why_not_now = "this step ran on the tape: no graph for its Python values or shapes exists yet"
             except GraphRaised as error:
                 why = f"the graph raised {type(error.error).__name__}: {error}"
             except CaptureError as error:  # before anything has happened: a hook that was set, a mode
@@ -207,7 +207,7 @@ class AutoEngine:
                 return on_tape()
         self._on_graph = False
         if self._misses_in_a_row > _MOST_MISSES_IN_A_ROW:
-            self._give_up("Python values or batch shapes change from step to step, and no graph fits for long")
+            self._give_up("Python values or batch shapes change from step to step, so no graph is valid for long")
         if self._tries_now():
             return trial()
         began = time.perf_counter()
@@ -247,7 +247,7 @@ class AutoEngine:
         if self._after is not None or len(self._graph_seconds) < _KEPT_TIMES or not self._tape_seconds:
             return
         if statistics.median(self._graph_seconds) > 1.02 * statistics.median(self._tape_seconds):
-            self._give_up("the graph gave the same bits and was not quicker than the tape")
+            self._give_up("the graph was bitwise equal to the tape but not faster")
 
     def _give_up(self, why: str) -> None:
         if not self._gives_up:
@@ -300,9 +300,9 @@ class AutoEngine:
             try:
                 seconds = self._repeat(prepared, before, answers, ran, gradients)
             except Differs as error:
-                self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+                self._refuse(f"the graph is not bitwise equal to the tape: {error}", final=True)
             except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
-                self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+                self._refuse(f"the graph failed but the tape did not ({type(error).__name__}: {error})", final=True)
             else:
                 prepared.confirm()
                 self._judge(seconds, tape_seconds)
@@ -333,9 +333,9 @@ class AutoEngine:
             try:
                 seconds = repeat(before, after, answers, prepared.differentiate, check, rough=self._compile)
             except Differs as error:
-                self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+                self._refuse(f"the graph is not bitwise equal to the tape: {error}", final=True)
             except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
-                self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+                self._refuse(f"the graph failed but the tape did not ({type(error).__name__}: {error})", final=True)
             else:
                 found.append(seconds - (tape_ended - began))
             spent = time.perf_counter() - tape_ended
@@ -363,7 +363,7 @@ class AutoEngine:
         except (ValueError, TypeError):  # the user's mistake, which the tape meets as well
             return None
         if prepared.talks():
-            self._refuse("the loss talks to the other workers by itself, which a trial would do once more", final=True)
+            self._refuse("the loss communicates with the other workers itself, which a trial would repeat", final=True)
             return None
         return prepared
 
@@ -396,13 +396,13 @@ class AutoEngine:
     def _judge(self, seconds: float, tape_seconds: float) -> None:
         usual = min([tape_seconds, *([statistics.median(self._tape_seconds)] if self._tape_seconds else [])])
         if self._after is None and seconds >= usual:
-            self._refuse("the graph gave the same bits and was not quicker than the tape")
+            self._refuse("the graph was bitwise equal to the tape but not faster")
             return
         self._taken = True
         self._update_checked = False
         self._misses_in_a_row = 0
         self._why = (
-            f"a graph of this step gave the tape's bits on your batch after {self._runs} runs, in "
+            f"a graph of this step was bitwise equal to the tape on your batch after {self._runs} runs, in "
             f"{seconds * 1e3:.2f} ms where the tape took {usual * 1e3:.2f} ms"
         )
         _log.info("step %r runs as a graph: %s", self._name, self._why)
@@ -438,7 +438,7 @@ class AutoEngine:
         try:
             repeat(before, after, Answers(), run, lambda _: None, rough=self._compile)
         except (Differs, CaptureError) as error:
-            self._give_up(f"the optimizer's step as a graph is not the tape's: {error}")
+            self._give_up(f"the optimizer's step as a graph differs from the tape: {error}")
         else:
             graph.program.note_update()
             self._update_checked = True

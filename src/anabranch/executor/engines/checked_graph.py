@@ -140,11 +140,11 @@ class CheckedGraph(GraphEngine):
             repeat(before, after, answers, prepared.differentiate, check, most=1)
         except Differs as error:
             self._refused = (
-                f"on the last batch the graph's bits were not those of the tape, whose step was taken: {error}; "
-                "what the code does while it is captured is not what it does in Python; use engine='tape'"
+                f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}; "
+                "the code behaves differently under capture than in Python; use engine='tape'"
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
             self._refused = (
-                f"the graph failed on the last batch where the tape, whose step was taken, did not "
+                f"the graph failed on the last batch but the tape, whose step was kept, did not "
                 f"({type(error).__name__}: {error}); use engine='tape'"
             )

@@ -82,7 +82,7 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     if isinstance(answer, tuple) and len(answer) == 2:
         loss, returned = answer
         if not isinstance(returned, Mapping):
-            raise TypeError(f"beside the loss a step returns a dict of tensors, got {type(returned).__name__}")
+            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
     elif isinstance(answer, Mapping) and "loss" in answer:
         loss = answer["loss"]
         returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
@@ -95,8 +95,8 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
         )
     if loss.numel() != 1:
         raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "
-            "reduction='mean', or loss.sum() with reduction='sum'"
+            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
+            "with reduction='mean', or loss.sum() with reduction='sum'"
         )
     if not torch.is_grad_enabled():
         raise ValueError(

@@ -96,8 +96,8 @@ class GraphEngine:
 
     def explain(self) -> str:
         """One sentence that says why it is the engine."""
-        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which takes a graph,"
-        return f"{asked} was asked for" + self._program.said_of_update
+        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which needs a graph,"
+        return f"{asked} was requested" + self._program.said_of_update
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
@@ -270,7 +270,7 @@ def _say_what_is_captured(step: TrainStep, name: str, level: int) -> None:
     modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
     _log.log(
         level,
-        "step %r is being captured as a graph, for more than %.0f seconds now: %s, %d modules, %d parameters",
+        "capturing step %r as a graph has taken more than %.0f seconds so far: %s, %d modules, %d parameters",
         name,
         PATIENCE,
         type(step.model).__name__,

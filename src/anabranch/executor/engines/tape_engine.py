@@ -34,7 +34,7 @@ class TapeEngine:
 
     name = "tape"
 
-    def __init__(self, step: TrainStep, why: str = "the tape was asked for") -> None:
+    def __init__(self, step: TrainStep, why: str = "the tape was requested") -> None:
         self._step = step
         self._why = why
         self._manager = GradManager()

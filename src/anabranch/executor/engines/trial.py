@@ -86,7 +86,7 @@ class Snapshot:
         """Return the first thing that is not as in the snapshot, to the bit, in words."""
         for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
             if bits_differ(memory, copy):
-                return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
+                return f"a tensor of shape {tuple(tensor.shape)} that the step changes has a different value"
         copies = {t: copy.expand(t.shape) for t, copy in zip(self._tensors, self._copies, strict=True)}
         return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
 

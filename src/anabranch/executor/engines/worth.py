@@ -100,12 +100,12 @@ class Worth:
         step = statistics.median(seconds)
         if self._overhead < _LEAST_GAIN * step:
             return (
-                f"a step of {step * 1e3:.1f} ms spends about {self._overhead * 1e3:.1f} ms outside of its kernels, too "
-                "little for a graph to gain"
+                f"a step of {step * 1e3:.1f} ms spends about {self._overhead * 1e3:.1f} ms outside its kernels, too "
+                "little for a graph to be faster"
             )
         return (
-            "a graph would pay, and is captured once the run has lasted long enough that the capture takes a tenth of "
-            "it at most"
+            "a graph would be faster; it is captured once the run is so long that the capture takes at most a tenth of "
+            "it"
         )
 
 

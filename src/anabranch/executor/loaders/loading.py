@@ -219,7 +219,8 @@ class BoundLoader:
             idle = pending is None or bool(wait([pending], timeout).done)
             if not idle:
                 _log.warning(
-                    "the loader %s has been fetching a batch for over %.0f s; its thread is left to end with it",
+                    "the loader %s has been fetching a batch for over %.0f s; its thread is left running until it "
+                    "returns",
                     type(self._loader).__name__,
                     timeout,
                 )
@@ -230,9 +231,9 @@ class BoundLoader:
     def _end(self) -> None:
         if self._taken == 0 and self._epoch > 0 and self._iterator is self._loader:
             raise ValueError(
-                f"the loader is an iterator ({type(self._loader).__name__}) and has been read to its end: it has one "
+                f"the loader is an iterator ({type(self._loader).__name__}) and is exhausted: it has one "
                 "epoch. Pass something that can be iterated again: a list, a DataLoader, a class whose __iter__ starts "
-                "afresh"
+                "over"
             )
         self._ended = True
         self._iterator = None
@@ -269,23 +270,21 @@ class BoundLoader:
         batch = self._fetch(self._iterator)
         if not same_random_state(random_before, random_state()):
             self._never_ahead(
-                "draws from the process's random number generators as it fetches: beside the training step that would "
-                "make runs differ. Give its sampler and dataset generators of their own (generator=torch.Generator(), "
-                "numpy.random.default_rng(seed)) or use DataLoader workers"
+                "draws from the process's random number generators while fetching, which alongside the training step "
+                "would make runs differ. Give its sampler and dataset their own generators "
+                "(generator=torch.Generator(), numpy.random.default_rng(seed)) or use DataLoader workers"
             )
         elif not all(map(_same, _contents(self._last), contents_before)):
             self._never_ahead(
-                "fills the memory of the batch before as it fetches: the training step may be at work on it. Let it "
-                "yield memory of its own for each batch"
+                "reuses the memory of the previous batch while fetching, which the training step may still be using. "
+                "Let it allocate new memory for each batch"
             )
         self._last = None
         return batch
 
     def _never_ahead(self, why: str) -> None:
         self._prefetch = False
-        _log.warning(
-            "the batches of the loader %s are not fetched ahead, since it %s", type(self._loader).__name__, why
-        )
+        _log.warning("the batches of the loader %s are not prefetched, since it %s", type(self._loader).__name__, why)
 
     def _fetch_ahead(self, iterator: Iterator[Structure]) -> None:
         if self._thread is None:
@@ -333,8 +332,9 @@ class BoundLoader:
         kinds = {state["kind"] for state in saved}
         if kinds != {self._position.kind}:
             raise CheckpointError(
-                f"the checkpoint's loader keeps its position as {sorted(map(str, kinds))}, this one "
-                f"({type(self._loader).__name__}) as {self._position.kind!r}; load with a loader as it was saved"
+                f"the checkpoint's loader stores its position as {sorted(map(str, kinds))}, but this one "
+                f"({type(self._loader).__name__}) as {self._position.kind!r}; load with the kind of loader that was "
+                "saved"
             )
         if len({state["epoch"] for state in saved}) > 1:
             raise CheckpointError("the checkpoint's workers were in different epochs of the loader")

@@ -143,9 +143,9 @@ class Callbacks:
             TypeError: ``fn`` cannot be called.
         """
         if event not in self._listed:
-            raise ValueError(f"an Executor knows the events {', '.join(map(repr, _EVENTS))}, got {event!r}")
+            raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
         if not callable(fn):
-            raise TypeError(f"what is called at {event!r} is a function of one record, got {fn!r}")
+            raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
         subscription = Subscription(self._listed[event], fn)
         self._listed[event].append(subscription)
         return subscription

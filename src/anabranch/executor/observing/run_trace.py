@@ -91,7 +91,9 @@ class RunTrace:
         if not refused and others:
             error = f"trace was refused on rank {others[0][0]}: {others[0][1]}"
         elif not others and len({asked for asked, _, _ in found}) > 1:
-            error = f"every worker traces as many steps as the others; they ask for {[asked for asked, _, _ in found]}"
+            error = (
+                f"all workers must trace the same number of steps; they requested {[asked for asked, _, _ in found]}"
+            )
         if error is not None:
             self._end_profile()
             raise ValueError(error)

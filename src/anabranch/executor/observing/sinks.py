@@ -188,7 +188,7 @@ class SinkFeed:
         self.idle = not self._fed
         with suppress(Exception):
             sink.close()
-        _warn(sink, error, "it gets nothing more, and the training goes on without it")
+        _warn(sink, error, "it receives nothing more, and training continues without it")
 
     def close(self) -> None:
         """Hand over the rest, and close every sink, those of other ranks too."""
@@ -200,7 +200,7 @@ class SinkFeed:
                 try:
                     sink.close()
                 except Exception as error:  # noqa: BLE001 - as above
-                    _warn(sink, error, "it may not have kept everything")
+                    _warn(sink, error, "it may have lost some records")
 
 
 def _warn(sink: Sink, error: Exception, consequence: str) -> None:

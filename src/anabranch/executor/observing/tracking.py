@@ -125,7 +125,7 @@ class Progress:
         if isinstance(over, int) and over < 0:
             raise ValueError(f"track takes a number of rounds of at least 0, got {over}")
         if not isinstance(label, str | None):
-            raise TypeError(f"label is a text, got {label!r}")
+            raise TypeError(f"label is a string, got {label!r}")
         items = cast("Iterable[_T]", range(over)) if isinstance(over, int) else over
         return self._rounds(items, label) if self._shown else iter(items)
 

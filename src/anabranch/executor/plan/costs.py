@@ -155,9 +155,9 @@ def plan_of(
     rows += _expert_rows(facts, mine, seen, total)
     notes = []
     if mine is None:
-        notes.append("no batch was seen: the time to compute, and lookups in tables, are left out")
+        notes.append("without a batch, compute time and table lookups are not included")
     if facts.caches and any(held.place is Place.ROWS for held in holdings):
-        notes.append("rows in the cache do not cross again: the servers' figures are upper bounds")
+        notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
     return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
 
 

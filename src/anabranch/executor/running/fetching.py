@@ -41,9 +41,9 @@ class Fetch:
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
         if isinstance(names, str):
-            raise TypeError(f"fetch is a list of names, got the text {names!r}; write fetch=[{names!r}]")
+            raise TypeError(f"fetch is a list of names, got the string {names!r}; write fetch=[{names!r}]")
         if names is not None and not (isinstance(names, Iterable) and all(isinstance(name, str) for name in names)):
-            raise TypeError(f"fetch is a list of names, which are texts, got {names!r}")
+            raise TypeError(f"fetch is a list of names, which are strings, got {names!r}")
         self.names = None if names is None else list(names)
         self._outputs: Mapping[str, Structure] = {}
         self._recorded: Mapping[str, Structure] = {}

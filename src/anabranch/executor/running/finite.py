@@ -67,7 +67,7 @@ def nonfinite_error(names: Iterable[str], step: int) -> NonFinite:
     return NonFinite(
         f"the gradients of {listed} hold NaN or an infinity after {step} optimizer "
         "steps; nothing was updated. Look at the batch and the loss (torch.autograd.set_detect_anomaly(True) names the "
-        "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to pass over such steps"
+        "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to skip such steps"
     )
 
 

@@ -67,14 +67,14 @@ def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Calla
         return model, loss
     if isinstance(model, Pipe):
         raise ValueError(
-            f"the loss {type(owner).__name__} has parameters or buffers of its own, and a Pipe computes its loss on "
-            "the last stage's rank alone; make them a layer at the end of the Pipe"
+            f"the loss {type(owner).__name__} has its own parameters or buffers, but a Pipe computes its loss on "
+            "the last stage's rank only; make them a layer at the end of the Pipe"
         )
     taken = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
     if any(name.split(".")[0] == PREFIX for name in taken):
         raise ValueError(
             f"{type(model).__name__} has a {PREFIX!r}, under which the parameters of the loss {type(owner).__name__} "
-            f"would be saved; call the model's something else, or use {type(model).__name__}.{PREFIX} as the loss"
+            f"would be saved; rename the model's, or use {type(model).__name__}.{PREFIX} as the loss"
         )
     return ModelWithLoss(model, owner), lambda both, batch: loss(both.model, batch)
 

@@ -213,7 +213,7 @@ def _check_fetch(fetch: Fetch) -> None:
     if others:
         raise ValueError(
             f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {FACTS} only: outputs and "
-            "gradients lie in microbatches and on other stages' ranks; use an EvalStep, or pipe.step"
+            "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
         )
 
 
@@ -231,7 +231,7 @@ def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
     layers = [name for name in fetch.names or () if name in model.submodules]
     if layers:
         raise ValueError(
-            f"fetch names {layers}, layers of a Pipe, which see one microbatch at a time; return what is wanted "
+            f"fetch names {layers}, layers of a Pipe, which run one microbatch at a time; return the values "
             "from outputs(model, batch)"
         )
     return model.output_everywhere()
@@ -249,7 +249,7 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     """
     for name, step in steps.items():
         if isinstance(step.model, Pipe) and isinstance(step, TrainStep) and step.rows is not None:
-            raise ValueError(f"step {name!r} trains a Pipe, which cuts batches along their rows; leave out rows=")
+            raise ValueError(f"step {name!r} trains a Pipe, which splits batches along their rows; leave out rows=")
     across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]
     if not across:
         return None
@@ -257,8 +257,8 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     for name, step in steps.items():
         if not isinstance(step.model, Pipe) or step.model.process_group is not pipe.process_group:
             raise ValueError(
-                f"step {name!r} does not run on the ranks of the other steps' Pipe; give every model of an Executor to "
-                "Pipes on one process_group, or make another Executor"
+                f"step {name!r} does not run on the ranks of the other steps' Pipe; build all Pipes of an Executor "
+                "on one process_group, or make another Executor"
             )
     if comm_mode is not None:
         line = set(dist.get_process_group_ranks(cast(dist.ProcessGroup, pipe.process_group)))

@@ -131,13 +131,13 @@ class RemotePart:
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
             raise ValueError(
-                f"consistency={consistency!r} lets workers run apart, and the ranks of a Pipe make each step together; "
+                f"consistency={consistency!r} lets workers run apart, but the ranks of a Pipe make each step together; "
                 "use consistency='bsp', or a Pipe in one process"
             )
         if world > 1 and not job().servers:
             raise ValueError(
-                f"{world} workers share parameters on servers, and this job has none; start it with `anabranch run "
-                f"--workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
+                f"{world} workers share parameters on servers, but this job has no servers; start it with `anabranch "
+                f"run --workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
             )
         rank = 0 if self._workers is None else self._workers.rank
         self.client = ParameterClient(
@@ -237,8 +237,8 @@ class RemotePart:
         for name in names:
             if name in served:
                 raise ValueError(
-                    f"fetch names {name!r}, and the workers' gradients of {served[name]} come together on the servers "
-                    f"only; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
+                    f"fetch names {name!r}, but the workers' gradients of {served[name]} are combined only on the "
+                    f"servers; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
                 )
 
     def loads(self) -> dict[str, TableLoads]:
@@ -354,23 +354,24 @@ def check_served_steps(steps: Mapping[str, Step], consistency: Consistency, cach
             continue
         if step.precision == "float16":
             raise ValueError(
-                f"step {name!r} has precision='float16', whose scaled gradients servers would have to unscale; use "
+                f"step {name!r} has precision='float16', but servers cannot unscale its gradients; use "
                 "precision='bfloat16' with parameters on servers"
             )
         if step.clip_grad_value is not None:
             raise ValueError(
-                f"step {name!r} has clip_grad_value, and what servers average is not here to be clipped; use "
+                f"step {name!r} has clip_grad_value, but gradients averaged on servers cannot be clipped here; use "
                 "clip_grad_norm with parameters on servers"
             )
         if step.clip_grad_norm is None:
             continue
         if not consistency.merges:
             raise ValueError(
-                f"step {name!r} clips gradients, and under {consistency.name!r} each worker's push counts as it comes, "
-                "so there is no gradient of the step to take a norm of; use consistency='bsp', or no clip_grad_norm"
+                f"step {name!r} clips gradients, but under {consistency.name!r} each worker's push is applied as it "
+                "arrives, so the step has no gradient whose norm could be computed; use consistency='bsp', or no "
+                "clip_grad_norm"
             )
         if cache is not None and cache.push_bound:
             raise ValueError(
-                f"step {name!r} clips gradients, and a cache with push_bound={cache.push_bound} keeps some back, so a "
-                "step has no norm; use push_bound=0, or no clip_grad_norm"
+                f"step {name!r} clips gradients, but a cache with push_bound={cache.push_bound} delays some of them, "
+                "so a step has no norm; use push_bound=0, or no clip_grad_norm"
             )

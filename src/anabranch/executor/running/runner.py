@@ -100,7 +100,7 @@ class StepRunner:
         if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
             raise ValueError(
                 f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency the "
-                "workers sum nothing among themselves: make a new Executor"
+                "workers do not sum gradients among themselves: make a new Executor"
             )
         self._buckets = GradientBuckets(
             summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
@@ -118,8 +118,8 @@ class StepRunner:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
         if fetch.wants_norm and self.remote is not None and self.step.clip_grad_norm is None:
             raise ValueError(
-                "fetch names 'grad_norm', and with parameters on servers only a step that clips by it knows it; give "
-                "the TrainStep clip_grad_norm"
+                "fetch names 'grad_norm', which with parameters on servers is known only to a step that clips by it; "
+                "give the TrainStep clip_grad_norm"
             )
         alone = self._workers is None and self.step.accumulate == 1 and self.remote is None
         if alone and self._whole and rows > 0 and not fetch.wants_norm:
@@ -238,7 +238,7 @@ class StepRunner:
             if started:
                 self._broken = self._workers is not None
                 if self._in_window:
-                    error.add_note(f"the {self._in_window} runs accumulated before this one are dropped with it")
+                    error.add_note(f"the {self._in_window} runs accumulated before this one are discarded with it")
                 self._in_window = 0
             raise
 
@@ -268,8 +268,8 @@ class StepRunner:
         self._calls += 1
         if self._broken:
             raise BoundaryError(
-                "an earlier run failed in the middle of its communication, so this worker no longer knows where the "
-                "others stand; restart the job from its last checkpoint",
+                "an earlier run failed in the middle of its communication, so this worker no longer knows the state "
+                "of the others; restart the job from its last checkpoint",
                 operation="run",
                 step=self.runs,
             )
@@ -277,8 +277,8 @@ class StepRunner:
         if self._in_window == 0:
             if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
                 raise ValueError(
-                    "zero_grad of an optimizer leaves gradients, which several workers, servers and accumulate=... "
-                    "cannot add to; let it clear them"
+                    "zero_grad of an optimizer leaves gradients, to which several workers, servers and accumulate=... "
+                    "cannot add; let it clear them"
                 )
             self._lay_out()
             assert self._buckets is not None
@@ -304,7 +304,7 @@ class StepRunner:
         alone = self._workers is None and self.remote is None and self._in_window == 0
         if foreign or (added and not alone):
             optimizer, parameter = (foreign or added)[0]
-            where = "has not" if foreign else "did not have when the Executor was made"
+            where = "does not have" if foreign else "did not have when the Executor was made"
             raise ValueError(
                 f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the model "
                 f"{where}; make a new TrainStep and Executor"
@@ -424,7 +424,7 @@ class StepRunner:
         if self._workers is None:
             return found
         bad = torch.tensor([float(len(found))], device=self._device)
-        if not self._workers.all_reduce(bad, operation="all_reduce of steps to pass over", step=self.runs).item():
+        if not self._workers.all_reduce(bad, operation="all_reduce of steps to skip", step=self.runs).item():
             return []
         everyone = self._workers.all_gather_bytes(json.dumps(found).encode(), operation="names of gradients")
         return sorted({name for names in everyone for name in json.loads(names)})

@@ -126,7 +126,7 @@ class BackgroundSaves:
         """Wait at the end of the process, and tell of failures that nobody has heard of."""
         if self._process == os.getpid():  # forked: the parent writes
             for failure in self.close(Deadline.after(_LAST_SECONDS)):
-                print(f"anabranch: a checkpoint was not saved in the background: {failure}", file=sys.stderr)
+                print(f"anabranch: a checkpoint could not be saved in the background: {failure}", file=sys.stderr)
 
 
 _open: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()

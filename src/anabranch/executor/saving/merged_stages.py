@@ -66,7 +66,7 @@ def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[st
             shapes = [(one["optimizer"], len(one["groups"])) for one in (here, there)]
             if shapes[0] != shapes[1]:
                 raise CheckpointError(
-                    f"optimizer {index} of {name!r} is not alike on all stages: {shapes[0]} and {shapes[1]} (kind, "
+                    f"optimizer {index} of {name!r} differs between stages: {shapes[0]} and {shapes[1]} (kind, "
                     "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
                 )
             here["state"] = {**there["state"], **here["state"]}

@@ -170,20 +170,20 @@ class Saver:
         failed, *ended = msgspec.json.decode(answer, type=list[str])
         done, self._begun = self._begun[: len(ended)], self._begun[len(ended) :]
         if failures := [
-            f"{started.path} of step {started.step} was not saved in the background: {failure}"
+            f"{started.path} of step {started.step} could not be saved in the background: {failure}"
             for started, failure in zip(done, ended, strict=True)
             if failure
         ]:
             raise CheckpointError("; ".join(failures))
         if failed:
-            raise CheckpointError(f"rank 0 still saves in the background: {failed}")
+            raise CheckpointError(f"rank 0 is still saving in the background: {failed}")
         return done
 
     def close(self, deadline: Deadline) -> None:
         """Return once nothing is written any more; a failure that nobody was told of goes to the logger."""
         if self._background is not None:
             for failure in self._background.close(deadline):
-                _log.warning("a checkpoint was not saved in the background: %s", failure)
+                _log.warning("a checkpoint could not be saved in the background: %s", failure)
 
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
@@ -354,7 +354,7 @@ class Saver:
         failures = [text.decode() for text in self._gather(b"")]
         for rank, failure in enumerate(failures):
             if failure:
-                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so nobody does: {failure}")
+                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so no rank loads it: {failure}")
         return planned
 
     def _plan(self, found: Checkpoint) -> Callable[[], None]:
@@ -380,7 +380,11 @@ class Saver:
         for name, positions in loaders.items():
             self.loaders[name].check(positions)
         for name in self.loaders.keys() - loaders.keys():
-            _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
+            _log.warning(
+                "the checkpoint in %s has no position for the loader of %r, which starts from the beginning",
+                found.path,
+                name,
+            )
 
         def change() -> None:
             load_objects()  # which may fail
@@ -411,8 +415,8 @@ class Saver:
         here = self._extra()
         if saved.keys() - elsewhere != here.keys():
             raise CheckpointError(
-                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, this model of {sorted(here)}; "
-                "load with the modules that were saved"
+                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, but this model has "
+                f"{sorted(here)}; load with the modules that were saved"
             )
         return saved
 
@@ -433,8 +437,8 @@ class Saver:
                     target.load_state_dict(saved[name])
                 except Exception as error:
                     raise CheckpointError(
-                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) refused what was "
-                        f"saved: {type(error).__name__}: {error}"
+                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) rejected its "
+                        f"saved state: {type(error).__name__}: {error}"
                     ) from error
 
         return load
@@ -442,11 +446,13 @@ class Saver:
     def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
         plans = []
         if saved.keys() != self._steps.keys():
-            raise CheckpointError(f"the checkpoint is of the steps {sorted(saved)}, these are {sorted(self._steps)}")
+            raise CheckpointError(
+                f"the checkpoint has the steps {sorted(saved)}, but this Executor has {sorted(self._steps)}"
+            )
         for name, step in self._steps.items():
             if len(saved[name]) != len(step.optimizers):
                 raise CheckpointError(
-                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, this has "
+                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, but this Executor has "
                     f"{len(step.optimizers)}"
                 )
             for index, optimizer in enumerate(step.optimizers):
@@ -468,7 +474,7 @@ class Saver:
         tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
         mine = [] if remote is None else remote.embeddings
         if sorted(tables) != sorted(mine):  # type: ignore[type-var]
-            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, this has {mine}")
+            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, but this model has {mine}")
         if remote is None:
             return lambda: None
         kept: dict[Tensor, ParameterState] = {}
@@ -502,19 +508,19 @@ class Saver:
                 failure = f"{type(error).__name__}: {error}"
         for rank, text in enumerate(self._gather(failure.encode())):
             if text:
-                raise CheckpointError(f"rank {rank} could not put the checkpoint on the servers: {text.decode()}")
+                raise CheckpointError(f"rank {rank} could not load the checkpoint into the servers: {text.decode()}")
 
     def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
         for name, step in self._steps.items():
             if len(saved[name]) != len(step.schedulers):
                 raise CheckpointError(
-                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, this has "
+                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, but this Executor has "
                     f"{len(step.schedulers)}"
                 )
             for index, (entry, scheduler) in enumerate(zip(saved[name], step.schedulers, strict=True)):
                 if entry["scheduler"] != type(scheduler).__qualname__:
                     raise CheckpointError(
-                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, the checkpoint's "
+                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, but the checkpoint has "
                         f"{entry['scheduler']}; load with the scheduler that was saved"
                     )
 
@@ -567,13 +573,13 @@ class Saver:
                 moved |= set(cast("dict[str, object]", window["sums"])) - here
                 if bool(window.get("loss_scale")) != (self._runners[name].scale is not None):
                     raise CheckpointError(
-                        f"the checkpoint was saved while step {name!r} accumulated, under another precision; load it "
-                        "under the same, or save between two optimizer steps"
+                        f"the checkpoint was saved while step {name!r} accumulated, with another precision; load it "
+                        "with the same, or save between two optimizer steps"
                     )
                 if moved or ("total" in elsewhere) != (remote is not None):
                     raise CheckpointError(
-                        f"the checkpoint was saved while step {name!r} accumulated, under another comm_mode or routes; "
-                        "load it under the same, or save between two optimizer steps"
+                        f"the checkpoint was saved while step {name!r} accumulated, with another comm_mode or routes; "
+                        "load it with the same, or save between two optimizer steps"
                     )
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
@@ -664,13 +670,13 @@ def _by_position(
     """Return the inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
     if saved["optimizer"] != type(optimizer).__qualname__:
         raise CheckpointError(
-            f"{what} is {type(optimizer).__qualname__}, the checkpoint's {saved['optimizer']}; load with the optimizer "
-            "that was saved"
+            f"{what} is {type(optimizer).__qualname__}, but the checkpoint has {saved['optimizer']}; load with the "
+            "optimizer that was saved"
         )
     groups = cast("list[dict[str, object]]", saved["groups"])
     if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
         raise CheckpointError(
-            f"{what} holds the parameter groups {names}, the checkpoint's has {[group['params'] for group in groups]}"
+            f"{what} holds the parameter groups {names}, but the checkpoint has {[group['params'] for group in groups]}"
         )
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])

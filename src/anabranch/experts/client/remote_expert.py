@@ -213,7 +213,7 @@ class RemoteExpert(nn.Module):
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
         found = within(directory, deadline).lookup([self.uid])
         if self.uid not in found:
-            raise NotFound(f"the directory knows no server of {self.uid!r}")
+            raise NotFound(f"the directory lists no server for {self.uid!r}")
         return found[self.uid]
 
 

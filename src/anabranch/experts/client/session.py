@@ -130,7 +130,9 @@ class InferenceSession:
             CaptureError: a graph is captured, which cannot advance a sequence each time it runs.
         """
         if current_tracer() is not None:
-            raise CaptureError(f"a step of a session of {self._expert.uid} cannot be a part of a graph; engine='tape'")
+            raise CaptureError(
+                f"a step of a session of {self._expert.uid} cannot be part of a graph; use engine='tape'"
+            )
         deadline = Deadline.after(self._expert.forward_timeout)
         while not self._lock.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
             if deadline.expired():
@@ -200,12 +202,12 @@ class InferenceSession:
         length = schema.length_of(given.tensors)
         rows = next(len(tensor) for tensor in given.tensors if tensor is not None)
         if not rows or not length:
-            raise SchemaError(f"a step has a row and a position at least, got {rows} rows of {length}")
+            raise SchemaError(f"a step has at least one row and one position, got {rows} rows of {length}")
         if self._steps and rows != self._rows:
-            raise SchemaError(f"the session's sequences are {self._rows} rows, this step has {rows}")
+            raise SchemaError(f"the session has {self._rows} rows, but this step has {rows}")
         if self.length + length > self.max_length:
             raise SchemaError(
-                f"the session has {self.length} positions, and {length} more exceed its max_length, {self.max_length}; "
+                f"the session has {self.length} positions; {length} more exceed its max_length, {self.max_length}; "
                 "open it with a larger one"
             )
         self._rows = rows

@@ -86,7 +86,9 @@ class Persistence:
             try:
                 backend.load_state_dict(cast(Mapping[str, object], state["backend"]))
             except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(f"the checkpoint of {uid} is of another module or optimizer: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint of {uid} belongs to another module or optimizer: {error}"
+                ) from error
             applied = cast(list[tuple[bytes, int]], state["applied"])
             self._applied[uid] = dict.fromkeys(applied)
             self._saved[uid] = backend.updates

@@ -224,7 +224,7 @@ class Front:
             except _NotCompiled:
                 pass
         if not may_trace:
-            raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
+            raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
         return self._trace(kind, compiled, args)
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
@@ -234,7 +234,7 @@ class Front:
             raise CaptureError(known)
         if self._changes > _MOST_VARIANTS:
             raise CaptureError(
-                f"classes or functions that {self._what} goes through change from step to step; use engine='tape'"
+                f"classes or functions that {self._what} uses change from step to step; use engine='tape'"
             )
         refuse_compiled_parts([*args, *closed_over(self._function)])
         if compiled is None:
@@ -300,7 +300,7 @@ class Front:
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Return the function that Dynamo is to call in place of ``module``."""
         if not self._may_trace:
-            raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
+            raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
         try:
             _refuse_what_is_lost()
             _guard_order()
@@ -350,8 +350,8 @@ class Front:
             return self.failure or failed  # type: ignore[return-value]
         if isinstance(error, FailOnRecompileLimitHit):
             self._exhausted[kind] = (
-                f"Python values that {self._what} reads change from step to step, and each change makes a new graph; "
-                "pass what changes in the batch, make it a tensor that is changed in place, or use engine='tape'"
+                f"Python values that {self._what} reads change from step to step, and each change needs a new graph; "
+                "pass them in the batch, make them tensors that are changed in place, or use engine='tape'"
             )
             self._fronts.pop(kind, None)
             return CaptureError(self._exhausted[kind])
@@ -360,7 +360,7 @@ class Front:
         if isinstance(error, _NotCompiled) or "no compiled frames" in str(error):
             return _SwitchedOff(
                 "torch.compile is switched off here (torch.compiler.set_stance, TORCHDYNAMO_DISABLE, a dispatch mode), "
-                "and graphs are captured with it; switch it on, or use engine='tape'"
+                "but capturing needs it; switch it on, or use engine='tape'"
             )
         if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
             return refusal_of(error, self._what)
@@ -474,7 +474,7 @@ class _Forms:
         wants: Sequence[bool],
     ) -> Sequence[Tensor | None]:
         raise CaptureError(
-            f"the loss differentiates through {boundary.kind} {boundary.name!r} itself, which a graph cannot; use "
+            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
             "engine='tape'"
         )
 
@@ -608,7 +608,7 @@ class _Backend:
                 guard_signs(entry.orig_guard, entry.value)
             copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
-                front.unseen.refused = f"{entry.name}, a container in a tuple (a list in its place would do)"
+                front.unseen.refused = f"{entry.name}, a container in a tuple (use a list instead)"
         for kind, name in kinds.items():
             if front is not None and has_compiled_methods(kind):
                 front.failure = compiled_refusal(f"a method of {kind.__qualname__}")
@@ -722,13 +722,15 @@ def _refuse_what_is_lost() -> None:
     output = InstructionTranslator.current_tx().output
     if output.random_calls:
         raise CaptureError(
-            "the step draws random numbers that are not torch's, which a graph would not draw again; draw them with "
+            "the step draws random numbers outside torch, which a graph would not draw again; draw them with "
             "torch, pass them in the batch, or use engine='tape'"
         )
     effects = output.side_effects
     for variable in effects.id_to_variable.values():
         if type(variable).__name__ == "DequeVariable" and effects.is_modified(variable):
-            raise CaptureError("the step changes a deque, which a graph would not do as Python does; use engine='tape'")
+            raise CaptureError(
+                "the step changes a deque, which a graph would do differently from Python; use engine='tape'"
+            )
     changed = effects.store_attr_mutations
     names = {name for attributes in changed.values() for name in attributes}
     sets = any(node.target is Tensor.set_ or node.target == "set_" for node in output.graph.nodes)
@@ -753,11 +755,13 @@ def _guard_order() -> None:
 def _refuse_what_guards_miss() -> None:
     if torch._C._is_any_autocast_enabled() and _autocast_depth() == 0:
         raise CaptureError(
-            "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then goes on with "
-            "the weights that it has cast once; use `with torch.autocast(...)` around each step or in the loss"
+            "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then keeps using "
+            "the weights that it cast first; use `with torch.autocast(...)` around each step or in the loss"
         )
     if _len_torch_function_stack():
-        raise CaptureError("a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'")
+        raise CaptureError(
+            "a TorchFunctionMode is active around the step, which a graph would not call; use engine='tape'"
+        )
     if any(_hooks_of_every_module):
         raise CaptureError(
             "a hook is set on every module (torch.nn.modules.module.register_module_*_hook), which a graph would not "
@@ -765,11 +769,11 @@ def _refuse_what_guards_miss() -> None:
         )
     if torch.is_anomaly_enabled():
         raise CaptureError(
-            "anomaly detection looks at every gradient, which a graph does not; switch it off, or use engine='tape'"
+            "anomaly detection checks every gradient, which a graph does not; switch it off, or use engine='tape'"
         )
     if torch._C._autograd._top_saved_tensors_default_hooks(False):
         raise CaptureError(
-            "saved_tensors_hooks are set around the step, which a graph would not call; remove them, or use "
+            "saved_tensors_hooks are active around the step, which a graph would not call; remove them, or use "
             "engine='tape'"
         )
 

@@ -176,7 +176,7 @@ class _Runner(fx.Interpreter):
             return self._checkpointed(n)
         if isinstance(n.target, HigherOrderOperator) and (name := _CONTROL_FLOW.get(str(n.target))):
             raise CaptureError(
-                f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions that runs, "
+                f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions it runs, "
                 "or how often, depends on values; choose between values with torch.where, or use engine='tape'"
             )
         self._recorder.switch(_scope(n))

@@ -133,7 +133,7 @@ def _merge(graph: OperationGraph, bucket: list[fx.Node]) -> None:
         joined = _made(graph, _aten.cat.default, flat, like=last)
         launched = _made(graph, last.target, joined, *last.args[1:], like=joined)
     waits = [user for node in bucket for user in node.users]
-    assert all(map(is_wait, waits)), "a collective's result is read by its wait alone"
+    assert all(map(is_wait, waits)), "a collective's result is read only by its wait"
     with graph.fx.inserting_before(min(waits)):
         whole = _made(graph, waits[0].target, launched, like=launched)
     for node, start, size in zip(bucket, accumulate(sizes, initial=0), sizes, strict=False):

@@ -93,7 +93,7 @@ class Replayed(Program):
             except RuntimeError as error:  # a kernel that waits for the device
                 self._refused = True
                 reason = str(error).strip().split("\n")[0]
-                _log.info("a step is not a CUDA graph, and is launched kernel by kernel: %s", reason)
+                _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
                 return self._program.run(*inputs)
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)

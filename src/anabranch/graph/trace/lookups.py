@@ -115,8 +115,8 @@ class SparseLookups:
         assert isinstance(ids, Tensor)
         if mode == "max" or (isinstance(scale, Tensor) and scale.requires_grad):
             raise CaptureError(
-                f"{user_line()}: a sparse embedding_bag is captured with mode 'sum' or 'mean' and weights that need no "
-                "gradient; use engine='tape'"
+                f"{user_line()}: a sparse embedding_bag can be captured only with mode 'sum' or 'mean' and weights "
+                "that need no gradient; use engine='tape'"
             )
         if ids.ndim == 2:
             width = ids.shape[1]

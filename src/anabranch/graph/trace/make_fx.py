@@ -196,7 +196,7 @@ _READS = {
     Tensor.__bool__: "bool() of a tensor, as in `if tensor:`",
     Tensor.__float__: "float() of a tensor",
     Tensor.__int__: "int() of a tensor",
-    Tensor.__index__: "a tensor as an index of Python",
+    Tensor.__index__: "a tensor used as a Python index",
     Tensor.__complex__: "complex() of a tensor",
 }
 
@@ -236,13 +236,13 @@ class _Faithful(TorchFunctionMode):
             )
         if func in _LOST:
             raise CaptureError(
-                f"{self._recorder.line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, "
+                f"{self._recorder.line()}: {_LOST[func]} cannot be part of a graph; do it outside the step, "
                 "or use engine='tape'"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{self._recorder.line()}: it draws from a torch.Generator of its own, which a graph cannot hold; "
-                "draw from torch's default one, pass the numbers in the batch, or use engine='tape'"
+                f"{self._recorder.line()}: it draws from its own torch.Generator, which a graph cannot hold; "
+                "use torch's default generator, pass the numbers in the batch, or use engine='tape'"
             )
         for interceptor in self._interceptors:
             result = interceptor(func, args, kwargs)
@@ -392,7 +392,7 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
         sparse = any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values)
         if sparse or node.target is torch.ops.aten._trilinear.default:
             raise CaptureError(
-                f"{node.meta['scope'] or 'the step'} runs {node.target} under autocast, which casts within it; switch "
+                f"{node.meta['scope'] or 'the step'} runs {node.target} under autocast, which casts inside it; switch "
                 "autocast off around it, or use engine='tape'"
             )
 
@@ -502,7 +502,7 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
         value = getattr(module, str(node.target))
         if isinstance(value, torch.ScriptObject):
             raise CaptureError(
-                f"{node.meta.get('scope') or 'the loss'} calls torch.distributed, whose collectives work outside of a "
+                f"{node.meta.get('scope') or 'the loss'} calls torch.distributed, whose collectives do not work in a "
                 "graph; use engine='tape'"
             )
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):

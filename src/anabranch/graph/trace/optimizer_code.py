@@ -56,7 +56,8 @@ class OptimizerCode:
         for function in self._functions:
             if not function.__code__.co_filename.startswith(LIBRARIES):
                 raise CaptureError(
-                    f"{function.__qualname__} is code of your own, and a graph would not see what it reads change"
+                    f"{function.__qualname__} is your own code, and a graph would not notice when a value that it "
+                    "reads changes"
                 )
             for value in (*(function.__defaults__ or ()), function.__kwdefaults__):
                 self._watch(f"a default of {function.__qualname__}", value)
@@ -152,7 +153,7 @@ def _contents(held: Any) -> list[object]:
 
 
 def _unseen(what: str, value: object) -> CaptureError:
-    return CaptureError(f"{what} ({type(value).__name__}) may change in a way that a graph would not see")
+    return CaptureError(f"{what} ({type(value).__name__}) may change in a way that a graph would not notice")
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, object]:
@@ -223,7 +224,9 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
                 if near or not called.__code__.co_filename.startswith(LIBRARIES):
                     waiting.append(called)
             if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _CHANGEABLE:
-                raise CaptureError(f"{function.__qualname__} reads {value.__name__}, which a graph would read once")
+                raise CaptureError(
+                    f"{function.__qualname__} reads {value.__name__}, which a graph would read only once"
+                )
             if callable(value) and not (is_of_a_library(value) or _functions_in(value) or _is_a_hint(value)):
                 raise _unseen(f"{name}, which {function.__qualname__} calls", value)
 

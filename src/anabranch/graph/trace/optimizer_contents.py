@@ -54,13 +54,13 @@ class Contents:
         """
         now = Contents(self._optimizers)._leaves
         if len(now) != len(self._leaves):
-            return "an optimizer holds other things in Python"
+            return "an optimizer holds different Python values"
         for old, new in zip(self._leaves, now, strict=True):
             if isinstance(old, Tensor) and isinstance(new, Tensor):
                 if not alike(old, new):
-                    return f"an optimizer's tensor of shape {tuple(old.shape)} comes out otherwise"
+                    return f"an optimizer's tensor of shape {tuple(old.shape)} has a different result"
             elif type(old) is not type(new) or not _equal(old, new):
-                return f"an optimizer keeps {_shown(new)} in Python where the tape left {_shown(old)}"
+                return f"an optimizer keeps {_shown(new)} in Python where the tape has {_shown(old)}"
         return None
 
     def _walk(self, value: Any, seen: set[int]) -> Iterator[object]:

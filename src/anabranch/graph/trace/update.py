@@ -198,8 +198,8 @@ def _step(optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise CaptureError(
-            f"{type(optimizer).__name__}.step does what a graph cannot, such as to branch on the number of steps"
-            f"{_said(error)}"
+            f"{type(optimizer).__name__}.step does something that a graph cannot, such as branching on the number of "
+            f"steps{_said(error)}"
         ) from error
 
 
@@ -331,7 +331,7 @@ def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: M
     changed = [name for name, value in after.items() if name not in before or before[name] != value]
     if changed:
         raise CaptureError(
-            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all"
+            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do only once"
         )
 
 
@@ -340,6 +340,6 @@ def _refuse_rebound(optimizer: Optimizer, before: list[dict[str, object]], after
         changed = [key for key in new if key not in old or new[key] != old[key]]
         if changed:
             raise CaptureError(
-                f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, which "
-                "a graph whose state is bound once would lose"
+                f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, so "
+                "a graph, which binds its state once, would lose it"
             )

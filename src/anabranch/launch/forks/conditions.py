@@ -72,12 +72,12 @@ _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
     """Return the reason why no process of a job with ``environment`` can be forked; ``None`` if they can."""
     if not sys.platform.startswith("linux"):
-        return "forks are made on Linux alone"
+        return "forking is supported only on Linux"
     if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
         return "a GPU is visible, and its driver does not survive a fork"
     for name in environment:
         if name.startswith(_FROM_THE_START) and not name.startswith(_READ_LATER):
-            return f"{name} is set, which is read as a process starts"
+            return f"{name} is set, which is read at process start"
     return None
 
 
@@ -88,7 +88,7 @@ def why_not_forked(program: PythonProgram, environment: Mapping[str, str], serve
     for name in sorted(environment.keys() | server.keys()):
         settled = name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
         if settled and environment.get(name) != server.get(name):
-            return f"{name} differs from the fork server's and is read as a process starts"
+            return f"{name} differs from the fork server's and is read at process start"
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         text = environment.get(name)
         if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):

@@ -101,7 +101,7 @@ def _serve(channel: socket.socket) -> ForkedProcess:
         role = ForkedProcess.from_message(*received)
         try:
             if threads() != 1:
-                raise RuntimeError(f"the fork server has {threads()} threads; a fork might find their locks taken")
+                raise RuntimeError(f"the fork server has {threads()} threads; a fork might inherit held locks")
             middle = os.fork()  # with one thread, which was counted on the line before: no lock is held by another
         except (OSError, RuntimeError) as error:
             role.refuse(str(error))

@@ -77,10 +77,10 @@ def check_directory(directory: str, *, experts: int, host: str | None, keys: str
             not any(isinstance(parse_endpoint(one), TcpEndpoint) for one in split_endpoints(directory)),
         )
         if not is_here and not keys:
-            raise ValueError(f"{shown} asks for certificates; name theirs in {KEYS_VARIABLE}")
+            raise ValueError(f"{shown} requires certificates; name their folder in {KEYS_VARIABLE}")
     if experts and host is None and not is_here:
         raise ValueError(
-            f"who asks {shown} may be on another host, and the experts have Unix sockets; give --host, too"
+            f"clients of {shown} may be on another host, but the experts use Unix sockets; also give --host"
         )
 
 
@@ -130,7 +130,7 @@ def held_port(host: str) -> Iterator[int]:
     with sock:
         if ipaddress.ip_address(str(address[0])).is_unspecified:
             raise ValueError(
-                f"{host!r} is every address of this machine, which nobody can connect to; name one of them"
+                f"{host!r} stands for all addresses of this machine and cannot be connected to; name one of them"
             )
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -49,7 +49,7 @@ def run(
     """
     if workers < 1 or servers < 0 or experts < 0:
         raise ValueError(
-            f"a job has 1 worker or more, and 0 servers and experts or more; got {workers}, {servers}, {experts}"
+            f"a job has at least 1 worker and at least 0 servers and experts; got {workers}, {servers}, {experts}"
         )
     check_resources(resources or {})
     program = PythonProgram(str(script), tuple(map(str, args)))

@@ -45,7 +45,7 @@ def check_resources(found: object) -> None:
         for role, wanted in found.items()
     ):
         raise ValueError(
-            f'resources name amounts a role, such as {{"worker": {{"CPU": 2, "GPU": 1}}}}; roles are '
+            f'resources give amounts per role, such as {{"worker": {{"CPU": 2, "GPU": 1}}}}; roles are '
             f"{', '.join(_ROLES)}; got {found!r}"
         )
 

@@ -20,11 +20,11 @@ def run_attempts(attempt: Callable[[int], JobOutcome], max_restarts: int, tell: 
         ValueError: a number of restarts below 0.
     """
     if max_restarts < 0:
-        raise ValueError(f"a job is started again 0 times or more, got max_restarts={max_restarts}")
+        raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
     for number in range(max_restarts + 1):
         outcome = attempt(number)
         failure = outcome.first_failure
         if failure is None or outcome.interrupted is not None or outcome.timed_out or number == max_restarts:
             break
-        tell(f"{failure.describe()}; starting the job again ({number + 1} of {max_restarts})")
+        tell(f"{failure.describe()}; restarting the job ({number + 1} of {max_restarts})")
     return outcome

@@ -118,7 +118,7 @@ class _Ending:
         if self._given_up_at is not None and now >= self._given_up_at:
             for process in self.running():
                 who = called(process.role, process.rank)
-                self._tell(f"{who} (pid {process.pid}) does not die of SIGKILL: it hangs in the kernel")
+                self._tell(f"{who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
                 process.abandon()
             self._given_up_at = None
 
@@ -230,13 +230,13 @@ class Supervisor:
         elif (pause := self._pause_before(service)) is not None:
             assert recipe.restarts is not None
             when = f" in {pause:g} s" if pause else ""
-            self._tell(f"{exit_.describe()}; started again{when} ({recipe.restarts.used} of {recipe.restarts.times})")
+            self._tell(f"{exit_.describe()}; restarted{when} ({recipe.restarts.used} of {recipe.restarts.times})")
             self._returns(recipe)
             self._returning.append((time.monotonic() + pause, service))
             self._bring_back(selector)
         elif recipe.role == "expert" and (recipe.has_served() or service.restarted):
             service.forgiven = True
-            self._tell(f"{exit_.describe()}; the job goes on without it")
+            self._tell(f"{exit_.describe()}; the job continues without it")
         else:
             service.early = True
             if exit_.code == 0:
@@ -301,7 +301,7 @@ class Supervisor:
                     ending.end_by(time.monotonic())
             else:
                 self.interrupted = number
-                self._tell(f"{number.name}: stopping the workers (once more kills them)")
+                self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
                 self._workers.send(number)
                 self._workers.clear()
                 patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
@@ -309,8 +309,8 @@ class Supervisor:
 
     def _pause(self) -> None:
         """Ctrl-Z: this process stands still, and nothing that it has started."""
-        seen = f"; {self._screen.log} has what rank 0 writes meanwhile" if self._screen else ""
-        self._tell(f"the launcher is paused and the job goes on{seen}. `fg` brings the screen back")
+        seen = f"; meanwhile the output of rank 0 goes to {self._screen.log}" if self._screen else ""
+        self._tell(f"the launcher is paused and the job continues{seen}. `fg` brings the screen back")
         with self._screen.unattended() if self._screen else nullcontext():
             signal_box.stand_still()
 

@@ -76,8 +76,8 @@ class EmbeddingBagCollection(nn.Module):
         tracer = current_tracer()
         if tracer is not None and tracer.captures:
             raise CaptureError(
-                "EmbeddingBagCollection reads from each batch where a feature's ids end, and a graph has sizes of its "
-                "own; run the step on the tape: engine='tape' or 'auto'"
+                "EmbeddingBagCollection reads the sizes of its features from each batch, and a graph has fixed "
+                "sizes; run the step on the tape: engine='tape' or 'auto'"
             )
         given = bags_of(features)
         missing = [key for key in self.bags if key not in given]

@@ -148,7 +148,7 @@ class RemoteEmbedding(nn.Module):
         if client.in_process and self._link.lost:
             client.close()
             raise ValueError(
-                f"the rows of RemoteEmbedding {self.name} were in the memory of another process, which pickled it; "
+                f"the rows of RemoteEmbedding {self.name} were in the memory of the process that pickled it; "
                 "modules that go to other processes need a job with servers"
             )
         client.init_table(self.spec, rule)

@@ -194,7 +194,7 @@ class RemoteTables:
         if spec.dtype == torch.float16 and self._cache is not None and self._cache.push_bound:
             raise ValueError(
                 f"table {spec.name} is float16, and a cache with push_bound={self._cache.push_bound} would round its "
-                "rows here at other steps than the servers do; use push_bound=0, or another dtype"
+                "rows here at different steps than the servers; use push_bound=0, or another dtype"
             )
         self._client.init_table(spec, rule())
         source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
@@ -350,7 +350,7 @@ class RemoteTables:
             ValueError: there is no cache.
         """
         if self._cache is None:
-            raise ValueError("prefetched rows are cached rows; give RemoteTables a cache")
+            raise ValueError("prefetching needs a cache; give RemoteTables a cache")
         self._collect()
         self._ahead = self._distinct(wanted)
         distinct = {
@@ -449,7 +449,7 @@ class RemoteTables:
             ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
         """
         if hold and self._cache is not None and self._cache.push_bound:
-            raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
+            raise ValueError(f"push_bound={self._cache.push_bound} delays gradients, so a step has no norm; use 0")
         self._weight, self._mean = weight or self._weight, mean
         given = self.take() if given is None else given
         self._arrive()
@@ -540,7 +540,7 @@ class RemoteTables:
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
             with suppress(Exception):  # raised again where the result is needed
-                self._client.wait_for(future, "come to rest", step=self._step)
+                self._client.wait_for(future, "become quiet", step=self._step)
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Statistics of each table's cache; empty without caches."""

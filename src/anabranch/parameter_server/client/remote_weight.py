@@ -261,7 +261,7 @@ class RemoteWeight(Tensor):
         weight = next(arg for arg in [*args, *kwargs.values()] if isinstance(arg, RemoteWeight))
         raise TypeError(
             f"table {weight.source.name} lives on the servers, where {getattr(func, '__name__', func)!r} cannot reach "
-            "it, only lookups can. Keep this parameter on the workers: routes={its name: 'AllReduce'}"
+            "it; only lookups can. Keep this parameter on the workers: routes={its name: 'AllReduce'}"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -130,7 +130,7 @@ class Routed:
         self.layout, self.shards = layout, shards
         for name, some in zip(layout.tables, ids, strict=True):
             if some.dtype != torch.int64:
-                raise SchemaError(f"table {name}: ids are int64, got {some.dtype}; convert with ids.long()")
+                raise SchemaError(f"table {name}: ids must be int64, got {some.dtype}; convert with ids.long()")
         self.flat = _flat(ids)
         self.starts = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([some.numel() for some in ids], out=self.starts[1:])
@@ -450,11 +450,13 @@ def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
         ProtocolError: the places are not ascending positions within each part.
     """
     if places.dtype != torch.int32 or places.shape != (int(changed.sum()),):
-        raise ProtocolError(f"shard {shard} says {tuple(places.shape)} {places.dtype} for {changed.tolist()} places")
+        raise ProtocolError(
+            f"shard {shard} returned {tuple(places.shape)} {places.dtype} for {changed.tolist()} places"
+        )
     own = places.numpy().astype(np.int64)
     found: Array = own + np.repeat(np.cumsum(known) - known, changed)
     if (own < 0).any() or (own >= np.repeat(known, changed)).any() or (np.diff(found) <= 0).any():
-        raise ProtocolError(f"shard {shard} says places {own.tolist()[:8]}... of {known.tolist()} known rows")
+        raise ProtocolError(f"shard {shard} returned places {own.tolist()[:8]}... of {known.tolist()} known rows")
     return found
 
 

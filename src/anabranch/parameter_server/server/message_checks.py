@@ -26,7 +26,7 @@ def _check_parts(
     parts: Sequence[PullPart | PushPart] = message.parts
     names = [part.name for part in parts]
     if len(set(names)) != len(names):
-        raise SchemaError("a message names a table twice; merge its ids")
+        raise SchemaError("the message names a table twice; merge its ids")
     for name in names:
         contents.check_name(name)
     check_kinds(message)

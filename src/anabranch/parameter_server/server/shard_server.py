@@ -246,7 +246,7 @@ class ParameterServer:
             except BaseException as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
                 report("parameter_server.checkpoint_failed", error=str(error))
                 if str(error) != said:
-                    _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
+                    _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
                 said = str(error)
 
     def _announce_now_and_then(self) -> None:
@@ -338,7 +338,7 @@ class ParameterServer:
             except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
                 raise SchemaError(f"{call.verb}: {error}") from error
             except (MemoryError, OverflowError) as error:
-                raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error
+                raise Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}") from error
             self._keeper.commit(call.deadline)
             call.reply(payload=pack(place))
 

@@ -215,8 +215,8 @@ class DirectLinks:
         """Close the links to ``peers``, because a turn has failed between them."""
         if self.close(peers):
             _log.warning(
-                "a turn of the pipe failed: tensors on their way from device to device were given up, and rank %d "
-                "of the pipe sends them over the host from now on; make the pipe anew to have them go directly again",
+                "a turn of the pipe failed: tensors in transit between devices were abandoned, and rank %d "
+                "of the pipe sends tensors over the host from now on; make a new pipe to send them directly again",
                 self._rank,
             )
 

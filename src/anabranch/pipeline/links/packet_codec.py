@@ -200,7 +200,7 @@ def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
     )
     raise TypeError(
         f"a {kind} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
-        "these types and not of some derived from them"
+        "these exact types, not types derived from them"
     )
 
 

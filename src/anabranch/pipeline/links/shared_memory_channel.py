@@ -306,7 +306,7 @@ def meet(rank: int, gather: Callable[[str], list[str]], seconds: float) -> dict[
         except OSError as error:
             problem = error
     if problem is not None:
-        _log.warning("rank %d of a pipe reaches another rank of its host over gloo only: %s", rank, problem)
+        _log.warning("rank %d of a pipe can reach another rank on its host only over gloo: %s", rank, problem)
     if all(answer == "yes" for answer in gather("no" if sockets is None else "yes")):
         return sockets
     for sock in (sockets or {}).values():

@@ -53,12 +53,12 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
 def _facts(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
-            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a model that was split; make it dense")
+            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
         return TensorFacts(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     if is_plain(leaf) or isinstance(leaf, torch.dtype):
         return leaf
     raise TypeError(
-        f"a {type(leaf).__name__} cannot be an input of a model that was split; pass tensors, numbers, strings and "
+        f"a {type(leaf).__name__} cannot be an input of a split model; pass tensors, numbers, strings and "
         "None, nested in dict, list, tuple and dataclass"
     )
 

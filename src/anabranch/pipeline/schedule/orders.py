@@ -69,17 +69,17 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
     if name == "ZBV":
         if ranks < 1 or stages != 2 * ranks:
             raise ValueError(
-                f"ZBV lays two stages on every rank, so {stages} stages do not fit {ranks} ranks; "
+                f"ZBV places two stages on every rank, so {stages} stages do not fit on {ranks} ranks; "
                 f"make {2 * max(ranks, 1)} stages, or use {stages // 2 or 1} ranks"
             )
     elif name == "Interleaved1F1B":
         if ranks < 1 or stages % ranks:
             fitting = [count for count in range(1, stages + 1) if stages % count == 0]
-            raise ValueError(f"{name} lays the same number of stages on every rank, but {stages} is not a multiple of "
+            raise ValueError(f"{name} places equally many stages on every rank, but {stages} is not a multiple of "
                              f"{ranks} ranks; use one of {fitting} ranks")  # fmt: skip
     elif ranks != stages:
         raise ValueError(
-            f"{name} lays one stage on every rank, got {stages} stages for {ranks} ranks; make {ranks} stages, "
+            f"{name} places one stage on every rank, got {stages} stages for {ranks} ranks; make {ranks} stages, "
             "or use Interleaved1F1B or ZBV"
         )
 

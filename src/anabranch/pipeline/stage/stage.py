@@ -190,7 +190,8 @@ class StageRun:
         here = self._passes[i]
         if _versions(here.inputs) != here.versions:
             raise RuntimeError(
-                f"what stage {self.stage.index} got was changed in place after its forward, so it cannot run forward "
+                f"the input of stage {self.stage.index} was changed in place after its forward, so it cannot run "
+                "forward "
                 'again; leave the batch as it is until backward is done, or use checkpoint="never"'
             )
         # Copied once more: another backward, with retain_graph, starts from them again.
@@ -273,7 +274,7 @@ class StageRun:
         loss = self.head.loss(self.head.finish(output), self.head.targets[i])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be one number a microbatch, got {shape}; end it with .mean() or .sum()")
+            raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
         return loss.reshape(()) * self.head.weights[i]
 
     def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:

@@ -65,7 +65,7 @@ def compiled(function: Function) -> Function:
     try:
         dispatcher = numba.njit(cache=True, **_MADE_FOR)(function)
     except RuntimeError as error:  # neither the package's folder nor the user's cache can be written to
-        warnings.warn(f"kernels are compiled in each process anew: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"each process compiles the kernels again: {error}", RuntimeWarning, stacklevel=2)
         return cast(Function, numba.njit(**_MADE_FOR)(function))
     compile_ = dispatcher.compile
     lock = Path(dispatcher.stats.cache_path, f"{function.__module__}.{function.__qualname__}.lock")

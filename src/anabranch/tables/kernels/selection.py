@@ -65,7 +65,7 @@ def _has_numba() -> bool:
     if importlib.util.find_spec("numba") is not None:
         return True
     warnings.warn(
-        "numba is not installed, so tables run their plain PyTorch kernels, many times slower; "
+        "numba is not installed, so tables use the plain PyTorch kernels, which are many times slower; "
         "pip install 'anabranch[servers]'",
         RuntimeWarning,
         stacklevel=3,

@@ -78,7 +78,9 @@ class RowWiseAdagrad(GradientOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim == 0:
-                    raise ValueError("RowWiseAdagrad keeps a number a row; a parameter without dimensions has no rows")
+                    raise ValueError(
+                        "RowWiseAdagrad keeps one number per row; a parameter without dimensions has no rows"
+                    )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave. The sums stay float32 beside half weights, where torch would round them."""
@@ -105,7 +107,9 @@ class RowWiseAdagrad(GradientOptimizer):
             self._update_rows(parameter, state["sum"], grad, rate, group)
             return
         if group["weight_decay"]:
-            raise RuntimeError("weight_decay moves every row, a sparse gradient names a few; use sparse=False")
+            raise RuntimeError(
+                "weight_decay changes every row, but a sparse gradient names only a few; use sparse=False"
+            )
         grad = grad.coalesce()
         rows = grad.indices()[0]
         weights, sums = parameter[rows], state["sum"][rows]

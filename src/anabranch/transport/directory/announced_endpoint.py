@@ -33,12 +33,16 @@ def check_announced(endpoint: str, peer: Peer) -> None:
         return
     parsed = parse_endpoint(endpoint)
     if not endpoint.isprintable():
-        raise ValueError(f"{endpoint!r} holds characters that no endpoint has; announce unix:PATH or tcp://HOST:PORT")
+        raise ValueError(
+            f"{endpoint!r} holds characters that are not allowed in an endpoint; announce unix:PATH or tcp://HOST:PORT"
+        )
     if isinstance(parsed, TcpEndpoint):
         if why := _why_unreachable(parsed):
             raise ValueError(f"{endpoint!r} {why}; announce its address")
     elif not peer.on_this_host:
-        raise ValueError(f"{endpoint!r} is a socket of one host, and the peer came over a network; announce tcp://...")
+        raise ValueError(
+            f"{endpoint!r} is a socket on one host, but the peer connected over a network; announce tcp://..."
+        )
 
 
 def _why_unreachable(endpoint: TcpEndpoint) -> str | None:

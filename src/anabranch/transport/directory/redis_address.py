@@ -50,16 +50,16 @@ def parse_url(url: str) -> Mapping[str, Any]:
 
     try:
         if not is_redis_url(url) or "," in shown:
-            raise ValueError("name one Redis")
+            raise ValueError("name one Redis server")
         facts: dict[str, Any] = {"connection_class": Connection, **parse(url)}  # type: ignore[no-untyped-call]
         base = urlsplit(url).path.strip("/")
         if "path" not in facts and base and not base.isdecimal():
-            raise ValueError(f"{base!r} is not a number of a database")
+            raise ValueError(f"{base!r} is not a database number")
         if url.startswith("unix://") and not facts.get("path"):
             raise ValueError("the path is missing")
     except ValueError as error:
         raise ValueError(
-            f"{shown!r} is not an address of a Redis ({error}); write redis://HOST:PORT/DATABASE, rediss://... for "
+            f"{shown!r} is not a Redis address ({error}); use redis://HOST:PORT/DATABASE, rediss://... for "
             "TLS, or unix://PATH"
         ) from None
     if "password" not in facts and (password := os.environ.get(PASSWORD_VARIABLE)):

@@ -204,7 +204,7 @@ def _raise_for_owner(taken: Sequence[Any], url: str) -> None:
     if taken:
         uid, left = taken[0].decode(), taken[1] / 1000
         raise Unauthorized(
-            f"{uid} was announced under another certificate, which has it for {left:.0f} s yet", peer=url
+            f"{uid} was announced with another certificate, which holds it for {left:.0f} s more", peer=url
         )
 
 

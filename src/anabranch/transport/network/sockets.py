@@ -109,7 +109,7 @@ class SocketStream:
                 self._secure = error.reason not in _NO_TLS
                 if self._accepted and not self._secure:
                     raise Unauthorized(
-                        f"this server speaks TLS 1.3 to peers with certificates alone ({error.reason}); give keys=DIR",
+                        f"this server accepts only TLS 1.3 with certificates ({error.reason}); give keys=DIR",
                         peer=self._name,
                     ) from None
                 raise _explain(error, self._name) from None
@@ -138,7 +138,7 @@ class SocketStream:
         except ssl.SSLError as error:
             raise _explain(error, self._name) from None
         if not count:
-            raise ConnectionResetError("the far side closed the connection")
+            raise ConnectionResetError("the peer closed the connection")
         return count
 
     def abort(self) -> None:
@@ -174,13 +174,13 @@ def _poll(sock: socket.socket, events: int, seconds: float) -> bool:
 def _explain(error: ssl.SSLError, name: str) -> Exception:
     reason = error.reason or ""
     if any(word in reason for word in _REFUSALS):
-        return Unauthorized(f"the far side turned our certificate down ({reason})", peer=name)
+        return Unauthorized(f"the peer rejected our certificate ({reason})", peer=name)
     if any(word in reason for word in _FOREIGN):
-        return Unauthorized(f"the far side's certificate is not of our authority ({reason})", peer=name)
+        return Unauthorized(f"the peer's certificate is not from our authority ({reason})", peer=name)
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
-        return ConnectionResetError("the far side closed the connection during TLS")
+        return ConnectionResetError("the peer closed the connection during TLS")
     if reason in _NO_TLS:
-        return ProtocolError(f"the far side does not speak TLS 1.3 ({reason}); give both sides keys", peer=name)
+        return ProtocolError(f"the peer does not use TLS 1.3 ({reason}); give both sides keys", peer=name)
     return ProtocolError(f"TLS failed: {reason or error}", peer=name)
 
 
@@ -325,8 +325,8 @@ class SocketTransport:
     def _check_tcp(self, endpoint: str) -> None:
         if self._server_context is None and not self._insecure:
             raise ValueError(
-                f"{endpoint}: TCP without certificates would let anyone in; make keys with `anabranch keys DIR` and "
-                "give keys=DIR, or spell out insecure=True (on the command line --keys DIR, --insecure)"
+                f"{endpoint}: TCP without certificates would admit anyone; make keys with `anabranch keys DIR` and "
+                "give keys=DIR, or set insecure=True (on the command line --keys DIR, --insecure)"
             )
 
 
@@ -408,15 +408,15 @@ def _certified(job: str) -> Recognise:
         try:
             host, port = sock.getpeername()[:2]
         except OSError:
-            raise ConnectionResetError("the far side closed the connection during the handshake") from None
+            raise ConnectionResetError("the peer closed the connection during the handshake") from None
         name = f"{host}:{port}"
         if not isinstance(sock, ssl.SSLSocket):
             return Peer(name, plain=True)
         names = names_of(sock)
         if names is None:
-            raise Unauthorized("the certificate names no job and role; make it anew: anabranch keys DIR", peer=name)
+            raise Unauthorized("the certificate names no job and role; make it again: anabranch keys DIR", peer=name)
         if job not in (names[0], EVERY_JOB) and names[0] != EVERY_JOB:
-            raise Unauthorized(f"a {names[1]} of job {names[0]!r} is a stranger to job {job!r}", peer=name)
+            raise Unauthorized(f"a {names[1]} of job {names[0]!r} does not belong to job {job!r}", peer=name)
         shown = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").hexdigest()
         return Peer(f"{names[1]} {name}", names[1], names[0] if job == EVERY_JOB else job, shown)
 

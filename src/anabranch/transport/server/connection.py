@@ -292,7 +292,7 @@ class Connection:
 
     def give_up(self) -> ConnectionState:
         """End a connection whose client has stalled in the middle of a frame, or never greeted."""
-        return self.turn_away(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
+        return self.turn_away(DeadlineExceeded("no greeting arrived", peer="client", operation="greeting"))
 
     def turn_away(self, error: BoundaryError) -> ConnectionState:
         """End the connection at once; a client that could have greeted is told why, as far as the socket allows."""
@@ -313,7 +313,7 @@ class Connection:
         """Goes on as far as the socket allows."""
         try:
             if events & select.POLLRDHUP:
-                raise ConnectionResetError("the client has left")
+                raise ConnectionResetError("the client has disconnected")
             if self._last_words is not None:
                 return self._dismiss(self._last_words)
             return self._advance(readable=bool(events & ~select.POLLOUT))
@@ -361,7 +361,7 @@ class Connection:
 
     def _greet(self) -> None:
         if not self._server.recognise(self):
-            raise Overloaded(f"the server has its {self._server.max_connections} connections; try later")
+            raise Overloaded(f"the server already has {self._server.max_connections} connections; try later")
         with self._lock:
             self._phase = _Phase.SERVING
             self._write(encode(Hello(self._server.heartbeat, self._server.limits.body)))
@@ -369,7 +369,7 @@ class Connection:
     def _accept(self, header: Header) -> Sequence[Tensor] | None:
         if self._phase is not _Phase.SERVING:
             if not isinstance(header, Hello) or header.tensors:
-                raise ProtocolError("a client's first frame is a greeting without tensors")
+                raise ProtocolError("a client's first frame must be a greeting without tensors")
             return ()
         if not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
@@ -378,7 +378,7 @@ class Connection:
             report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
             return None
         if self._call is not None:
-            raise ProtocolError("a request came while another is served; a connection carries one at a time")
+            raise ProtocolError("received a request while another is served; a connection carries one at a time")
         nbytes = 0
         for tensor in header.tensors:
             nbytes += tensor.nbytes
@@ -400,7 +400,7 @@ class Connection:
         try:
             return self._verb.allocate(header.tensors)
         except (RuntimeError, MemoryError) as error:
-            full = Overloaded(f"no memory for {self._reserved} bytes: {error}")
+            full = Overloaded(f"not enough memory for {self._reserved} bytes: {error}")
             self._write(encode(failure_of(full, header.sequence)))
             self._server.finished(self._reserved)
             self._verb = None
@@ -489,11 +489,11 @@ class Connection:
 
 
 def _full(nbytes: int) -> Overloaded:
-    return Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
+    return Overloaded(f"no memory for a response of {nbytes} bytes: other responses wait for clients that do not read")
 
 
 def _say_done(call: Call) -> None:
-    call.fail(RuntimeError("this request was done, but its answer is not kept any more"))
+    call.fail(RuntimeError("this request was executed, but its response is no longer kept"))
 
 
 Answer = tuple[Connection, Call, Sequence[memoryview]]

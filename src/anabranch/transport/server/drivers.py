@@ -308,7 +308,7 @@ class AcceptLoop:
         if self._log_at <= now:
             self._log_at = now + _LOG_AGAIN
             _log.warning(
-                "%s: no descriptor or thread for another client, which waits or is turned away: %s; allow this process "
+                "%s: no descriptor or thread for another client, which waits or is rejected: %s; allow this process "
                 "more (ulimit -n, ulimit -u), or have fewer clients",
                 self._listener.endpoint, error,
             )  # fmt: skip
@@ -325,7 +325,7 @@ class AcceptLoop:
         for stranger in crowd:
             # One with a thread is just being told why it is closed.
             if stranger.driver is self and stranger.quiet_for(now) >= _QUIET:
-                full = Overloaded("too many connections at once that have not greeted; try later")
+                full = Overloaded("too many open connections without a greeting; try later")
                 self._follow(stranger, stranger.turn_away(full))
                 return True
         return not crowd

@@ -195,7 +195,7 @@ class Server:
 
     def __enter__(self) -> Server:
         if self._threads or self._closed:
-            raise RuntimeError("a server is entered once; make another")
+            raise RuntimeError("a server can be entered only once; make another")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
         beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
         self._threads += [self._loop.start(), beat]
@@ -398,17 +398,17 @@ class Server:
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
         if verb.roles is not None and not peer.may(verb.roles):
-            raise Unauthorized(f"role {peer.role!r} may not ask {verb.name!r}; roles {sorted(verb.roles or ())} may")
+            raise Unauthorized(f"role {peer.role!r} may not call {verb.name!r}; roles {sorted(verb.roles or ())} may")
         if self._only_job is not None and peer.job not in (None, self._only_job):
             raise Unauthorized(
-                f"this server's certificate is for every job, and job {peer.job!r} needs one of its own: give the "
+                f"this server's certificate is for every job, but job {peer.job!r} needs its own: give the "
                 f"server keys of that job (anabranch keys DIR --job {peer.job})"
             )
         if verb.once and len(header.epoch) != 16:
-            raise ProtocolError(f"{verb.name} is done exactly once: number its requests (once=True)")
+            raise ProtocolError(f"{verb.name} is executed exactly once: number its requests (once=True)")
         with self._lock:
             if self._draining or self._closed:
-                raise PeerLost("the server is leaving")
+                raise PeerLost("the server is shutting down")
             if self._bytes + nbytes > self._max_bytes:
                 raise Overloaded(
                     f"{self._bytes} bytes of requests are in flight; {nbytes} more exceed {self._max_bytes}"

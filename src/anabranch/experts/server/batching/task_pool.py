@@ -172,7 +172,7 @@ class TaskPool:
         if waiting and (waiting.rows + rows > self.max_queue_rows or waiting.nbytes + nbytes > self.max_queue_bytes):
             self._declined += 1
             raise Overloaded(
-                f"{self.name}: {waiting.rows} rows and {waiting.nbytes} bytes wait; {rows} rows more exceed "
+                f"{self.name}: {waiting.rows} rows and {waiting.nbytes} bytes are queued; {rows} more rows exceed "
                 f"{self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
             )
 

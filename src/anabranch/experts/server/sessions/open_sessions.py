@@ -38,8 +38,8 @@ _GLANCE = 1.0
 # The moment at which a session expires whose step is being computed.
 _WHILE_COMPUTED = float("inf")
 _UNKNOWN = (
-    "this server has no such session: it was started again since, or the session ended long ago; open another and "
-    "begin the sequence anew"
+    "this server does not have the session: it has restarted since, or the session ended long ago; open another and "
+    "start the sequence again"
 )
 
 
@@ -283,12 +283,12 @@ class Sessions:
             # Before its body has come, a step's inputs are not known.
             if step.length and step.checksum != session.checksum:
                 raise SchemaError(
-                    f"{uid}: step {number} was taken already, with other inputs; its answer may have been lost: ask "
-                    "for it with the same inputs again, or open another session"
+                    f"{uid}: step {number} was already taken, with other inputs; its answer may have been lost: send "
+                    "it with the same inputs again, or open another session"
                 )
             return
         if number != session.steps:
-            raise SchemaError(f"{uid}: step {number} came to a session that waits for step {session.steps}")
+            raise SchemaError(f"{uid}: received step {number}, but the session expects step {session.steps}")
         if session.length + step.length > session.max_length:
             raise SchemaError(
                 f"{uid}: {session.length} positions and {step.length} more exceed the session's max_length, "
@@ -297,12 +297,12 @@ class Sessions:
         if session.nbytes > self._limits.nbytes:
             raise SchemaError(
                 f"{uid}: this session alone holds {session.nbytes} bytes, over the {self._limits.nbytes} of all "
-                "sessions here, and cannot go on; open one of fewer rows or positions, or raise the server's bound"
+                "sessions here, and cannot continue; open one with fewer rows or positions, or raise the server's bound"
             )
         if self.nbytes > self._limits.nbytes:
             raise Overloaded(
                 f"{uid}: {len(self._open)} sessions hold {self.nbytes} bytes, over {self._limits.nbytes}; the same "
-                "step can be asked for once others have ended"
+                "step can be sent again once others have ended"
             )
 
     def _check_room(self, step: Step) -> None:
@@ -312,13 +312,13 @@ class Sessions:
         wanted = step.rows * header.max_length
         if wanted > limits.tokens:
             raise SchemaError(
-                f"a session of {step.rows} rows of max_length {header.max_length} sets {wanted} tokens aside, over "
+                f"a session of {step.rows} rows of max_length {header.max_length} reserves {wanted} tokens, over "
                 f"the {limits.tokens} of all sessions here; open one of fewer rows or positions, or raise the server's "
                 "bound"
             )
         if len(self._open) >= limits.sessions or self._tokens + wanted > limits.tokens or self.nbytes >= limits.nbytes:
             raise Overloaded(
-                f"{len(self._open)} sessions are open, with {self._tokens} tokens set aside and {self.nbytes} bytes; "
+                f"{len(self._open)} sessions are open, with {self._tokens} tokens reserved and {self.nbytes} bytes; "
                 f"one more of {wanted} tokens exceeds {limits.sessions} sessions, {limits.tokens} tokens or "
                 f"{limits.nbytes} bytes"
             )

@@ -49,7 +49,7 @@ def caught_lookups(refuse: Callable[[str], None]) -> Iterator[None]:
             known = getattr(raised, "is_guarded", False) or self.f_code.co_name == "__getattr__"
             if not known and not self.f_code.co_filename.startswith(_PASSED):
                 what = "an attribute" if isinstance(raised, ObservedAttributeError) else "a key"
-                refuse(f"{what} that is not there, caught in {self.f_code.co_filename}:{self.lineno}")
+                refuse(f"{what} that does not exist, caught in {self.f_code.co_filename}:{self.lineno}")
         handle(self, raised)
 
     dictionary.getitem_const_raise_exception_if_absent, translator.exception_handler = guarding, noting

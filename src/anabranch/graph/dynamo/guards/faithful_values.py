@@ -93,7 +93,7 @@ def _exact_numbers(deny: Callable[[str], None]) -> Iterator[Any]:
         return format_value(self, spec, flags)
 
     def of_numpy(_builder: object, _value: object) -> Any:
-        deny("it computes with values of NumPy, which a graph would round otherwise; use torch or plain numbers")
+        deny("it computes with NumPy values, which a graph would round differently; use torch or plain numbers")
 
     def number(self: Any, value: object) -> Any:
         return of_numpy(self, value) if isinstance(value, np.generic) else wrap_number(self, value)
