@@ -117,8 +117,8 @@ class RolledBack(BoundaryError):
     """A parameter server came back without changes that it had acknowledged.
 
     It holds what it held at its last checkpoint, or what could be read of a damaged log. The request that was refused
-    with this was not done. The next one is served: a client that can push what is gone again, or do without, goes on; a
-    job of several workers starts again from its last whole checkpoint, as ``anabranch run --max-restarts`` does.
+    with this was not done. The next one is served: a client that can push what is gone again, or do without, continues;
+    a job of several workers starts again from its last complete checkpoint, as ``anabranch run --max-restarts`` does.
 
     Attributes:
         lost: pushes of this client that were acknowledged and are gone; ``None`` if nobody can tell, because more than
@@ -241,7 +241,7 @@ class SchemaError(ValueError):
 
 
 class AnotherSchema(SchemaError):
-    """An expert has another schema than its caller knows; the caller asks for it again."""
+    """An expert has another schema than its caller knows; the caller requests it again."""
 
 
 class SkipError(TypeError):

@@ -1,7 +1,7 @@
 """The facts of the job this process belongs to: its rank and role among the workers, and where the services are.
 
 Read from the environment that ``anabranch run`` and ``torchrun`` set; without one the process is a job of one worker.
-What a job can do, ``serve`` and ``grid``, stands on packages that stand on this module: ``launch`` provides it.
+``serve`` and ``grid`` need packages that depend on this module: ``launch`` provides it.
 ``anabranch.job`` is the function, as users call it; other names of this module come by ``from anabranch.job import``.
 """
 
@@ -82,7 +82,7 @@ _provider: Callable[[], tuple[Serve, MakeGrid]] | None = None
 
 
 def provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
-    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they stand on."""
+    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they depend on."""
     global _provider
     _provider = provider
 
@@ -144,7 +144,7 @@ class Job:
             make_backends: called as ``make_backends(index, count)`` in the expert process ``index`` of ``count``;
                 returns its ``ExpertBackend``\ s. Not called in workers, unless the job is one process alone: then with
                 ``(0, 1)``.
-            checkpoint_dir: where experts are saved, and found again when they are started again.
+            checkpoint_dir: where experts are saved, and found again when they are restarted.
             checkpoint_seconds: between two savings.
             listen: the endpoint of an expert process; by default a socket beside the directory's.
             keys: the directory of certificates, for TCP; by default that of ``ANABRANCH_KEYS``.

@@ -84,7 +84,7 @@ class SpanRecorder:
     Attributes:
         began: the clock when it was made, nanoseconds.
         dropped: spans beyond the limit, as far as ``take`` has seen.
-        threads: the kernel's number and the name of threads that spans are of, but for those that had ended.
+        threads: the kernel's number and the name of threads that spans are of, except for those that had ended.
         add: keeps a span.
     """
 
@@ -165,7 +165,7 @@ _NOTHING = _Nothing()
 
 
 class _Open:
-    """A span under way."""
+    """A span in progress."""
 
     __slots__ = ("_category", "_facts", "_flow", "_name", "_start")
 

@@ -56,7 +56,7 @@ class StatusFile:
         self._threads = 0
 
     def put(self, **facts: Callable[[], object]) -> None:
-        """Have facts, plain values, asked for at each ``write``, on whichever thread writes."""
+        """Have facts, plain values, requested at each ``write``, on whichever thread writes."""
         with self._lock:
             self._facts.update(facts)
 

@@ -6,7 +6,7 @@
     worker 1.spans ─┼─> overlapping spans laid side by side ─> {"traceEvents": [...], "otherData": {...}}
     servers'       ─┘   flows: from the asking to the asked process, from sender to receiver, to the wait's peer
 
-Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each lies in the first of the track's
+Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each is in the first of the track's
 lanes that is free. A flow becomes arrows (``"s"`` to ``"f"``) once both ends are known::
 
     ask / serve      the request from the start of one to that of the other, the answer from end to end
@@ -186,7 +186,7 @@ def _order(part: ProcessTrace) -> tuple[int, str, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One end of a flow: where its span lies in the file, and whether it is one that failed; times in nanoseconds."""
+    """One end of a flow: where its span is in the file, and whether it is one that failed; times in nanoseconds."""
 
     pid: int
     tid: int

@@ -34,7 +34,7 @@ def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operatio
                     raise  # the work's own TimeoutError, not ours
                 if deadline.expired():
                     raise deadline.error(peer=peer, operation=operation) from None
-    # torch's futures know no timeout: look until the deadline, then ask for what is there already.
+    # torch's futures know no timeout: look until the deadline, then request what is there already.
     pause = 1e-5
     while not future.done():
         if deadline.expired():
@@ -55,7 +55,7 @@ def _only_tensor(value: object) -> Tensor:
 
 
 _GRACE = 1.0
-"""Seconds that a failed sweep waits for work its callbacks have begun: the far side may be waiting for us too."""
+"""Seconds that a failed sweep waits for work its callbacks have begun: the remote side may be waiting for us too."""
 
 
 def abandon(values: Iterable[object], error: BaseException) -> None:

@@ -5,7 +5,7 @@
     attach ──> record ──> forward ──> backward ┌ sweep: grad final ─> callback ─> callback ─┐ ──> .grad
                                                └ ............ grad final ─> callback ─> ... ┘ afterwards
 
-During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce under way), so what a
+During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce in progress), so what a
 parameter gets is known only afterwards. The engine itself is torch's, unchanged: with no callback attached
 ``backward`` is ``torch.autograd.backward``.
 """
@@ -99,8 +99,8 @@ class GradManager:
 
         Args:
             tensors: a tensor or an iterable of them, of a floating or complex dtype.
-            callbacks: one or several, called as ``callback(tensor, grad)`` in order: each returns the gradient to go
-                on with, a future of it, or ``None`` to keep what it was given.
+            callbacks: one or several, called as ``callback(tensor, grad)`` in order: each returns the gradient to
+                continue with, a future of it, or ``None`` to keep what it was given.
 
         Raises:
             TypeError: a value that is not a tensor, or a tensor of integers; a callback that cannot be called.
@@ -195,7 +195,7 @@ class GradManager:
         """Sweeps back from ``y``, runs the callbacks, then accumulates into ``.grad``, and ends the session.
 
         When a callback raises, the sweep ends there, no ``.grad`` is changed, futures returned so far are cancelled or
-        waited for briefly, and the exception goes on to the caller.
+        waited for briefly, and the exception continues to the caller.
 
         Args:
             y: the roots, ones that require no gradient are ignored; ``None`` for a rank that has none.

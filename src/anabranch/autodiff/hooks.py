@@ -10,7 +10,7 @@ copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` t
 cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
 set aside at (1), or (2) would add to it. Results of operations have (1) alone.
 
-Hooks are set once and stay from step to step; outside a sweep of their own they do nothing. All tensors with the same
+Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
 processor's cache, and on small models fetching one object a parameter costs as much as the hook itself.
 """
@@ -44,7 +44,7 @@ __all__ = [
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Any], Gradient | None]"
-"""``callback(tensor, gradient)`` returns the gradient to go on with, a future of it, or ``None`` to keep it."""
+"""``callback(tensor, gradient)`` returns the gradient to continue with, a future of it, or ``None`` to keep it."""
 
 
 class Sweep:

@@ -1,4 +1,4 @@
-"""One call of an ``autograd.Function`` with a graph of its own, cut off from the graph around it.
+"""One call of an ``autograd.Function`` with its own graph, cut off from the graph around it.
 
 ::
 

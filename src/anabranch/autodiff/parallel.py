@@ -1,7 +1,7 @@
 """``map_with_parallel_backward``: calls of an ``autograd.Function`` that run at once, forward and backward.
 
 torch's engine runs one backward after another on a CPU thread, so the calls of a mixture's experts would wait for each
-other's answers. Here every call has a graph of its own, and one node joins them::
+other's answers. Here every call has its own graph, and one node joins them::
 
     x0 ─┐          ┌─ leaf ──> func ──> out ─┐
         ├─ _Join ──┤                         ├──> outputs      forward: all calls, then the node

@@ -67,6 +67,6 @@ def run_sweep(roots: list[Tensor], gradients: list[Tensor | None], retain: bool,
         torch.autograd.backward(roots, gradients, retain_graph=retain)
         return
     with warnings.catch_warnings():
-        # torch warns that .grad then keeps the graph alive: here the outer session asked for just that.
+        # torch warns that .grad then keeps the graph alive: here the outer session requested just that.
         warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
         torch.autograd.backward(roots, gradients, retain_graph=True, create_graph=True)

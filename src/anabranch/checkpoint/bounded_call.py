@@ -22,7 +22,7 @@ class NoProgress(Exception):
 
 
 class StoragePatience:
-    """The time of a call: some seconds, and those of ``size`` bytes on a slow connection; anew at each progress.
+    """The time of a call: some seconds, and those of ``size`` bytes on a slow connection; again at each progress.
 
     Args:
         seconds: for a call that moves nothing.

@@ -18,7 +18,7 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
     >>> import torch
     >>> fit({"weight": torch.ones(2)}, {"weight": torch.ones(3), "bias": torch.ones(2)})
     Traceback (most recent call last):
-    anabranch.errors.CheckpointError: the checkpoint is of another model:
+    anabranch.errors.CheckpointError: the checkpoint belongs to another model:
       unexpected: bias (2,) float32
       differs: weight is (3,) float32 in the checkpoint, (2,) float32 here
 

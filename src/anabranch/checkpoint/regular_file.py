@@ -3,7 +3,7 @@
 ``open`` waits on a FIFO for a writer that never comes, with every signal held up until then. And what keeps a file from
 being opened is of two kinds. Nothing is there that can be read: the file is *lost*, or *damaged*. Or the file may be
 whole, and this process has no right to it, no descriptor or no memory left: it is ``Unreadable``, which no reader may
-take for damage, since what is passed over or set aside for it would be given up for nothing.
+take for damage, since what is skipped or set aside for it would be given up for nothing.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Storage:
         return self
 
     def child(self, path: str) -> Storage:
-        """Return the directory that lies at ``path``, one of ``find``'s."""
+        """Return the directory that is at ``path``, one of ``find``'s."""
         below = path.removeprefix(self.root).strip("/")
         return Storage(f"{self.url}/{below}") if below else self
 
@@ -256,7 +256,7 @@ class Mirror:
         self._places: dict[Path, Storage] = {}
 
     def manifests(self, *, below: bool, generation: int | None = None) -> list[Path]:
-        """Download the manifests of the directory, and of those ``below`` it; return the folders they lie in."""
+        """Download the manifests of the directory, and of those ``below`` it; return the folders they are in."""
         found = self._top.find() if below else {self._top.root: self._top.names()}
         for number, (path, names) in enumerate(sorted(found.items())):
             folder = Path(self._folder, f"{number}")

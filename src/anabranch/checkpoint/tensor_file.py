@@ -266,7 +266,7 @@ def _parse_header(text: bytes, path: Path) -> dict[str, _Entry]:
 
 
 def _check_tiles(entries: Mapping[str, _Entry], path: Path, data_bytes: int) -> None:
-    """Every byte of the data belongs to exactly one tensor, and every tensor has the bytes its shape asks for."""
+    """Every byte of the data belongs to exactly one tensor, and every tensor has the bytes its shape requires."""
     reached = 0
     for name, entry in entries.items():
         if entry.dtype not in _FROM_NAME or any(size < 0 for size in entry.shape):

@@ -140,7 +140,7 @@ def run(
     it says how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
     others stopped; Ctrl-C stops all. No process is left behind.
 
-    An expert process that dies is started again, and the job goes on meanwhile with those that answer.
+    An expert process that dies is restarted, and the job continues meanwhile with those that answer.
 
     Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """

@@ -19,7 +19,7 @@ A parameter that first turns out to have a sparse gradient in a dense bucket is 
 alike, and has ``SparseGradient`` of its own from then on; a table whose gradient turns out dense moves the other way.
 
 The first bucket can carry a *header*, a few more numbers to be summed over the workers: on small models the latency of
-a message of its own would cost more than all the gradients do.
+its own message would cost more than all the gradients do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from anabranch.events import report
 __all__ = ["GradientBuckets", "bucket_bytes", "carries_header", "in_buckets"]
 
 _BUCKET_BYTES = 8 << 20
-_FLAGS = 2  # numbers a parameter beside its gradient
+_FLAGS = 2  # numbers per parameter beside its gradient
 
 
 def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
@@ -109,7 +109,7 @@ class _DenseBucket:
         return len(self.arrived) == len(self.parameters)
 
     def put(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one a parameter."""
+        """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one per parameter."""
         self.taken.append((index, gradient))
         return None if self._widened else self.slots[index]
 
@@ -346,7 +346,7 @@ class GradientBuckets:
             return sparse if dense is None else dense
         return dense + sparse
 
-    # The sums of a window under way, for a checkpoint in the middle of it.
+    # The sums of a window in progress, for a checkpoint in the middle of it.
 
     def sums(self) -> dict[str, Tensor]:
         """Return this worker's sums of the open window, by parameter; sparse sums stay sparse."""

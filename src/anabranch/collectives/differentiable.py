@@ -1,6 +1,6 @@
 """Sums over the workers, and tensors sent between them, as operations that can be differentiated to any order.
 
-Every rank has a loss of its own; what is differentiated is their sum. So the gradient of a sum over ranks is the sum
+Every rank has its own loss; what is differentiated is their sum. So the gradient of a sum over ranks is the sum
 over ranks of the gradients, and the gradient of what was sent comes back from where it went::
 
     rank 0   x ──> send ──(token)          forward: a header, then the tensor ──>
@@ -161,7 +161,7 @@ class _Reduction:
         return tensor
 
     def scale(self, tensor: Tensor) -> Tensor:
-        """Return the mean, in place, of what is the sum, if that is asked for."""
+        """Return the mean, in place, of what is the sum, if that is requested."""
         return tensor.div_(dist.get_world_size(self.group)) if self.op == "mean" else tensor
 
 

@@ -123,7 +123,7 @@ _of_group: tuple[weakref.ref[dist.ProcessGroup], Peers] | None = None
 
 
 def peers_of_job() -> Peers:
-    """Those of the default process group; made anew after that was."""
+    """Those of the default process group; made again after that was."""
     global _of_group
     group = dist.group.WORLD
     assert group is not None

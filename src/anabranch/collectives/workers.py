@@ -2,9 +2,9 @@
 
 Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here the thread that waits
 does so half a heartbeat at a time, checks in between that all ranks are there, and raises ``PeerLost`` with the rank. A
-collective that was not done when ``work.wait(timeout)`` gave up goes on undisturbed (only a point-to-point wait breaks
-its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the interpreter's
-lock to let go of it, and ends the process if the interpreter is gone by then.
+collective that was not done when ``work.wait(timeout)`` gave up continues undisturbed (only a point-to-point wait
+breaks its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the
+interpreter's lock to let go of it, and ends the process if the interpreter is gone by then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
 class Pending:
-    """A collective under way; ``finish`` returns when its tensors hold the result."""
+    """A collective in progress; ``finish`` returns when its tensors hold the result."""
 
     __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_operation", "_step", "_work", "_workers")
 
@@ -190,7 +190,7 @@ class Workers:
         return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
-        """Copy rank 0's tensors over everyone's, all under way at once."""
+        """Copy rank 0's tensors over everyone's, all in progress at once."""
         for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
             pending.finish()
 

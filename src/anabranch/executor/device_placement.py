@@ -28,7 +28,7 @@ class DevicePlacement:
 
     Args:
         models: whose modules are meant.
-        devices: device by a module's qualified name; of names that lie in one another each counts for its own part.
+        devices: device by a module's qualified name; of names that are in one another each counts for its own part.
         optimizers: whose state moves along.
 
     Raises:
@@ -71,7 +71,7 @@ class DevicePlacement:
         return tensors[0][1].device if tensors else torch.device("cpu")
 
     def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
-        """Move what lies in the module of this name, and in no other placed one within it."""
+        """Move what is in the module of this name, and in no other placed one within it."""
         device = self._wanted[name]
         for inner, module in modules.items():
             if self._prefix(f"{inner}.") == name:
@@ -86,7 +86,7 @@ class DevicePlacement:
         self._undo.enter_context(move_at_edges(modules[name], device, around))
 
     def _prefix(self, name: str) -> str | None:
-        """Return the nearest placed module that the module or parameter of this name lies in."""
+        """Return the nearest placed module that the module or parameter of this name is in."""
         return max((prefix for prefix in self._wanted if name.startswith(f"{prefix}.")), key=len, default=None)
 
     def _check_shared(self, model: nn.Module) -> None:

@@ -52,7 +52,7 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
-    """Copy rank 0's parameters over everyone's, but for tables, whose rows come from the servers."""
+    """Copy rank 0's parameters over everyone's, except for tables, whose rows come from the servers."""
     by_row = {route.tensor for route in routes.at(Place.ROWS)}
     unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
     with torch.no_grad():

@@ -77,8 +77,8 @@ class TrainStep(StepDescription):
 
     Args:
         model: the module whose parameters are trained.
-        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back, or a mapping
-            with ``"loss"`` (its other tensors are handed back), or an object with ``.loss``. For a ``Pipe``
+        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to return, or a mapping
+            with ``"loss"`` (its other tensors are returned), or an object with ``.loss``. For a ``Pipe``
             it is ``loss(output, target)``, a scalar, and batches are ``(x, target)``, ``(x, y, target)``, or a mapping
             of keyword inputs with the target under ``"target"``. A loss that is a module (or a method of one) with
             parameters or buffers of its own is trained, saved and loaded beside the model, its names behind ``loss.``.
@@ -92,16 +92,16 @@ class TrainStep(StepDescription):
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
         precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
             ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
-            passes over steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
+            skips steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
         skip_nonfinite: what becomes of a step whose gradients hold NaN or an infinity. ``False``: it raises
-            ``NonFinite`` and updates nothing; ``True``: it is passed over and counted, on all workers alike
+            ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers alike
             (``Executor.statistics().skipped_steps``); ``None``: nobody looks, and it is applied as a plain loop would.
         clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
         on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the gradients that
             live here by their parameters' names, averaged over workers and accumulated batches, to read or to change
             in place.
         flush: what becomes of an accumulation window that the end of a bound loader's epoch leaves short: ``"keep"``
-            goes on with it in the next epoch, ``"step"`` lets the optimizers step on it after the epoch's last batch,
+            continues with it in the next epoch, ``"step"`` lets the optimizers step on it after the epoch's last batch,
             ``"drop"`` forgets it.
         activation_budget: the most memory that forward and backward may have allocated at once, in bytes or as
             ``"2GiB"``: activations and gradients, not parameters, optimizer state and batches. The step then runs as a
@@ -354,7 +354,7 @@ def _schedulers(
 
 
 def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[str, Step]:
-    """Return ``steps`` by name; a lone step is called ``"default"``.
+    """Return ``steps`` by name; a single step is called ``"default"``.
 
     Raises:
         TypeError, ValueError: no steps, a name that is not a string, or a value that is not a step.

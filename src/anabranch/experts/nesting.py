@@ -5,7 +5,7 @@
     {"x": a, "pair": Point(b, None)}   -->   leaves [a, b, None]   and   dict(x=leaf, pair=named(Point; x=leaf, y=leaf))
 
 Containers are dicts and other mappings with text keys, lists, tuples and named tuples. What is given is read by the
-nesting that is expected, keys by name, so a mapping of any class is taken for another with the same keys, and a named
+nesting that is expected, keys by name, so a mapping of any class is treated as another with the same keys, and a named
 tuple for a tuple of its length. ``None`` is a leaf: a missing tensor keeps its place.
 
 A class crosses by name. It is looked up among the modules that this process has imported, and nothing is imported for

@@ -94,7 +94,7 @@ class StepHeader(NamedTuple):
 
 
 def is_backward(verb: str) -> bool:
-    """Return True if ``verb`` asks for gradients."""
+    """Return True if ``verb`` requests gradients."""
     return verb in _BACKWARDS
 
 

@@ -48,7 +48,7 @@ _MOST_NUMBERS = 8
 
 @dataclass(slots=True)
 class _Task:
-    """The task of the run under way."""
+    """The task of the run in progress."""
 
     key: JointKey
     extra: Structure
@@ -109,7 +109,7 @@ class StepProgram(StepState):
     A graph is kept for each kind of batch and for each state of all Python values that the loss reads, as Dynamo's
     guards see them, and for the numbers in the parameter groups; learning rates may change freely. Results and state
     are bit for bit those of ``loss.backward(); optimizer.step()``; ``.grad`` is not read, and
-    written only if asked for.
+    written only if requested.
 
     Args:
         model: its parameters, buffers and the optimizers' state are updated in place.
@@ -222,7 +222,7 @@ class StepProgram(StepState):
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            arrivals: called with the loss and each dense gradient the moment it is final, while backward goes on.
+            arrivals: called with the loss and each dense gradient the moment it is final, while backward continues.
             may_trace: as for ``run``.
         """
         task = _Task(self._key(False, (), ()), (), (), None, arrivals)
@@ -237,7 +237,7 @@ class StepProgram(StepState):
 
         Args:
             batch: a nested structure of tensors.
-            fetch: as ``run`` or ``backward`` will be asked for.
+            fetch: the names that ``run`` or ``backward`` will fetch.
             whole: with the update, as for ``run``; else as for ``backward``.
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))

@@ -26,7 +26,7 @@ Pass: TypeAlias = Callable[[Graph], Graph]
 Gate: TypeAlias = Callable[[list[Tensor], Sequence[str], Mapping[str, Sequence[SparseRows]], bool], bool]
 """``gate(dense, names, sparse, own)`` returns False if nothing is to be updated with these gradients.
 
-``names`` are the parameters of the dense ones; ``own`` says that these lie in memory of their own, not in that of the
+``names`` are the parameters of the dense ones; ``own`` says that these are in memory of their own, not in that of the
 batch.
 """
 

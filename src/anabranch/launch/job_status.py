@@ -48,18 +48,18 @@ class RoleStatus:
     Attributes:
         role: ``"worker"``, ``"parameters"`` or ``"expert"``.
         rank: which of its role.
-        pid: its process; ``None`` while it is to be started, or started again.
+        pid: its process; ``None`` while it is to be started, or restarted.
         endpoint: where a service listens.
         state: ``"starting"``: it does not run yet, or is a service that does not listen yet; ``"waiting"``: for another
             process, for half a second or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it
-            has ended and is to be started again; ``"gone"``: it has ended.
+            has ended and is to be restarted; ``"gone"``: it has ended.
         steps: optimizer steps of a worker, those of a loaded checkpoint included; ``None`` if it has no ``Executor``.
         waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
             gone, or else those that do not wait themselves.
         waiting_seconds: how long it has waited.
         waiting_limit: after how many seconds it gives up, if that is known: the executor's ``timeout``.
         operation: what it waits in.
-        doing: what a worker is at beside steps, as a sentence goes on: ``"is fetching a batch from its loader"``.
+        doing: what a worker is at beside steps, as a sentence continues: ``"is fetching a batch from its loader"``.
         doing_seconds: for how long.
         service: what a server tells of itself: ``requests``, ``bytes``, a queue, ...; totals since it started,
             ``uptime`` seconds ago.
@@ -93,7 +93,7 @@ class RoleStatus:
 
 @dataclass(frozen=True, slots=True)
 class TrackedLoop:
-    """A loop of rank 0 under way: of ``executor.track``, or over a bound loader.
+    """A loop of rank 0 in progress: of ``executor.track``, or over a bound loader.
 
     Attributes:
         label: its name, if it has one.
@@ -117,7 +117,7 @@ class JobStatus:
         started: seconds since the epoch; ``None`` if that is not known, of services asked at their addresses.
         ended: the same; ``None`` while it runs.
         seconds: from its start until now, or until its end.
-        progress: the loops of rank 0, each inside the one before it.
+        progress: the loops of rank 0, each inside the previous one.
         loss: the newest of rank 0 that was read.
         curve: its losses from the first step on, in at most 65 means.
         pace: optimizer steps a second of rank 0 over the run, in at most 65 means of equally long times.

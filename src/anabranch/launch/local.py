@@ -86,9 +86,9 @@ def launch(
     """Run ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and wait for all of them.
 
     Parameter servers and expert processes are stopped when the last worker has ended. An expert process that dies after
-    it has served is started again, as often as ``service_restarts`` allows; then the job goes on without it. A
-    parameter server that dies is started again if ``durability`` lets it come back, and fails the job otherwise. A job
-    that fails is started again as a whole, ``max_restarts`` times: see ``attempts.py``.
+    it has served is restarted, as often as ``service_restarts`` allows; then the job continues without it. A
+    parameter server that dies is restarted if ``durability`` lets it come back, and fails the job otherwise. A job
+    that fails is restarted as a whole, ``max_restarts`` times: see ``attempts.py``.
 
     When it returns, no process that the job started is left.
 
@@ -99,7 +99,7 @@ def launch(
         workers: how many workers; at least 1.
         servers: how many parameter servers.
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
-        durability: what a parameter server that is started again finds: nothing, so it is not; its last checkpoint; all
+        durability: what a parameter server that is restarted finds: nothing, so it is not; its last checkpoint; all
             that it had acknowledged.
         host: an address of this machine: the services listen there on TCP, under the certificates that
             ``ANABRANCH_KEYS`` names, or else ones made for this job; by default they have Unix sockets.
@@ -114,12 +114,12 @@ def launch(
         tell: called with each line that a user should see at once.
         spawn: start plain processes, none by forking.
         server: forks them; by default one of the job's own.
-        max_restarts: how often a job that fails is started again; its workers find ``TORCHELASTIC_RESTART_COUNT``.
+        max_restarts: how often a job that fails is restarted; its workers find ``TORCHELASTIC_RESTART_COUNT``.
         service_restarts: how often a service that dies is; three times in any ten minutes by default.
         checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
         trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
         directory: the endpoints of a directory, or the URL of a Redis, that outlives the job: its experts are announced
-            there, and experts of others found; by default the job has a directory of its own.
+            there, and experts of others found; by default the job has its own directory.
 
     Raises:
         ModuleNotFoundError: a Redis without the ``redis`` extra.

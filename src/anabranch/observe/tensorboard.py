@@ -24,7 +24,7 @@ class TensorBoardSink:
     them: on rank 0.
 
     Args:
-        folder: where; one a run.
+        folder: where; one per run.
 
     Raises:
         ModuleNotFoundError: TensorBoard is not installed: ``pip install 'anabranch[tensorboard]'``.

@@ -12,7 +12,8 @@ that its kind does not need::
 
 A known row is found to have changed by steps, not by versions of rows: rows are read as of the table's step, and a
 client that holds them asks again with that step. A row has changed if its last step is later. Steps are not comparable
-where a shard did not continue from its earlier state: one that was started anew, or that loaded rows or dropped tables.
+where a shard did not continue from its earlier state: one that was started again, or that loaded rows or dropped
+    tables.
 It then has another ``generation``, and for a client with an older one every known row has changed.
 """
 

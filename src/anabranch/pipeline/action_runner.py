@@ -31,7 +31,7 @@ class ActionFailure(Exception):
     """An error raised by a stage, with its action; carries the original as its cause."""
 
     def __init__(self, action: Action, error: BaseException) -> None:
-        super().__init__()  # without the error's own words: asked for them, it may raise
+        super().__init__()  # without the error's own text: str() of it may raise
         self.action = action
         self.error = error
 

@@ -326,7 +326,7 @@ class Pipe(nn.Module):
         return self.__dict__["_source"]  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Pipe:
-        """Set the mode of the layers, and of a model that was split into them, whose code asks for it."""
+        """Set the mode of the layers, and of a model that was split into them, whose code requests it."""
         if self.__dict__["_parted"] is not None:
             self.__dict__["_parted"].train(mode)
         super().train(mode)

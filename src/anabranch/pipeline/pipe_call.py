@@ -305,7 +305,7 @@ class PipeCall:
             of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
         for number, parameter, ranks in self._ties:
             grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
-        # A tied parameter lies on one of its stages' devices.
+        # A tied parameter is on one of its stages' devices.
         found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
         return [*of_inputs, *on_device, *(None for _ in self._anchor)]

@@ -245,7 +245,7 @@ class RankEngine:
         peers: Sequence[int],
         pause: float = math.inf,
     ) -> None:
-        """Wait for ``found()``, which looks at the inbox, or anew every ``pause`` seconds; ``peers`` are the ranks it
+        """Wait for ``found()``, which looks at the inbox, or again every ``pause`` seconds; ``peers`` are the ranks it
         depends on.
         """
         inbox, began = self._inbox, monotonic()

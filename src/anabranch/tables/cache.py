@@ -118,7 +118,7 @@ class CacheStatistics:
     """Counters of a cache, in rows.
 
     Attributes:
-        hits: read without a transfer: checked lately, or asked about and unchanged.
+        hits: read without a transfer: checked recently, or asked about and unchanged.
         misses: read and pulled.
         refreshed: misses on rows that were cached but too old, and had changed.
         evictions: rows evicted to make room.
@@ -138,7 +138,7 @@ class RowCache:
     Args:
         cache: policy, capacity and bounds.
         width, dtype: of a row.
-        held: numbers a row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
+        held: numbers per row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
         peer: the source of rows and the receiver of gradients.
         move: the effect of own gradients on cached rows; required with a ``push_bound``. Without it a pushed row is
             asked about when it is next read, so that own writes are read.
@@ -234,7 +234,7 @@ class RowCache:
     def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
         """Return the distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
 
-        Rows that this step will push are left out: the answer would lack the push. Evaluation asks for missing rows.
+        Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
         slots = self._find(ids)
         at = slots.clamp(min=0)

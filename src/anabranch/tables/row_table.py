@@ -157,7 +157,7 @@ class RowTable:
 
     @property
     def in_file(self) -> bool:
-        """True if its rows lie in a file, because it may be larger than memory."""
+        """True if its rows are in a file, because it may be larger than memory."""
         return self.spec.memory_map
 
     @property
@@ -483,7 +483,7 @@ class RowTable:
         return self._missed.history(self.step)
 
     def resume(self, step: int, history: Tensor) -> None:
-        """Set the count of steps, and their constants, from which restored rows go on."""
+        """Set the count of steps, and their constants, from which restored rows continue."""
         self._missed.resume(step, history)
         self.step = step
 

@@ -1,8 +1,8 @@
 """``TableGroup``: tables of one kind, read and moved in one call.
 
 A kernel's fixed cost is the same for ten rows and ten thousand, and a model has dozens of
-tables. So those with as many numbers a row, of one type and one rule, are processed together: one kernel finds, merges,
-moves and stamps the rows of all of them, the threads sharing out the tables. The result for a table is
+tables. So those with as many numbers per row, of one type and one rule, are processed together: one kernel finds,
+merges, moves and stamps the rows of all of them, the threads sharing out the tables. The result for a table is
 that of ``RowTable``, bit for bit, and rare cases are left to ``RowTable``: rows that have not begun, rows
 that lag.
 """

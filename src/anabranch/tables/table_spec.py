@@ -58,7 +58,7 @@ class TableSpec:
     Attributes:
         name: a name, never a path.
         rows: ids are ``range(rows)``; ``None`` for a dynamic vocabulary, in which any int64 is an id.
-        width: numbers a row.
+        width: numbers per row.
         dtype: float32, float64, bfloat16 or float16; beside float16 the optimizer's state is float32.
         initial: the first values of rows.
         seed: with the name and the id, fixes the first values of a row.
@@ -69,8 +69,9 @@ class TableSpec:
             the fewest steps.
         admission: probability that a training use admits a new id.
         memory_map: each shard keeps its rows in a file and maps it.
-        hot_rows: of such a table, the rows kept in memory beside the file, over all shards: those used lately, or under
-            ``eviction="frequency"`` most often. ``None`` leaves it to the system which parts of the file are in memory.
+        hot_rows: of such a table, the rows kept in memory beside the file, over all shards: those used recently, or
+            under ``eviction="frequency"`` most often. ``None`` leaves it to the system which parts of the file are in
+            memory.
 
     Raises:
         ValueError: names the table, the value and what is allowed.

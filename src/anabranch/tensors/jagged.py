@@ -143,7 +143,7 @@ class KeyedJagged:
         return _of_leaves(keys, moved)
 
     def pin_memory(self) -> KeyedJagged:
-        """Return the same in pinned memory, as a ``DataLoader`` asks for it."""
+        """Return the same in pinned memory, as a ``DataLoader`` requests it."""
         parts, keys = _leaves_of(self)
         return _of_leaves(keys, [part if part is None else part.pin_memory() for part in parts])
 

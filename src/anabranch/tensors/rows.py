@@ -56,7 +56,7 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
 
 
 def _tensors_of(batch: Structure) -> Sequence[Tensor]:
-    """Return the leaves of a tensor, or of a flat tuple or list of tensors, much quicker than ``flatten``; else
+    """Return the leaves of a tensor, or of a flat tuple or list of tensors, much faster than ``flatten``; else
     nothing.
     """
     if type(batch) is Tensor:

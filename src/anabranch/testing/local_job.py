@@ -1,4 +1,4 @@
-"""A script run as a job on this machine, its exit codes, logs and results handed back as plain data."""
+"""A script run as a job on this machine, its exit codes, logs and results returned as plain data."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class LocalJob:
         patience: how long processes may take to end after one of them failed.
         durability: what a parameter server that died comes back with; ``"none"`` ends the job.
         host: an address of this machine where the services listen on TCP, under certificates made for the job.
-        spawn: start each process anew. By default they are forked, where that makes no difference to them, from a
+        spawn: start each process again. By default they are forked, where that makes no difference to them, from a
             server that has imported torch; this process keeps one, from its first job on until it ends.
 
     Raises:

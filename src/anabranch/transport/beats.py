@@ -77,7 +77,7 @@ def _process_status(pid: int) -> tuple[str, str]:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "X", ""
-    # The command's name stands in parentheses and may itself contain spaces and parentheses.
+    # The command's name is in parentheses and may itself contain spaces and parentheses.
     fields = text[text.rindex(")") + 2 :].split(" ")
     return fields[0], fields[19]
 

@@ -75,7 +75,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         endpoint: the server.
-        verb: the operation asked for.
+        verb: the operation requested.
         target: the name of the object that the verb acts on.
         tensors: sent without a copy; they must not change before the answer has arrived.
         payload: further facts, packed with ``pack``.
@@ -326,13 +326,13 @@ class Client:
                 _record_wait(span, [exchange.request.endpoint for exchange in exchanges], exchanges[0]._operation())
 
     def _after_fork(self) -> None:
-        """Start anew in a forked child: its requests on the connections of its parent would be taken for the
+        """Start again in a forked child: its requests on the connections of its parent would be taken for the
         parent's.
         """
         # Another thread may have held it, and does not exist here.
         self._lock = threading.Lock()
         if self._next == self._first:
-            # Never used: no server knows it, so it becomes a client of its own.
+            # Never used: no server knows it, so it becomes its own client.
             self._epoch, self._process = os.urandom(16), os.getpid()
             self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
             return
@@ -458,7 +458,7 @@ class _Waits:
             self._by_descriptor[descriptor] = exchange, events
 
     def wait(self, seconds: float) -> None:
-        """Wait until one of the exchanges can go on, at most so many seconds, and let all that can proceed."""
+        """Wait until one of the exchanges can continue, at most this many seconds, and let all that can proceed."""
         now = time.monotonic()
         if self._wake <= now:
             self._wake = min(exchange.wake_at() for exchange in self.waiting)
@@ -487,7 +487,7 @@ class _Waits:
 
 
 class _Channel:
-    """A connection, with the bytes under way in both directions; owned by one exchange at a time, or by the pool."""
+    """A connection, with the bytes in progress in both directions; owned by one exchange at a time, or by the pool."""
 
     def __init__(self, stream: Stream, limits: Limits, heartbeat: float) -> None:
         self.stream = stream
@@ -602,7 +602,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return min(silent, ready) if ready else silent
 
     def wake(self, now: float) -> None:
-        """Try again at ``wake_at``, go on, or give a silent server up."""
+        """Try again at ``wake_at``, continue, or give a silent server up."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
             # The length in a header may have been changed, so that the rest of it never comes.

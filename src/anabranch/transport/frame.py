@@ -432,7 +432,7 @@ class FrameReader:
 
         Raises:
             ProtocolError: the bytes are not a frame, or break a limit; the stream cannot be used any more.
-            ConnectionError: the stream has ended, or has damaged a body: the request or answer must be sent anew.
+            ConnectionError: the stream has ended, or has damaged a body: the request or answer must be sent again.
         """
         header = self._header
         if header is None:

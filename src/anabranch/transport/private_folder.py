@@ -30,7 +30,7 @@ class PrivateFolder:
     >>> path.exists()
     False
 
-    Its path is short enough for a socket's: it lies in /tmp if TMPDIR is too deep.
+    Its path is short enough for a socket's: it is in /tmp if TMPDIR is too deep.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,8 @@ class AnswersDiffer(Exception):
 
 
 class Answers:
-    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the far side.
+    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the remote
+    side.
 
     A question is known by the boundary, the direction and the bits of the tensors that go there; calls at once may come
     in any order.
@@ -51,7 +52,7 @@ class Answers:
         """Answer a block with what was noted; nothing is crossed.
 
         Raises:
-            AnswersDiffer: it asks for something else, or for less.
+            AnswersDiffer: it requests something else, or for less.
         """
         self._left = {key: list(kept) for key, kept in self._kept.items()}
         with self._during(replaying=True):

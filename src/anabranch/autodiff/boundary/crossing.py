@@ -8,8 +8,8 @@
     input gradients <── [ backward: goes there with the gradients ] <── output gradients
 
 The tape records ``cross`` as one node of autograd's graph. While a tracer captures a graph, ``cross`` goes nowhere: the
-tracer asks for the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
-whenever the graph runs. The entry token requires a gradient, so the far side learns of its gradients even where no
+tracer requests the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
+whenever the graph runs. The entry token requires a gradient, so the remote side learns of its gradients even where no
 input wants one.
 """
 
@@ -159,7 +159,7 @@ class _Crossing(torch.autograd.Function):
         ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
-        # Tells "no gradient" from zeros: an output that nobody used costs the far side nothing.
+        # Tells "no gradient" from zeros: an output that nobody used costs the remote side nothing.
         ctx.set_materialize_grads(False)
         return tuple(crossed.outputs)
 

@@ -1,4 +1,4 @@
-"""The engine of ``engine="auto"``: the tape, until a graph has shown on real batches that it is right and quicker.
+"""The engine of ``engine="auto"``: the tape, until a graph has shown on real batches that it is right and faster.
 
 ::
 
@@ -6,7 +6,7 @@
       ^                        └ no: stays on the tape, without a word                             and another trial
       └────────────────────────────── too many misses, or slower than the tape was ────────────────────┘
 
-Capturing takes a bounded share of the run's time. Nobody who did not ask for a graph waits for one: a step that is
+Capturing takes a bounded share of the run's time. Nobody who did not request a graph waits for one: a step that is
 large, so that its kernels take the time, is left alone. The workers of a job try together: whoever wants to says so in
 the header of a run, and what one of them rejects is rejected by all.
 """
@@ -56,7 +56,7 @@ class AutoEngine:
     Args:
         step: what to run.
         compile: hand the graph to Inductor, which rounds differently: results are then compared roughly.
-        capture_after: try a graph after exactly so many runs, and keep it if its bits are right, whatever the clock
+        capture_after: try a graph after exactly this many runs, and keep it if its bits are right, whatever the clock
             says; ``None`` lets the clock decide.
         name: of the step, for the log.
     """
@@ -431,7 +431,7 @@ class AutoEngine:
         after = Snapshot(step.model, step.optimizers, since=before)
 
         def run() -> Mapping[str, object]:
-            graph.program.note_update()  # what was put back is not a change
+            graph.program.note_update()  # what was restored is not a change
             graph.update()
             return {}
 
@@ -458,7 +458,5 @@ class AutoEngine:
 
 
 def _runs_by_itself(model: nn.Module) -> bool:
-    """Return True if the model has a pipe, which runs its stages on other threads or ranks, by a schedule of its
-    own.
-    """
+    """Return True if the model has a pipe, which runs its stages on other threads or ranks."""
     return any(isinstance(module, Pipe) for module in model.modules())

@@ -1,4 +1,4 @@
-"""``EngineChoice``: the engine that the caller asked for, and the one that each step gets."""
+"""``EngineChoice``: the engine that the caller requested, and the one that each step gets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EngineChoice:
         """Return the engine of a training step.
 
         Raises:
-            ValueError: the step cannot run on the engine that was asked for; says why.
+            ValueError: the step cannot run on the engine that was requested; says why.
         """
         if step.precision == "float16":
             if self.engine == "graph":

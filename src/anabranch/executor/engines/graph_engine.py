@@ -113,7 +113,7 @@ class GraphEngine:
             self._errors_to.follow_model()
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
+        """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
         arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
         try:
@@ -131,7 +131,7 @@ class GraphEngine:
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Return the whole step as one graph, but for what sparse tables need between gradients and optimizers."""
+        """Return the whole step as one graph, except for what sparse tables need between gradients and optimizers."""
         try:
             return self._step_on_graph(batch, fetch)
         except GraphRaised:

@@ -1,6 +1,6 @@
 """The tape engine: a step run eagerly by PyTorch's autograd, with any model, control flow included.
 
-Gradients are handed over the moment they are final, so that their communication overlaps the rest of backward. With
+Gradients are passed on the moment they are final, so that their communication overlaps the rest of backward. With
 nobody to hand them to, a step is the plain PyTorch loop, call for call.
 """
 
@@ -72,7 +72,7 @@ class TapeEngine:
     def differentiate_noting(
         self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]
     ) -> tuple[StepOutput, dict[Tensor, Tensor]]:
-        """``differentiate``, and a copy of each gradient as it was handed over."""
+        """``differentiate``, and a copy of each gradient as it was passed on."""
         assert self._attached is not None
         parameters, ready = self._attached
         noted: dict[Tensor, Tensor] = {}

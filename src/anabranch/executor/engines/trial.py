@@ -1,6 +1,6 @@
 """A trial: one batch run on the tape, then once more as a graph, whose bits and time are compared.
 
-The tape's run is the step that counts. The graph's leaves no trace: state is put back before it and after it, random
+The tape's run is the step that counts. The graph's leaves no trace: state is restored before it and after it, random
 numbers are drawn again, boundaries answer with what they answered the tape, and Python's part of the step is not
 repeated, for the program is run behind Dynamo's guards and without what Dynamo does afterwards.
 """
@@ -83,7 +83,7 @@ class Snapshot:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def differing(self) -> str | None:
-        """Return the first thing that is not as in the snapshot, to the bit, in words."""
+        """Return the first thing that is not as in the snapshot, bit for bit, in words."""
         for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
             if bits_differ(memory, copy):
                 return f"a tensor of shape {tuple(tensor.shape)} that the step changes has a different value"
@@ -183,7 +183,7 @@ def repeat(
     rough: bool = False,
     most: int = _MOST_REPEATS,
 ) -> float:
-    """Run the graph on the batch that the tape has run; returns the seconds of its quickest run.
+    """Run the graph on the batch that the tape has run; returns the seconds of its fastest run.
 
     Args:
         before: what the step found.
@@ -191,7 +191,7 @@ def repeat(
         answers: of the boundaries.
         run: the graph's program.
         check: called with its results; raises ``Differs``.
-        rough: state need not be the same bits, for kernels of another compiler round otherwise.
+        rough: state need not be the same bits, for kernels of another compiler round differently.
         most: times to run it, where it is quick.
 
     Raises:

@@ -1,17 +1,17 @@
-"""``BoundLoader``: an executor's way to a step's batches, fetched ahead, and exactly where they were after a restart.
+"""``BoundLoader``: an executor's way to a step's batches, prefetched, and exactly where they were after a restart.
 
 While a step runs, a thread fetches the next batch. It must not be seen in the numbers, so three things are made sure of
 by fetching the first two batches of an epoch in the calling thread and looking what happens:
 
 - Nothing may draw from the process's random number generators beside the training step, since the order of draws
   would then depend on timing. The first fetch may draw (samplers take their seed then), the second may not.
-- Nothing may change a batch that was handed out: some loaders fill the same memory again and again.
+- Nothing may change a batch that was returned: some loaders fill the same memory again and again.
 - ``iter(loader)`` is called in the calling thread always: it draws, and may fork workers.
 
 A loader that fails the first two is fetched in the calling thread for good, and the log says how to cure it. So is one
 whose fetches are over before a thread could hand the batch over, silently and until they take longer.
 
-The position that is saved is that of the batches handed out; what was fetched ahead does not count.
+The position that is saved is that of the batches returned; what was prefetched does not count.
 """
 
 from __future__ import annotations
@@ -289,12 +289,12 @@ class BoundLoader:
     def _fetch_ahead(self, iterator: Iterator[Structure]) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="anabranch-loader")
-        # Taken here, where nothing else runs on the loader, and valid until this batch is handed out.
+        # Taken here, where nothing else runs on the loader, and valid until this batch is returned.
         self._snapshot = self._position.snapshot()
         self._pending = self._thread.submit(_as_here(lambda: self._fetch(iterator)))
 
     def _received(self) -> Structure:
-        """Return the batch that was fetched ahead. As long as it takes: what we wait for is the caller's own code."""
+        """Return the batch that was prefetched. As long as it takes: what we wait for is the caller's own code."""
         pending, self._pending = self._arrived(), None
         return pending.result(timeout=0)
 
@@ -323,10 +323,10 @@ class BoundLoader:
         }
 
     def check(self, states: Sequence[object]) -> State:
-        """Return the position to go on from where the workers were whose ``state()`` these are; changes nothing.
+        """Return the position to continue from where the workers were whose ``state()`` these are; changes nothing.
 
         Raises:
-            CheckpointError: the loader is of another kind or order, or cannot go on with another number of workers.
+            CheckpointError: the loader is of another kind or order, or cannot continue with another number of workers.
         """
         saved = [cast("dict[str, object]", state) for state in states]
         kinds = {state["kind"] for state in saved}

@@ -53,7 +53,7 @@ class LoaderPosition(Protocol):
         """Return the position after ``batches`` of this epoch, when ``snapshot`` was taken."""
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
-        """Return the state to go on from on this rank, chosen from those of all ranks of the job that saved.
+        """Return the state to continue from on this rank, chosen from those of all ranks of the job that saved.
 
         ``between``: all of them were between two epochs, where no samples are shared out.
 
@@ -62,7 +62,7 @@ class LoaderPosition(Protocol):
         """
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Start the epoch that was under way, where it was."""
+        """Start the epoch that was in progress, where it was."""
 
     def ready(self, state: State) -> None:
         """Put the loader between two epochs, where it was."""
@@ -105,7 +105,7 @@ class StatefulPosition:
         """Nothing: it is the loader's own business."""
 
     def snapshot(self) -> State:
-        """Return a copy of the loader's state: what it returned may be what it goes on working with."""
+        """Return a copy of the loader's state: what it returned may be what it continues working with."""
         # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
         return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
 
@@ -167,7 +167,7 @@ class CountedPosition:
         return _own(states, rank, self._world_size, self._loader, why)
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Draws the batches that were handed out."""
+        """Draws the batches that were returned."""
         self.ready(state)
         iterator = iter(self._loader)
         batches = self._skipped
@@ -253,7 +253,7 @@ class MapPosition:
         return self._share(states, own)
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Goes on behind the samples that were handed out, without loading them."""
+        """Goes on behind the samples that were returned, without loading them."""
         self.ready(state)
         self._at_start = state["generators_at_start"]
         self._restore_generators(self._at_start)

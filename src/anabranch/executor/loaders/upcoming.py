@@ -161,7 +161,7 @@ class UpcomingIds:
                     for table, recipes in self._recipes.items()
                     if recipes
                 }
-        except (RuntimeError, LookupError, TypeError, ValueError):  # a batch of another shape: learn anew
+        except (RuntimeError, LookupError, TypeError, ValueError):  # a batch of another shape: learn again
             self._recipes = None
             return {}
 

@@ -34,7 +34,7 @@ __all__ = ["RowsHeld", "StepFacts", "plan_of"]
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
 _SHORT_ID, _LONG_ID = 4, 8
-_ALONE_BYTES = 8 * HEADER_SIZE  # a header in a message of its own
+_ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
 # In copies of the same bytes: a gradient filled with zeros, put into a bucket, weighed and divided; a look for NaN.
 _FILL, _COPY, _SCALE, _LOOK = 0.5, 1.0, 1.0, 0.5
 _MAPPED = 32 << 20  # bytes above which C's allocator gives memory back at once, and takes new pages the next time
@@ -92,7 +92,7 @@ class StepFacts:
         accumulate: runs a step.
         mean: gradients are weighed by rows.
         looks_for_nan: at every gradient.
-        skips_together: the workers agree on passing over a step.
+        skips_together: the workers agree on skipping a step.
         clips: by the norm of all gradients.
         compression: of rows on their way to servers.
         caches: rows are cached here.
@@ -282,7 +282,7 @@ def _latency(served: Sequence[RowsHeld], facts: StepFacts, profile: Profile) -> 
     pull = _latency_of(profile.pull) if rows else 0.0
     refresh = _latency_of(profile.pull_whole if all(copies) else profile.pull) if copies else 0.0
     push = max(_latency_of(profile.push_whole if held.place is Place.WHOLE else profile.push) for held in served)
-    norm = 2 * max(pull, refresh) if facts.clips else 0.0  # asked for, and then released
+    norm = 2 * max(pull, refresh) if facts.clips else 0.0  # requested, and then released
     return facts.accumulate * pull + refresh + push + norm
 
 

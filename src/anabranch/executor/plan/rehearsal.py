@@ -57,7 +57,7 @@ class Rehearsal:
     # The tracer.
 
     def entry(self) -> Tensor:
-        """Return a leaf that every crossing hangs on."""
+        """Return a leaf that every crossing depends on."""
         if self._entry is None:
             self._entry = self.leaf(torch.zeros(()))
         return self._entry

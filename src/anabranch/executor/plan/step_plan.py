@@ -16,14 +16,14 @@ _MANY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One parameter, or one layer that lies across a boundary. ``str`` of it is a line of the table.
+    """One parameter, or one layer that is across a boundary. ``str`` of it is a line of the table.
 
     Attributes:
         name: the parameter's, or the far side's: an expert.
         shape: of the whole parameter; empty for an expert.
         place: where it lives.
         boundary: what it crosses in a step, ``"workers"``, ``"servers"`` or ``"experts"``; empty if nothing.
-        bytes: those that this worker hands over and receives for it in a step; ``None`` if that takes a batch to know.
+        bytes: those that this worker passes on and receives for it in a step; ``None`` if that takes a batch to know.
         seconds: those that crossing should take, without the latency of messages that it shares with others.
     """
 

@@ -1,4 +1,4 @@
-"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has shown that it is as good and quicker."""
+"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has shown that it is as good and faster."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Evaluator:
             returned = self._eagerly(batch, fetch)
             self._wrong = str(error)
             return returned
-        if self._compile or prepared.talks():  # rounds otherwise, or the other workers would wait for two runs
+        if self._compile or prepared.talks():  # rounds differently, or the other workers would wait for two runs
             prepared.confirm()
             return self._as_graph(program, batch, fetch, may_trace=True)
         found = self._both(prepared, batch, fetch)

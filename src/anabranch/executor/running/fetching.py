@@ -28,9 +28,9 @@ class Fetch:
         model: whose submodules and parameters are meant.
 
     Attributes:
-        modules: the submodules whose outputs are asked for.
-        gradients: the gradients asked for, as ``<parameter>.grad``.
-        norm: the norm of all gradients before clipping, where it was asked for and the step took one.
+        modules: the submodules whose outputs are requested.
+        gradients: the gradients requested, as ``<parameter>.grad``.
+        norm: the norm of all gradients before clipping, where it was requested and the step took one.
         rows: the rows of this worker's batch, of no dimensions.
         rates: the learning rate of each parameter group, float64.
     """
@@ -66,12 +66,12 @@ class Fetch:
 
     @property
     def wants_norm(self) -> bool:
-        """True if the norm of the gradients is asked for, unless the step itself returns something of that name."""
+        """True if the norm of the gradients is requested, unless the step itself returns something of that name."""
         return self.names is not None and _NORM in self.names
 
     @property
     def wants_rates(self) -> bool:
-        """True if the learning rates are asked for, unless the step itself returns something of that name."""
+        """True if the learning rates are requested, unless the step itself returns something of that name."""
         return self.names is not None and _RATES in self.names
 
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
@@ -83,7 +83,7 @@ class Fetch:
         self._outputs = outputs
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record the outputs of the submodules asked for while the block runs forward."""
+        """Record the outputs of the submodules requested while the block runs forward."""
         return self._recording() if self._modules else nullcontext()
 
     @contextmanager
@@ -103,7 +103,7 @@ class Fetch:
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
-        """Return the fetched values, once the step has run, without the tape that they hang on: it was swept by
+        """Return the fetched values, once the step has run, without the tape that they depend on: it was swept by
         then.
         """
         return {name: _detached(value) for name, value in self._collect(returned).items()}

@@ -57,7 +57,7 @@ def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Calla
         loss: a function, a module, or a method of a module.
 
     Raises:
-        ValueError: the model is a ``Pipe``, or has a ``loss`` of its own already.
+        ValueError: the model is a ``Pipe``, or has its own ``loss`` already.
     """
     owner = getattr(loss, "__self__", loss)
     if not isinstance(owner, nn.Module):

@@ -109,7 +109,7 @@ class PipeRunner(StepRunner):
 
     def _update(self) -> None:
         if self._workers is not None and self._workers.size > 2:
-            # The sums of more than two depend in their last bits on where a gradient lies in its bucket.
+            # The sums of more than two depend in their last bits on where a gradient is in its bucket.
             self._pipe.align_ties()
         super()._update()
 
@@ -142,7 +142,7 @@ class _ScheduleEngine:
         """Nothing is kept of the model's parameters."""
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Run the schedule; then ``begin(loss)``, then hands over the gradients."""
+        """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
         shared = self._run(batch)
         begin(shared.loss)
         for parameter in self._handed_over:
@@ -241,7 +241,7 @@ def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
 
 
 def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm_mode: str | None) -> Pipe | None:
-    """Return the pipe whose ranks these are, if one of the steps' lies across ranks.
+    """Return the pipe whose ranks these are, if one of the steps' is across ranks.
 
     Raises:
         ValueError: steps that cannot run on the same ranks, ``rows=`` for a pipe, or a data-parallel ``group`` with

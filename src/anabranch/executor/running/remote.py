@@ -67,7 +67,7 @@ class ServedParameter:
         parameter: what the optimizer holds; without memory if the servers have the only copy.
         shape, dtype: of the whole.
         place: where it lives.
-        rule: its optimizer's numbers, read anew at each call.
+        rule: its optimizer's numbers, read again at each call.
         optimizer: which that is.
     """
 
@@ -213,9 +213,9 @@ class RemotePart:
 
         Args:
             training: else nothing is changed, and no ids are admitted.
-            fresh: the first run of a window; the others go on with the same copies.
+            fresh: the first run of a window; the others continue with the same copies.
             expected: ids by table that the run is expected to look up.
-            between: called when the step has read as often as the one before it did.
+            between: called when the step has read as often as the previous one did.
         """
         self.tables.begin(self.clock, training=training, between=between)
         if self._read_at != self.clock or (fresh and not self.consistency.merges):

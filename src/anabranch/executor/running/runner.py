@@ -51,8 +51,8 @@ class StepRunner:
 
     Attributes:
         remote: what of the step is on servers, if anything is.
-        upcoming: learns which rows a batch looks up, if it is of use to know those of the next one.
-        between: called once the step has read what it looks up, while there is time to ask for the next one's rows.
+        upcoming: learns which rows per batch looks up, if it is of use to know those of the next one.
+        between: called once the step has read what it looks up, while there is time to request the next one's rows.
     """
 
     remote: RemoteWindow | None = None
@@ -70,7 +70,7 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _held_by(step)
-        self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
+        self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
@@ -90,7 +90,7 @@ class StepRunner:
             self.scale = engine.scale = LossScale()
 
     def _lay_out(self) -> None:
-        """Buckets for the parameters that require a gradient now; laid out anew when some were frozen or thawed."""
+        """Buckets for the parameters that require a gradient now; laid out again when some were frozen or thawed."""
         layout = tuple(parameter.requires_grad for parameter in self._parameters)
         if layout == self._layout:
             return
@@ -127,7 +127,7 @@ class StepRunner:
         if alone:
             held = set(self._held)
             others = [p for p in self._parameters if p.grad is not None and p not in held]
-            # Copies: what is there may lie in the buckets.
+            # Copies: what is there may be in the buckets.
             self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
         try:
             return self._run_in_parts(batch, rows, fetch)
@@ -159,7 +159,7 @@ class StepRunner:
 
     @property
     def _averages(self) -> bool:
-        """True if gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
+        """True if gradients are weighed by rows; the one gradient of a single worker stays as it is, bit for bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
@@ -505,7 +505,7 @@ class StepRunner:
         elif self.step.flush == "drop":
             self._in_window = 0
 
-    # The window under way, for a checkpoint in the middle of it.
+    # The window in progress, for a checkpoint in the middle of it.
 
     def window(self) -> tuple[int, float, dict[str, Tensor]]:
         """Return the runs in the open window, their rows over all workers, and this worker's sums by parameter."""

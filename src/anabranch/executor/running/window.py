@@ -9,7 +9,7 @@ The totals over the workers travel in a header: with the first bucket of gradien
       1 if it would try a graph in the next run, 1 if it rejects the one that was tried ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers tell whether all
-workers are in the same one: a worker that caught an error of its own loss and went on is in another.
+workers are in the same one: a worker that caught its own error loss and continued is in another.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Totals:
 
     @classmethod
     def alone(cls, share: Tensor, workers: Workers | None, step: int) -> Totals:
-        """Send a header in a message of its own; without workers it is the total already."""
+        """Send a header in its own message; without workers it is the total already."""
         if workers is None:
             return cls(lambda: share, step, 1)
         pending = workers.start_all_reduce(share, operation="all_reduce of rows and loss", step=step)

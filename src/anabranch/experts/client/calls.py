@@ -195,7 +195,7 @@ def sample_forms(
 ) -> list[Form]:
     """Return the forms of the outputs of an expert whose sizes vary, for inputs like these.
 
-    It is asked for zeros in eval mode, which changes nothing there.
+    It is called with zeros in eval mode, which changes nothing there.
     """
     zeros = [
         None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
@@ -410,7 +410,7 @@ def _read_gradients(
 
 
 def expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
-    """Return what makes memory for an answer of this layout and so many rows, and refuses any other."""
+    """Return what makes memory for an answer of this layout and this many rows, and refuses any other."""
 
     def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
         came = check_parts(headers, layout)

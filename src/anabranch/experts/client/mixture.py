@@ -74,7 +74,7 @@ class MixtureStatistics:
         answered: those that were answered.
         failed: those that failed, by the name of the error.
         cancelled: stragglers that were not waited for.
-        rows: rows that each expert was asked for, by uid: how evenly the experts are used.
+        rows: rows sent to each expert, by uid: how evenly the experts are used.
         avoided: experts that are avoided at the moment.
     """
 
@@ -156,7 +156,7 @@ class _Chosen:
     """The answers of the chosen experts.
 
     Attributes:
-        choices: the experts that were asked for each row in the end.
+        choices: the experts finally called for each row.
         present: of shape (rows, k): true if the slot's expert answered.
         outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where it did not.
         schema: of the experts.
@@ -212,7 +212,7 @@ class _Asker:
         return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now().union(failed), masks)
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
-        """Return the schema of any announced expert, asked for if none has been asked yet."""
+        """Return the schema of any announced expert, requested if none has been asked yet."""
         with outside_tracing():
             if self.finder.any_schema is None:
                 self._find_any(uid_prefix, dimensions, deadline)
@@ -460,7 +460,7 @@ class _Asker:
 
 
 def _cures(phase: str, least: int, *, lost: bool) -> str:
-    """Return the arguments that let a step go on with fewer answers, and how to lose fewer."""
+    """Return the arguments that let a step continue with fewer answers, and how to lose fewer."""
     if phase == "backward":
         return f"with backward_k_min={least - 1} the step continues without these gradients"
     fewer = [f"lower k_min={least}"] if least > 1 else []
@@ -681,7 +681,7 @@ class _Mixture(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return where the experts lie in the grid, and how many are asked."""
+        """Return where the experts are in the grid, and how many are asked."""
         return f"{self.uid_prefix!r}, grid_size={self.grid_size}, k_best={self.k_best}"
 
     def learn_form(self) -> None:
@@ -813,7 +813,7 @@ class RemoteMixtureOfExperts(_Mixture):
         grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
         directory: finds the experts: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a Redis.
         uid_prefix: of the experts' uids.
-        k_best: experts asked for each row.
+        k_best: experts called for each row.
         k_min: answers that each row needs, or ``BoundaryError`` is raised. Rows that lost their experts with a process
             ask the next best ones before it is.
         forward_timeout: seconds for all of a forward, beam search included.

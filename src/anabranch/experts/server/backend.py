@@ -7,7 +7,7 @@ gone: that gradient belongs to a forward whose output was never used. Where that
 forward's graph (``kept_activations.py``), or the expert goes to eval mode.
 
 A caller in eval mode has its batches run in eval mode, apart from those of others: batches of a device run one at a
-time, and the module is put back into its own mode after each.
+time, and the module is restored into its own mode after each.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class ExpertBackend:
         Args:
             caller: the name in its certificate, or ``process PID`` on a Unix socket.
             rows: of the request.
-            backward: whether it asks for gradients.
+            backward: whether it requests gradients.
         """
         return 0
 
@@ -243,7 +243,7 @@ class ExpertBackend:
         return tuple(self._check_outputs(outputs, placed))
 
     def make_cache(self, rows: int, max_length: int) -> object:
-        """Return what the module makes to keep so many sequences of at most so many positions."""
+        """Return what the module makes to keep this many sequences of at most this many positions."""
         with torch.no_grad():
             cache = cast("Callable[[int, int], object]", self.module.make_cache)(rows, max_length)
         if cache is None:
@@ -644,7 +644,7 @@ class ExpertBackend:
 
 
 def info_of(schema: Schema, sessions: int) -> ExpertInfo:
-    """Return the facts about an expert with this schema and so many open sessions."""
+    """Return the facts about an expert with this schema and this many open sessions."""
     keywords = dict(schema.keywords)
     return {
         "forward_schema": (schema.arguments, keywords),

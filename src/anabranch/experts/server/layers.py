@@ -55,7 +55,7 @@ class Nothing(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input, as a tensor of its own."""
+        """Return the input, as its own tensor."""
         return x.clone()
 
 

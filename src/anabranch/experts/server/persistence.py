@@ -1,4 +1,4 @@
-"""Experts that survive their server: each one's state in a directory of its own, saved in parallel with training.
+"""Experts that survive their server: each one's state in its own directory, saved in parallel with training.
 
 A copy is taken between two batches, so training stops only for the copy, which is written on another thread. With an
 expert's state go the requests applied to it: a caller whose answer was lost in the crash retries, and the restarted

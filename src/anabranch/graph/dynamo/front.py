@@ -75,7 +75,7 @@ _SOUND: Mapping[str, object] = {
     "guard_nn_modules": True,
     "suppress_errors": False,
     "replay_side_effects": True,
-    "trace_numpy": False,  # torch's functions in place of NumPy's round otherwise
+    "trace_numpy": False,  # torch's functions in place of NumPy's round differently
     "enable_dynamo_decompositions": False,  # and so do products and sums in place of addcdiv_
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # self.calls += 1
@@ -185,7 +185,7 @@ class Front:
         self.when_slow: Callable[[], None] | None = None
         """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
-        """The error of ``make`` or of a program in the run under way; Dynamo wraps some of it."""
+        """The error of ``make`` or of a program in the run in progress; Dynamo wraps some of it."""
         self.unseen = Unseen()
 
     def knows(self, kind: object) -> bool:
@@ -417,7 +417,7 @@ def guards_hold() -> bool:
 
 
 def _refuse_other_pytorch() -> None:
-    """Test Dynamo's guards once a process, before the first capture.
+    """Test Dynamo's guards once per process, before the first capture.
 
     Raises:
         CaptureError: they miss changes, or Dynamo is switched off.
@@ -621,7 +621,7 @@ def _last_lr(self: LRScheduler) -> list[float | Tensor]:
 
 
 def _is_of_a_module(name: str, front: Front | None) -> bool:
-    """Return True for dicts that every module has, and whose truth nobody asks for but code that names them."""
+    """Return True for dicts that every module has, and whose truth nobody requests but code that names them."""
     last = name.rpartition(".")[2]
     return last.startswith("_global_") or (last in _OF_MODULES and front is not None and not front.unseen.names(last))
 
@@ -698,7 +698,7 @@ def _plain_source(source: str) -> str:
 
 
 def _said_once() -> set[object]:
-    """Functions that log a message once a process: the tape has logged it, so a graph need not."""
+    """Functions that log a message once per process: the tape has logged it, so a graph need not."""
     module = sys.modules.get("transformers.utils.logging")
     return set() if module is None else {module.warning_once, module.logging.Logger.warning_once}
 

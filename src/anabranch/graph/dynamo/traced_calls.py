@@ -1,7 +1,7 @@
 """Dynamo's calls as the function that is traced: its arguments sorted into state and inputs, its calls in order.
 
-Dynamo hands over every tensor and number that a function reads. Those that are the model's own parameters and buffers
-are bound to the graph and compared by identity before each run; the others are given anew in every run.
+Dynamo passes on every tensor and number that a function reads. Those that are the model's own parameters and buffers
+are bound to the graph and compared by identity before each run; the others are given again in every run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def arrange(
 
     Args:
         call: Dynamo's call.
-        args: the placeholders' values in the run under way.
+        args: the placeholders' values in the run in progress.
         state: the tensors that are bound, with their names.
         names: the meaning of the first part of an argument's name.
         fix_numbers: let the graph hold the Python numbers, where an operation does not accept an unknown number.

@@ -2,7 +2,7 @@
 
 On small steps a GPU waits for Python to launch the next kernel. The graph of one kind of batch has static shapes, so
 its kernels and their memory are the same at every run: recorded once, replayed with one call. Values that change
-between runs lie in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
+between runs are in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
 come from the generator that the recording has registered.
 
 The optimizers stay out of it: their learning rates and step counts are read by the CPU.

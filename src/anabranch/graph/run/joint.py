@@ -46,7 +46,7 @@ class JointKey:
         epoch: the binding of state.
         numbers: the numbers in the optimizers' groups.
         extra: the kind of the arguments given to ``between``.
-        gradients: the gradients asked for, as ``<parameter>.grad``.
+        gradients: the gradients requested, as ``<parameter>.grad``.
     """
 
     whole: bool
@@ -141,7 +141,7 @@ class Joint:
 
     @property
     def captures_update(self) -> bool:
-        """True if a run of the whole step has the update in its graph, but for the rows of sparse tables."""
+        """True if a run of the whole step has the update in its graph, except for the rows of sparse tables."""
         return self._program is not None
 
     @property
@@ -272,7 +272,7 @@ class Joint:
         stepped: bool,
         left: bool = False,
     ) -> dict[str, object]:
-        """Step the optimizers on the rows that the graph yields, and add the gradients asked for, in final form."""
+        """Step the optimizers on the rows that the graph yields, and add the gradients requested, in final form."""
         if self._step.leaves_gradients and not left:
             self._leave_gradients(results)
         if not self.backward.lookups and not self.key.gradients:
@@ -345,7 +345,7 @@ class Joint:
             self._rollback.add_update(update)
             joined = merge_duplicates(join(graph, update, keep))
             graph = spread_fused_updates(join_fused_updates(joined))
-            if graph is not joined:  # parameters are written to in another order, and while backward goes on
+            if graph is not joined:  # parameters are written to in another order, and while backward continues
                 self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
         for improve in step.passes:
             graph = improve(graph)

@@ -1,7 +1,7 @@
 """``Rollback``: a step whose graph raises on a value, such as an id outside a table, is taken on the tape instead.
 
 Only the tape's run leaves behind what the plain loop's does: the error at the user's own line, what Python did before
-it, and the other branch of an ``except`` around it. So what the graph has changed up to then is put back. Checks stand
+it, and the other branch of an ``except`` around it. So what the graph has changed up to then is restored. Checks stand
 before all updates; what may have changed are buffers, inputs and the state of the random numbers.
 """
 

@@ -127,7 +127,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
     Args:
         call: Dynamo's calls for the loss, which is marked ``"loss"``.
         arguments: the placeholders of ``call``, sorted.
-        args: their values in the run under way.
+        args: their values in the run in progress.
         wrt: names of parameters, in the order in which gradients are wanted.
 
     Raises:

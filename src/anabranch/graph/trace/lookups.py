@@ -28,7 +28,7 @@ __all__ = ["Lookup", "SparseLookups", "SparseRows", "as_sparse_gradient"]
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The gradient of a table: the rows' ids, duplicates included, and a gradient a row.
+    """The gradient of a table: the rows' ids, duplicates included, and a gradient per row.
 
     Attributes:
         ids: int tensor of any shape.

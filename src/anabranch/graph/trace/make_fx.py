@@ -120,7 +120,7 @@ class TraceRecorder:
         self.phase = "forward"
         self.is_checkpointed = False
         self.line: Callable[[], str] = user_line
-        """The place of the operations under way in the user's code."""
+        """The place of the operations in progress in the user's code."""
         self.entries: list[Tensor] = []
         """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 
@@ -201,7 +201,7 @@ _READS = {
 }
 
 
-# These would be done to a stand-in, and lost with it.
+# These would be done to a placeholder, and lost with it.
 _LOST = {
     Tensor.backward: "backward() in the middle of the step",
     Tensor.data.__set__: "an assignment to the .data of a tensor",  # type: ignore[attr-defined]
@@ -398,7 +398,7 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
 
 
 def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
-    """Return a fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
+    """Return a fresh placeholder, for the tracer's own memo would remember an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
             return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)

@@ -1,7 +1,7 @@
 """The contents of an optimizer: tensors, and Python's lists, dicts and numbers around them, as they are at one moment.
 
 Optimizers of other libraries count steps in ``param_groups[0]``, keep numbers and lists in their state and attributes,
-and replace the tensors of their state instead of changing them. All of it is put back as the very objects that it was.
+and replace the tensors of their state instead of changing them. All of it is restored as the very objects that it was.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def refuse_hooks(
 def _refuse(hooks: Mapping[int, Callable[..., object]] | None, what: str) -> None:
     for hook in (hooks or {}).values():
         if getattr(hook, "__module__", "") == own_hooks.__name__:
-            continue  # of a session; outside a sweep of its own it does nothing
+            continue  # of a session; outside its own sweep it does nothing
         code = getattr(hook, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
         raise CaptureError(

@@ -26,7 +26,7 @@ __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
 class LearningRates:
     """The optimizers' learning rates as tensors, so that a scheduler reaches a graph that was captured before.
 
-    One float64 number a parameter group. ``refresh`` copies what the scheduler has set; a learning rate that is a
+    One float64 number per parameter group. ``refresh`` copies what the scheduler has set; a learning rate that is a
     tensor already is used itself.
     """
 
@@ -63,7 +63,7 @@ class GroupNumbers:
         self.look_again()
 
     def look_again(self) -> None:
-        """Read the groups anew, in which a number may have changed its type, or a name may have been added."""
+        """Read the groups again, in which a number may have changed its type, or a name may have been added."""
         self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
         # Two names at least, so that an itemgetter gives a tuple.
         self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]

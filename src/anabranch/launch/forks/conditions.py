@@ -50,7 +50,7 @@ _READ_AT_START = (
     "TSAN_",
     "VIRTUAL_ENV",
 )
-# ... but for these, which are read when they are needed, or which a fork sets itself.
+# ... except for these, which are read when they are needed, or which a fork sets itself.
 _READ_LATER = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -61,11 +61,11 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_HOME",
     # What importing scikit-learn leaves in the environment: a second copy of Intel's OpenMP may be loaded, and none is
-    # set up anew in a fork. Neither makes a process other than a fork is.
+    # set up again in a fork. Neither makes a process other than a fork is.
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 )
-# Where these stand at all each process is bound to processors, or watched, from its start on.
+# Where these are at all each process is bound to processors, or watched, from its start on.
 _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 

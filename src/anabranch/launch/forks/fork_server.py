@@ -52,7 +52,7 @@ _started_as = sys.modules["__main__"]  # a role puts its own in place; the inter
 
 
 def main() -> None:
-    """Serve the launcher at the other end of stdin until it goes; in a fork, runs the role that was asked for."""
+    """Serve the launcher at the other end of stdin until it goes; in a fork, runs the role that was requested."""
     shared: list[str] = []
     keep_shared_modules(shared)
     set_title("fork-server", ["anabranch: fork server"])

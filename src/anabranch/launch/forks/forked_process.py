@@ -35,7 +35,7 @@ _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A process that the launcher asked for, and what of the launcher it takes on.
+    """A process that the launcher requested, and what of the launcher it takes on.
 
     Attributes:
         name: what ``ps`` and ``top`` call it.
@@ -47,7 +47,7 @@ class ForkedProcess:
         umask: the permissions that it takes from new files.
         stdio: its stdin, stdout and stderr.
         directory: where it starts.
-        report: takes its process id once it stands on its own, or why it does not.
+        report: takes its process id once it is on its own, or why it does not.
     """
 
     name: str

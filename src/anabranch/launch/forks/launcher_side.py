@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: how it is started, asked for processes, and ended."""
+"""The launcher's side of the fork server: how it is started, requested processes, and ended."""
 
 from __future__ import annotations
 

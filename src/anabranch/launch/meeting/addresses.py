@@ -1,7 +1,7 @@
 """Addresses of a job's services: sockets in one private folder, or TCP ports under certificates made for the job.
 
 All endpoints are known before anybody listens, so everybody starts at once. A port is kept by a socket of the launcher
-that is bound and does not listen: nobody else is given its number, and its service, started again or not, binds beside
+that is bound and does not listen: nobody else is given its number, and its service, restarted or not, binds beside
 it.
 """
 

@@ -57,7 +57,7 @@ def _is_announced(directory: DirectoryLike, uid: str) -> bool:
     try:
         return bool(within(directory, Deadline.after(_ASK_SECONDS)).lookup([uid]))
     except BoundaryError:
-        return True  # it cannot be told: whoever died is started again, as often as its budget allows
+        return True  # it cannot be told: whoever died is restarted, as often as its budget allows
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python copier.py LOG TERMINAL PICTURES DRAWN SOURCE TARGET [SOURCE TARGET]
 
 All are descriptors but TERMINAL, which is 1 where the screen is one, and DRAWN, which is 1 where another copier has
-drawn pictures before this one; PICTURES is -1 where none are drawn. A process of its own, in a session of its own, so
+drawn pictures before this one; PICTURES is -1 where none are drawn. A process of its own, in its own session, so
 that rank 0 never waits for a launcher that stands still: neither Ctrl-Z nor SIGSTOP of the launcher reaches it. Its
 stdin is the channel to the launcher, which sends one letter at a time and reads ``DONE`` for each.
 
-A picture stands at the bottom of the terminal, below the region in which rank 0's output scrolls::
+A picture is at the bottom of the terminal, below the region in which rank 0's output scrolls::
 
     1 ┌────────────────────────┐
       │ what rank 0 prints     │  the terminal's scrolling region: rank 0 draws its own progress bars here
@@ -126,7 +126,7 @@ class Copier:
         targets: descriptors to copy from, each with the one that it is shown on.
         terminal: whether those are a terminal.
         pictures: where pictures come from, one a packet; -1 without any.
-        drawn: whether a picture stands there already.
+        drawn: whether a picture is there already.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Copier:
         self._targets = targets
         self._terminal = terminal
         self._open = set(targets)  # sources that have not ended
-        self._unread: set[int] = set()  # targets without a reader (`| head`): the log goes on
+        self._unread: set[int] = set()  # targets without a reader (`| head`): the log continues
         self._shown = True
         self._log_lost = False
         self._mid_line = False
@@ -182,7 +182,7 @@ class Copier:
             return b""
 
     def _obey(self, order: bytes) -> bool:
-        """Do what the launcher asks for; True if that is to end."""
+        """Do what the launcher requests; True if that is to end."""
         if order == END:
             for source in sorted(self._open):
                 while self._copy(source):

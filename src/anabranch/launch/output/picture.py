@@ -52,7 +52,7 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
     Args:
         job: as it is now.
         before: as it was a moment ago, so that services have rates of that moment, not of their whole lives.
-        lines: so many lines at most, with the roles left out that have the least to tell.
+        lines: this many lines at most, with the roles left out that have the least to tell.
     """
     room = None if lines is None else lines - _BESIDE_ROLES
     shown = _most_telling(job.roles, room)

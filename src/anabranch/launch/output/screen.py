@@ -11,7 +11,7 @@ so that ``anabranch run ... > file`` keeps stdout and stderr apart.
 
 A reader that does not keep up (``| less``) holds rank 0 back, as it would without a launcher. The launcher never does,
 even one that stands still: the copying is another process's, see ``copier.py``. The launcher has the sources open, too,
-so that nothing is lost when the copier is killed: another one goes on.
+so that nothing is lost when the copier is killed: another one continues.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Screen:
     Leaving it copies what has come until then.
 
     Args:
-        log: the file, made anew.
+        log: the file, made again.
         goes_on: keep what is in it.
         pictures: whether ``draw`` is to be used; on a terminal alone.
 
@@ -102,7 +102,7 @@ class Screen:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Have these lines stand at the bottom of the terminal, what the worker writes above them; on any thread.
+        """Keep these lines at the bottom of the terminal and the worker's output above them; on any thread.
 
         Passed over if the copier has not taken the last ones yet.
         """

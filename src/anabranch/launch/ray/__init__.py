@@ -40,7 +40,7 @@ def run(
         experts: how many processes that serve experts.
         address: ``HOST:PORT`` of the head node; by default ``RAY_ADDRESS``, or a cluster of this machine.
         resources: what each role asks of Ray, such as ``{"worker": {"CPU": 2, "GPU": 1}}``.
-        max_restarts: how often a job that fails is started again.
+        max_restarts: how often a job that fails is restarted.
 
     Raises:
         ValueError: invalid numbers or resources, or no such script.

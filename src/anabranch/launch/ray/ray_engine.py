@@ -1,4 +1,4 @@
-"""Runs a script as one job on a Ray cluster: each role in a seat of its own, watched as those of one machine are.
+"""Runs a script as one job on a Ray cluster: each role in its own seat, watched as those of one machine are.
 
 ::
 

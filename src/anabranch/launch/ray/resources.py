@@ -1,4 +1,4 @@
-"""The resources of Ray that each role asks for: fractions of a CPU, so that small jobs fit small nodes."""
+"""The resources of Ray that each role requests: fractions of a CPU, so that small jobs fit small nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_resources(found: object) -> None:
 
 
 def resources_of(role: str, wanted: Resources, *, gpus: bool) -> dict[str, float]:
-    """Return what one process of ``role`` asks for.
+    """Return what one process of ``role`` requests.
 
     >>> resources_of("worker", {}, gpus=True)
     {'CPU': 0.5, 'GPU': 1.0}

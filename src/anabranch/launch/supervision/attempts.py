@@ -1,4 +1,4 @@
-"""A job that failed is run again from its last whole checkpoint, which its script finds where it saved it.
+"""A job that failed is run again from its last complete checkpoint, which its script finds where it saved it.
 
 All of it is: workers that lost a step together with a server go back together. Parameter servers begin empty, so that
 what they hold is what the script loads; a script that loads nothing begins at the beginning.

@@ -45,7 +45,7 @@ class Exit:
         stopped: whether it was asked to stop, because another failed or the job was interrupted.
         log: the file with its output.
         role: what it did.
-        forgiven: whether the job went on without it.
+        forgiven: whether the job continued without it.
         early: whether it ended although there was still something to do for it, a service while workers run.
     """
 
@@ -124,7 +124,7 @@ class JobOutcome:
 
     Attributes:
         exits: one for each worker, by rank.
-        services: one for each parameter server, then one for each expert process; of one that was started again, the
+        services: one for each parameter server, then one for each expert process; of one that was restarted, the
             last.
         interrupted: the signal that ended the job, ``None`` if it ended by itself.
         timed_out: whether it was ended because its time was over.
@@ -141,7 +141,7 @@ class JobOutcome:
     def first_failure(self) -> Exit | None:
         """The process that failed first, by itself; ``None`` if all succeeded or were stopped.
 
-        Clocks decide, but for one that failed because another was lost: it may be reaped before that one is.
+        Clocks decide, except for one that failed because another was lost: it may be reaped before that one is.
         """
         failures = [exit_ for exit_ in (*self.exits, *self.services) if not exit_.well and not exit_.stopped]
         return min(failures, key=lambda exit_: (exit_.blames_another(), exit_.failed_at()), default=None)

@@ -2,7 +2,7 @@
 
 One request can arrive twice: ``timeout`` and wrappers that pass signals on send one to the launcher and one to its
 process group, or one beside the terminal's own. A terminal itself sends exactly one SIGINT a key press, and the kernel
-tells that it is the sender: each of those is a request of its own, however fast the fingers. Only for what processes
+tells that it is the sender: each of those is its own request, however fast the fingers. Only for what processes
 send does the time decide.
 """
 

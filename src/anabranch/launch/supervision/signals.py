@@ -6,7 +6,7 @@
 
 A Python handler is not told who has sent a signal. So the stopping signals are blocked in the main thread, and taken
 by a thread that is told; it hands them over by another signal, which interrupts whatever the main thread waits for. In
-a process with more threads, a program with a job of its own, the kernel would choose one of those: there all is left to
+a process with more threads, a program with its own job, the kernel would choose one of those: there all is left to
 the handler, which knows no sender.
 """
 
@@ -165,14 +165,14 @@ def collect_signals() -> Iterator[SignalBox]:
 
 
 def inherited_mask() -> list[int]:
-    """Return the signals that what this thread starts is to block: those that it blocks, but for the ones taken
+    """Return the signals that what this thread starts is to block: those that it blocks, except for the ones taken
     here.
     """
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _held))
 
 
 def stand_still() -> None:
-    """Do what SIGTSTP does by itself; returns when the shell lets this process go on (``fg``, ``bg``).
+    """Do what SIGTSTP does by itself; returns when the shell lets this process continue (``fg``, ``bg``).
 
     At once where there is no shell that could: the kernel knows, and does nothing.
     """

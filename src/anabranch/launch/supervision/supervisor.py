@@ -1,4 +1,4 @@
-"""Watches a job's processes until the last has ended, and ends them in time when one fails or a signal asks for it.
+"""Watches a job's processes until the last has ended, and ends them in time when one fails or a signal requests it.
 
 One thread, one selector, no polling: a process's end and the launcher's signals are descriptors.
 
@@ -12,8 +12,8 @@ One thread, one selector, no polling: a process's end and the launcher's signals
                         └──── patience.stop ────> SIGKILL <──── patience.stop ────┘
 
 Services (parameter servers, experts) are stopped when the last worker has ended, however it did, so that workers that
-drain still find them. A service that dies earlier is started again as its budget allows. One that has no restart
-left ends the job, but for an expert that has served: mixtures go on with the experts that answer.
+drain still find them. A service that dies earlier is restarted as its budget allows. One that has no restart
+left ends the job, except for an expert that has served: mixtures continue with the experts that answer.
 
 torch's own agent starts workers alike and is what ``torchrun`` uses; it is not used here because it kills the others
 the moment one fails, before they can name the peer they lost, waits 30 seconds for a frozen worker, and forgets
@@ -129,10 +129,10 @@ class Supervisor:
     Args:
         workers: the running workers, by rank.
         signals: what the launcher received.
-        services: the running services; one that is started again takes its predecessor's place here.
+        services: the running services; one that is restarted takes its predecessor's place here.
         rendezvous: where they all find one another; a job that loses it ends. It is for the caller to end.
-        start: starts one again.
-        returns: called when one has ended that is to be started again.
+        start: restarts one.
+        returns: called when one has ended that is to be restarted.
         screen: rank 0's output, if it is shown.
         lookers: they tell the user what they see.
         patience: how long processes may take to end.
@@ -174,7 +174,7 @@ class Supervisor:
         self._tell = tell
         self._lookers = lookers
         self._failed = False
-        self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be started again
+        self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be restarted
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
@@ -244,7 +244,7 @@ class Supervisor:
             self._fail(service)
 
     def _pause_before(self, service: RoleProcess) -> float | None:
-        """Return the seconds to wait before a service is started again; ``None`` if it is not."""
+        """Return the seconds to wait before a service is restarted; ``None`` if it is not."""
         recipe = service.recipe
         if recipe.restarts is None or not (recipe.has_served() or service.restarted):
             return None

@@ -127,7 +127,7 @@ class ParameterClient:
         timeout: seconds that a call may take.
         watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
         retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
-            started again is rejoined while there are retries and time.
+            restarted is rejoined while there are retries and time.
         compression: rounding of rows and their gradients on the way: ``None`` for none, ``"bfloat16"`` to half
             their bytes, ``"int8"`` to 17 bytes for 16 numbers, each off by 1/177 of the largest of them at most: one
             above 4.5e18 is ``NonFinite``, those below 1.5e-22 come to 0. Ids, versions, dense parameters and
@@ -394,7 +394,7 @@ class ParameterClient:
         ahead: bool = False,
         exact: bool = False,
     ) -> dict[str, Pulled]:
-        """Rows of several tables, and dense parameters (no ids), in one message a shard.
+        """Rows of several tables, and dense parameters (no ids), in one message per shard.
 
         Args:
             wanted: flat int64 ids by table; none for a dense parameter.
@@ -445,7 +445,7 @@ class ParameterClient:
         return {name: found[name] for name in wanted}
 
     def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
-        """Return the parameters of a message that lie on this shard."""
+        """Return the parameters of a message that are on this shard."""
         mine = [name for name in layout.dense if self._tables.home(name) == shard]
         return {name: Share(self._tables.holdings[name].dtype, self._tables.holdings[name].shape) for name in mine}
 
@@ -475,7 +475,7 @@ class ParameterClient:
         unordered: bool = False,
         awaited: bool = True,
     ) -> None:
-        """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
+        """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message per shard.
 
         Args:
             gradients: ids and a gradient for each by table; those of one id are added up.
@@ -555,7 +555,7 @@ class ParameterClient:
         return type(error)(told)
 
     def _check_whole(self) -> None:
-        """Raise once the shards do not stand at one step any more."""
+        """Raise if the shards are no longer at the same step."""
         if self._torn is not None:
             raise BoundaryError(
                 f"the push of step {self._torn} was refused by one shard and applied by others, so they no longer hold "

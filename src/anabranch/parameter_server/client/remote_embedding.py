@@ -42,7 +42,7 @@ class RemoteEmbedding(nn.Module):
     Args:
         name: of the table, for all workers and checkpoints; letters, digits, ``_ - .``.
         num_embeddings: ids are ``range(num_embeddings)``; ``None`` takes any int64 as an id, and training admits it.
-        embedding_dim: numbers a row.
+        embedding_dim: numbers per row.
         mode: ``None`` gives a row for each id, ``[*ids.shape, embedding_dim]``; ``"sum"``, ``"mean"`` and ``"max"``
             reduce bags as ``torch.nn.EmbeddingBag`` does, with ``offsets`` and ``per_sample_weights``.
         init: the first values of rows: a number, ``Constant``, ``Uniform`` or ``Normal``.

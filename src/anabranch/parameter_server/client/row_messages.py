@@ -41,7 +41,7 @@ class Pulled:
     """Rows of one table as they came.
 
     Attributes:
-        positions: the positions of these rows among the ids asked for, ascending; int64.
+        positions: the positions of these rows among the ids requested, ascending; int64.
         versions: the version of each row, to be given as ``known`` when it is asked about again; int64, at least 0.
         rows: ``[len(positions), width]``.
     """
@@ -106,7 +106,7 @@ class Layout:
         return torch.int32 if self.short else torch.int64
 
     def alike(self, wide: Sequence[int | None]) -> list[tuple[torch.dtype, int, int | None, list[int]]]:
-        """Dtype, width, numbers a row with its state if ``wide`` has any, and the tables of these by their numbers."""
+        """Dtype, width, numbers per row with state if ``wide`` has any, and the numbers of these tables."""
         found: dict[tuple[torch.dtype, int, int | None], list[int]] = {}
         for number, ((dtype, width), whole) in enumerate(zip(self.kinds, wide, strict=True)):
             found.setdefault((dtype, width, whole), []).append(number)
@@ -160,7 +160,7 @@ class Pull:
     """One request to all shards.
 
     Args:
-        routed: the ids that are asked for.
+        routed: the ids that are requested.
         known: of each table, the versions held, as in ``ParameterClient.pull_many``; ``None`` if none are.
         wide: of each table the numbers of a row with its state, or ``None`` if none comes with it.
         clocks: generation and base of each shard's clock.

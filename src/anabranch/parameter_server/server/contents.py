@@ -40,7 +40,7 @@ class ShardContents:
 
     Attributes:
         tables, dense, counts: by name.
-        generation: a random id, drawn again when rows change other than by steps: clients must read them anew.
+        generation: a random id, drawn again when rows change other than by steps: clients must read them again.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def shares_of(contents: ShardContents, message: PullMessage | PushMessage) -> li
 
 
 def numbers_of(contents: ShardContents, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-    """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
+    """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is treated as them."""
     return expected(shares_of(contents, message), message.compression)
 
 

@@ -216,7 +216,7 @@ class Shard:
             return self._keep_norm(job, message.step)
 
     def _keep_norm(self, job: WorkerOrder, step: int) -> float:
-        """Return the squared norm of ``step``, which is held or was asked for; keep it for later requests."""
+        """Return the squared norm of ``step``, which is held or was requested; keep it for later requests."""
         norm = job.norms.get(step)
         if norm is None:
             held = job.held[step]
@@ -260,7 +260,7 @@ class Shard:
             )
 
     def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-        """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
+        """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is treated as them."""
         with self._state:
             return numbers_of(self._contents, message)
 
@@ -347,7 +347,7 @@ class Shard:
         self._job.clocks[message.rank] = message.step
         self._job.norms = {step: norm for step, norm in self._job.norms.items() if step < message.step}
         for step in list(self._job.held):
-            if step >= message.step:  # the worker will push it anew
+            if step >= message.step:  # the worker will push it again
                 self._job.pending[step] = self._job.held.pop(step)
         for step, pushes in self._job.pending.items():
             if step >= message.step:
@@ -393,7 +393,7 @@ class Shard:
         job = self._joined(message.rank)
         held = job.held.get(message.step)
         if held is not None:  # else another worker's release came first
-            # Known already, unless the shard was killed since: the other workers ask for it still.
+            # Known already, unless the shard was killed since: the other workers request it still.
             self._keep_norm(job, message.step)
             apply(self._contents, [held[rank] for rank in range(job.world)], message.scale)
             del job.held[message.step]

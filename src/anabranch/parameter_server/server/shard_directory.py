@@ -6,7 +6,7 @@
     checkpoint_dir/shard-1-of-2
     checkpoint_dir/shard-0-of-1    of another number of shards: its rows lie elsewhere, so nobody here can use it
 
-A server that was started with the wrong number would begin empty beside the state that it was meant to go on with.
+A server that was started with the wrong number would begin empty beside the state that it was meant to continue with.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``ParameterServer``: a shard behind an endpoint.
 
-Every verb is checked against the shard's tables before memory is taken for its tensors. Changes to the shard are
+Every verb is checked against the shard's tables before memory is treated as its tensors. Changes to the shard are
 numbered by their client and done exactly once, and under ``durability="log"`` they are acknowledged only when they
 are on the disk.
 """

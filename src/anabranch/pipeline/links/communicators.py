@@ -41,7 +41,7 @@ class Work(Protocol):
         ...
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait for it; the host goes on."""
+        """Let the current stream wait for it; the host continues."""
         ...
 
 

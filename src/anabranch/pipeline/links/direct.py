@@ -9,8 +9,8 @@
     receiver's host   ──────────── header, irecv ── wait
 
 Order. NCCL pairs the operations of two ranks by their order alone, and runs those of one communicator one after the
-other, so an activation one way would stand in line behind a gradient the other way that waits for it. Each direction
-of each pair of ranks has therefore a communicator of its own, a group of two. It carries tensors in the order of their
+other, so an activation one way would queue behind a gradient the other way that waits for it. Each direction
+of each pair of ranks has therefore its own communicator, a group of two. It carries tensors in the order of their
 headers, which one thread sends, and one thread reads in that order and posts a receive for each, whether its stage
 wants it next or later. Communicators are made with the pipe: see ``communicators.py``.
 

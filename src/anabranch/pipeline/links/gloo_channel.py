@@ -1,6 +1,7 @@
 """Messages over ``torch.distributed`` point-to-point, to ranks on any host.
 
-gloo never ends a waiting receive early, so no thread that must go on waits in one: each peer has a thread that receives
+gloo never ends a waiting receive early, so no thread that must continue waits in one: each peer has a thread that
+    receives
 and one that sends. gloo reads straight into the received tensors' memory, which is used again when they are freed.
 """
 

@@ -106,7 +106,7 @@ class Channel(Protocol):
         """Send a message without waiting for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Return when ``found()``, which looks at the inbox, is true, or after so many seconds."""
+        """Return when ``found()``, which looks at the inbox, is true, or after this many seconds."""
 
     def look(self) -> None:
         """Take in what has arrived, without waiting."""
@@ -115,7 +115,7 @@ class Channel(Protocol):
         """Wait until all messages are on their way: the process may end after this."""
 
     def is_stuck(self) -> bool:
-        """Return True if a wait for a peer is under way that nobody can end."""
+        """Return True if a wait for a peer is in progress that nobody can end."""
 
     def settle(self, seconds: float) -> None:
         """Wait for peers that are about to end a failed turn, so that they are not taken for stuck."""

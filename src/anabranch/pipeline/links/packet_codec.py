@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 HEADER_BYTES = 1024
-"""Size of every header; a longer one goes on in a second message, whose size it gives."""
+"""Size of every header; a longer one continues in a second message, whose size it gives."""
 
 _LENGTH_BYTES = 8
 

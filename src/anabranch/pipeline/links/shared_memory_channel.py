@@ -7,7 +7,7 @@
     header, "in slot 3" ────────────── Unix socket ──────────────> header           │ freed
               slot 3 is free again <──────── a byte in the slot <───────────────────┘
 
-A slot is memory that its sender made; its receiver gets the descriptor once. The receiver's tensors lie in the slot
+A slot is memory that its sender made; its receiver gets the descriptor once. The receiver's tensors are in the slot
 itself, and when the last of them is freed, so is the slot: buffers of one step serve the next. There is no thread: a
 rank that waits polls the sockets, and one that computes polls them between two actions, so neither a dead
 peer nor a failing one is overlooked. gloo makes two copies through sockets, on a thread that takes time from
@@ -48,7 +48,7 @@ __all__ = ["Meeting", "SharedMemoryChannel", "meet"]
 
 _log = logging.getLogger("anabranch.pipeline")
 
-_FRAME = struct.Struct("<?xxxiQ")  # whether the header goes on in another frame, the slot, its size if it is new
+_FRAME = struct.Struct("<?xxxiQ")  # whether the header continues in another frame, the slot, its size if it is new
 _CREDENTIALS = struct.Struct("3i")
 _PART_BYTES = 1 << 15
 _ALIGNED = 64

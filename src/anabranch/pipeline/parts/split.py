@@ -1,7 +1,7 @@
 """``split``: a model as a ``nn.Sequential`` of parts that begin at named modules.
 
 The result holds the model's own modules in the model's own tree, so that names, state dicts, ``train`` and optimizers
-are the model's. Its layers are the parts. Each part has a tree of its own, of the modules that it calls and of the
+are the model's. Its layers are the parts. Each part has its own tree, of the modules that it calls and of the
 tensors that the code between them reads, under the same names::
 
     model                        part "start"             part "h.1"
@@ -184,7 +184,7 @@ class SplitSource:
         self._assign_the_rest()
 
     def _drop_nested(self) -> None:
-        """Leave out modules that lie in others of their part; refuse those that lie in one of another part."""
+        """Leave out modules that are in others of their part; refuse those that are in one of another part."""
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         for unit, part in owned.items():
             for other, its_part in owned.items():

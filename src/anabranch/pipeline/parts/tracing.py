@@ -97,7 +97,7 @@ def trace(
         except BaseException as caught:  # noqa: BLE001 - raised again in the caller's thread
             error.append(caught)
 
-    # In a thread of its own, where no mode of the caller's is on.
+    # In its own thread, where no mode of the caller's is on.
     thread = threading.Thread(target=run, name="anabranch-split")
     thread.start()
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
@@ -215,7 +215,7 @@ class _Recorder(TorchFunctionMode):
             self._depth -= 1
 
     def applied(self, function: type[torch.autograd.Function], run: Callable[[], object], given: object) -> object:
-        """Write down a call of a function with a backward of its own."""
+        """Write down a call of a function with its own backward."""
         return self._record(_apply.__get__(None, function), run, given)
 
     def _write_down(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
@@ -509,7 +509,7 @@ def _seeing_functions(recorder: _Recorder) -> Iterator[None]:
 
 
 def _around(cut: str) -> Iterator[str]:
-    """Return the names of the modules that a cut lies in, the model's own first."""
+    """Return the names of the modules that a cut is in, the model's own first."""
     names = cut.split(".")
     return (".".join(names[:n]) for n in range(len(names)))
 

@@ -133,7 +133,7 @@ def _interleaved(n: int, m: int, p: int) -> _Made:
     if m % p == 0:
         return rank_of, list(map(_alternate, forward, backward, warmup))
 
-    # Strict alternation may deadlock around a shorter group: there a rank goes on as soon as it can.
+    # Strict alternation may deadlock around a shorter group: there a rank continues as soon as it can.
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
         backwards = backward[rank.index][rank.backwards : rank.backwards + 1]
         forwards = forward[rank.index][rank.forwards : rank.forwards + 1]
@@ -164,7 +164,7 @@ def _zbv(n: int, m: int, p: int) -> _Made:
         return (
             _first(ready, Kind.B)
             or (coming[0] if coming and room > 0 else None)
-            # The second side of microbatches under way needs room too, or nothing would ever be freed.
+            # The second side of microbatches in progress needs room too, or nothing would ever be freed.
             or (going[0] if going and room > 1 else None)
             or _first(ready, Kind.W)
         )

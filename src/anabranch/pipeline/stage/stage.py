@@ -10,8 +10,8 @@
                        stand-ins for the parameters
 
 Every microbatch has a separate graph, from its entering packets to its leaving ones, so stages run backward in parallel
-as they run forward in parallel. In the graph stand-ins replace the parameters: leaves that share their memory.
-Gradients gather in the stand-ins; the parameters get them once, whole, at the end of a call, through autograd, so
+as they run forward in parallel. In the graph placeholders replace the parameters: leaves that share their memory.
+Gradients gather in the placeholders; the parameters get them once, whole, at the end of a call, through autograd, so
 a hook on a parameter fires once, a tied parameter has one gradient, and a step that fails leaves nothing behind.
 """
 
@@ -131,7 +131,7 @@ class _Pass:
 
 
 class StageRun:
-    """A stage during one call of the pipeline: its stand-ins and the passes on their way."""
+    """A stage during one call of the pipeline: its placeholders and the passes on their way."""
 
     def __init__(self, stage: Stage, plan: StagePlan, head: Head | None = None) -> None:
         self.stage = stage
@@ -332,7 +332,7 @@ class StageRun:
         return [slot.parameter for slot in self._slots]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Each parameter with the gradient that its stand-in has gathered; the stand-in starts again from none."""
+        """Return each parameter with the gradient of its placeholder, and clear the placeholder's."""
         taken: list[tuple[Tensor, Tensor | None]] = []
         for slot in self._slots:
             taken.append((slot.parameter, slot.stand_in.grad))
@@ -340,7 +340,7 @@ class StageRun:
         return taken
 
     def abandon(self) -> None:
-        """Drop all passes under way: the step has failed."""
+        """Drop all passes in progress: the step has failed."""
         self._passes.clear()
         for norm in self._norms:
             norm.forget()
@@ -348,7 +348,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One place in a module where a stand-in replaces a parameter."""
+    """One place in a module where a placeholder replaces a parameter."""
 
     module: nn.Module
     name: str

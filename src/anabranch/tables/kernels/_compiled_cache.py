@@ -40,7 +40,7 @@ class CacheArrays(NamedTuple):
     rows: Any
     waiting: Any
     energy: Any
-    pushed: Any  # since what is taken in was asked for
+    pushed: Any  # since what is taken in was requested
     counters: Any
 
 
@@ -290,7 +290,7 @@ def admit(
 
 @_kernel
 def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """Mark ``ids`` as pushed since the rows now taken in were asked for."""
+    """Mark ``ids`` as pushed since the rows now taken in were requested."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):

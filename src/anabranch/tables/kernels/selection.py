@@ -49,7 +49,7 @@ def kernels(kind: Literal["compiled", "plain"] | None = None) -> Kernels:
     1
 
     Raises:
-        ImportError: ``"compiled"`` was asked for and Numba is not installed.
+        ImportError: ``"compiled"`` was requested and Numba is not installed.
     """
     if kind == "plain" or (kind is None and not _has_numba()):
         from anabranch.tables.kernels import _plain

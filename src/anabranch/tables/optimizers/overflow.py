@@ -172,7 +172,7 @@ def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> boo
 
 
 def _largest(numbers: Tensor) -> float:
-    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are found far quicker than a norm."""
+    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are found far faster than a norm."""
     if not numbers.numel():
         return 0.0
     least, most = torch.aminmax(numbers)

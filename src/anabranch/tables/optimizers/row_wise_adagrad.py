@@ -23,7 +23,7 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowWiseAdagrad(GradientOptimizer):
-    """Adagrad whose sum of squares is one number a row: the mean of the squared gradient over the row.
+    """Adagrad whose sum of squares is one number per row: the mean of the squared gradient over the row.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
     >>> optimizer = RowWiseAdagrad(table.parameters(), lr=0.1)

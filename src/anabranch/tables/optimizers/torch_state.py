@@ -20,7 +20,7 @@ class ParameterState:
 
     Attributes:
         values: of the whole parameter.
-        states: one tensor of its shape for each number a weight; of row-wise Adagrad one number a row.
+        states: one tensor of its shape for each number a weight; of row-wise Adagrad one number per row.
         step: optimizer steps so far.
     """
 

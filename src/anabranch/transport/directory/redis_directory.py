@@ -5,8 +5,8 @@
     announce ──> signed by our role's key ──> Redis, where it expires by itself
     look up  <── checked                  <── Redis
 
-Redis keeps what it is given, and knows nobody's certificate. With keys each job, and each authority, has a space of its
-own, an entry is signed by its announcer, and each reader checks it, see ``signed_entries.py``. Without keys entries are
+Redis keeps what it is given, and knows nobody's certificate. With keys each job, and each authority, has its own space,
+an entry is signed by its announcer, and each reader checks it, see ``signed_entries.py``. Without keys entries are
 believed as they stand, in one space: the endpoint that they lead to is checked when it is called, as always.
 """
 
@@ -40,7 +40,7 @@ _PLAIN = "{anabranch}"
 class RedisDirectory:
     """Endpoints of services by uid, kept in a Redis.
 
-    Used as a ``Directory`` is, and wherever a ``directory`` is asked for::
+    Used as a ``Directory`` is, and wherever a ``directory`` is requested::
 
         directory = ab.RedisDirectory("redis://10.0.0.5:6379", keys="keys")
         with ab.ExpertServer(backends, listen="tcp://10.0.0.1:0", directory=directory, keys="keys"):

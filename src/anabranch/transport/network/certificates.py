@@ -299,7 +299,7 @@ def _check_private(path: Path) -> None:
 
 
 def _check_unchanged(folder: Path) -> None:
-    """Refuses a place where other users can put a key or an authority of their own."""
+    """Refuses a place where other users can put a key or their own authority."""
     for path in (folder, folder / "authority.pem"):
         facts = path.stat()
         mode = stat.S_IMODE(facts.st_mode)
@@ -329,7 +329,7 @@ def job_of_keys(keys: Path, role: str) -> str:
     Raises:
         ValueError: it has no job.
     """
-    # The ssl module decodes only a peer's certificate. The URI stands in ours as plain bytes, after its tag and size.
+    # The ssl module decodes only a peer's certificate. The URI is in ours as plain bytes, after its tag and size.
     text = (keys / f"{role}.pem").read_text(errors="replace")
     end = "-----END CERTIFICATE-----"
     der = ssl.PEM_cert_to_DER_cert(text[text.index("-----BEGIN CERTIFICATE") : text.index(end) + len(end)])

@@ -38,7 +38,7 @@ _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
-# OpenSSL's words when the far side refused our certificate, by the alert it sent.
+# OpenSSL's words when the remote side refused our certificate, by the alert it sent.
 _REFUSALS = (
     "ALERT_CERTIFICATE",
     "ALERT_UNKNOWN_CA",
@@ -80,7 +80,7 @@ class SocketStream:
         return self._want == "write"
 
     def peer(self) -> Peer:
-        """Return the identity of the far side."""
+        """Return the identity of the remote side."""
         assert self._peer is not None, "the handshake is not done"
         return self._peer
 
@@ -152,7 +152,7 @@ class SocketStream:
         self._sock.close()
 
     def linger(self, seconds: float) -> None:
-        """End our side and wait until the far side has read what we sent: closing at once could destroy it."""
+        """End our side and wait until the remote side has read what we sent: closing at once could destroy it."""
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
             until = time.monotonic() + seconds
@@ -215,7 +215,7 @@ class SocketListener:
             return None
         name = "unix" if self._claim else f"{address[0]}:{address[1]}"
         try:
-            # Raises if the far side has gone: wrap_socket would leave the socket open.
+            # Raises if the remote side has gone: wrap_socket would leave the socket open.
             sock.getpeername()
             return _prepare(sock, self._context, self._recognise, name, server_side=True)
         except OSError:
@@ -396,7 +396,7 @@ def _trusted(users: frozenset[int]) -> Recognise:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return the process and the user on the far side, of the client or of the listener."""
+    """Return the process and the user on the remote side, of the client or of the listener."""
     found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(found[0]), int(found[1])
 

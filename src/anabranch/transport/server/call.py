@@ -34,7 +34,7 @@ class Verb:
     Attributes:
         name: what clients call it.
         handler: serves a call: replies, or hands the call to a thread that will. An exception it raises is the answer.
-        check: sees the header, with each tensor's dtype and shape, before any memory is taken for the tensors; raises
+        check: sees the header, with each tensor's dtype and shape, before any memory is treated as the tensors; raises
             ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
         once: done exactly once however often it is retried; the client must number such requests.
         again: answers the retry of a request that was done but whose answer is no longer kept.
@@ -70,7 +70,7 @@ class CallServer(Protocol):
     once: OnceTable[Call]
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Record that a request of ``nbytes`` has ended, with an answer of this many bytes of tensors."""
 
     def count_error(self, failure: FailureFrame) -> None:
         """Count an answer that was an error."""
@@ -129,7 +129,7 @@ class Call:
         return not self.recipients
 
     def make_room(self, nbytes: int) -> None:
-        """Reserve room for an answer of about so many bytes of tensors, before memory is taken for them.
+        """Reserve room for an answer of about this many bytes of tensors, before memory is treated as them.
 
         Answers that clients do not read are bounded together (``max_bytes_of_answers``); without this call a large
         answer is counted when it is sent, and many that are made at the same time exceed the bound for a moment.

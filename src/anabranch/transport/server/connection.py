@@ -6,9 +6,9 @@
                                        │
                                        └── needs a thread of its own: its driver hands it over (``drivers.py``)
 
-``step`` goes on as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
+``step`` continues as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
 in between. A connection carries one request at a time, so anything that arrives while a request is being served means
-that the far side is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
+that the remote side is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
 socket takes at once; the driver sends the rest, so that a slow reader never holds up a compute thread.
 """
 
@@ -47,12 +47,12 @@ __all__ = ["Answer", "Connection", "ConnectionServer", "ConnectionState", "Drive
 _GREETING = 10.0
 # Seconds of silence after which an unknown peer is assumed not to want to connect.
 _HANDSHAKE = 2.0
-# Seconds without a byte sent or taken in the middle of a frame after which a peer is taken for gone.
+# Seconds without a byte sent or taken in the middle of a frame after which a peer is treated as gone.
 _STALLED = 30.0
 # The same in the middle of a header over plain TCP: if its length was changed on the way, the rest never comes.
 _HALF_A_HEADER = 5.0
 _LINGER = 1.0
-# Requests of at most so many bytes are read among those of other connections.
+# Requests of at most this many bytes are read among those of other connections.
 _SMALL = 64 << 10
 
 
@@ -84,22 +84,22 @@ class ConnectionServer(CallServer, Protocol):
         """Register ``connection``, which has greeted; false if there is no room for it."""
 
     def reserve_answer(self, nbytes: int) -> bool:
-        """Reserves room for an answer of so many bytes that waits; false if there is none."""
+        """Reserves room for an answer of this many bytes that waits; false if there is none."""
 
     def release_answer(self, nbytes: int) -> None:
         """Frees the room of an answer that has left, or that nobody will read."""
 
     def note_dropped(self, nbytes: int) -> None:
-        """Note that an answer or a request of so many bytes was freed because its client has gone."""
+        """Note that an answer or a request of this many bytes was freed because its client has gone."""
 
     def may_wait(self, verb: str) -> bool:
         """Return True if serving ``verb`` may block a thread."""
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
 
     def count_refusal(self, failure: FailureFrame) -> None:
-        """Count a request or a connection that was turned away."""
+        """Count a request or a connection that was rejected."""
 
     def gathered(self) -> list[Answer] | None:
         """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
@@ -328,7 +328,7 @@ class Connection:
             self._progress = time.monotonic()
             if not self.stream.handshake():
                 return ConnectionState.STAYS
-            # Bytes that came with the end of the handshake may lie in the TLS layer already, invisible to poll.
+            # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
             self._phase, readable = _Phase.GREETING, True
             self._reader.demands_checksums = self.stream.peer().plain
         while True:

@@ -63,7 +63,7 @@ class ServerStatistics:
         calls: being served now.
         bytes_in_flight: of the tensors of those calls.
         served: requests that were taken and have ended.
-        refused: requests and connections that were turned away.
+        refused: requests and connections that were rejected.
         requests: those taken, by verb.
         errors: answers that were errors, by kind.
         bytes_received: of tensors.
@@ -93,7 +93,7 @@ class Server:
     [tensor([2., 2.])]
 
     Args:
-        verbs: the operations that clients may ask for.
+        verbs: the operations that clients may request.
         listen: ``unix:PATH``, ``tcp://HOST:PORT`` (port 0: any), or ``None`` for a new Unix socket.
         role: this server's role, which names its certificate.
         keys: the directory of certificates; without it, the one that ``ANABRANCH_KEYS`` names.
@@ -213,7 +213,7 @@ class Server:
         self.close()
 
     def drain(self, seconds: float) -> bool:
-        """Declines new calls and waits, at most so many seconds, for those in flight; true if all were answered."""
+        """Declines new calls and waits, at most this many seconds, for those in flight; true if all were answered."""
         until = Deadline.after(max(seconds, 1e-3))
         with self._state:
             self._draining = True
@@ -314,7 +314,7 @@ class Server:
             self._after_round()
 
     def on_loop(self) -> bool:
-        """Return True on the one thread that reads all connections without a thread of their own."""
+        """Return True on the one thread that reads all connections without their own thread."""
         return self._loop.is_here()
 
     def stopping(self) -> bool:
@@ -368,7 +368,7 @@ class Server:
 
     def _take_room(self, nbytes: int) -> bool:
         with self._lock:
-            # A single answer may be larger than the budget: any answer that fits a frame can be asked for.
+            # A single answer may be larger than the budget: any answer that fits a frame can be requested.
             if self._answers and self._answers + nbytes > self._max_answers:
                 return False
             self._answers += nbytes
@@ -380,7 +380,7 @@ class Server:
             self._answers -= nbytes
 
     def note_dropped(self, nbytes: int) -> None:
-        """Note that an answer or a request of so many bytes was freed because its client has gone."""
+        """Note that an answer or a request of this many bytes was freed because its client has gone."""
         with self._lock:
             self._dropped += nbytes
 
@@ -393,7 +393,7 @@ class Server:
         give_memory_back()
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
         verb = self._verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
@@ -429,7 +429,7 @@ class Server:
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Record that a request of ``nbytes`` has ended, with an answer of this many bytes of tensors."""
         with self._lock:
             self._served += 1
             self._received += nbytes
@@ -440,7 +440,7 @@ class Server:
                 self._state.notify_all()
 
     def count_refusal(self, failure: FailureFrame) -> None:
-        """Count a request or a connection that was turned away."""
+        """Count a request or a connection that was rejected."""
         with self._lock:
             self._refused += 1
         self.count_error(failure)

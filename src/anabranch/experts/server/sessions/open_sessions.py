@@ -57,7 +57,7 @@ class SessionLimits:
             step.
         nbytes: bytes of all caches and of the answers kept beside them, measured after each step. Beyond it no session
             opens, and no step is taken, until others have ended.
-        ttl: the longest time to live that a caller may ask for, in seconds.
+        ttl: the longest time to live that a caller may request, in seconds.
 
     Raises:
         ValueError: a bound that is not above 0.
@@ -78,7 +78,7 @@ class SessionLimits:
 
 
 class Step(msgspec.Struct, frozen=True, eq=False):
-    """One step that a caller asks for.
+    """One step that a caller requests.
 
     Attributes:
         header: the session's id, the step's number, the session's bounds.
@@ -192,14 +192,14 @@ class Sessions:
                 self._renew(session, max(session.ttl, min(deadline.remaining(), self._limits.ttl)))
 
     def end(self, key: bytes, reason: str) -> None:
-        """Free a session; ``reason`` answers those who ask for it later, also if it never was."""
+        """Free a session; ``reason`` answers those who request it later, also if it never was."""
         with self._lock:
             self._drop(key, reason)
 
     # --- on the device's thread
 
     def take(self, step: Step, backend: ExpertBackend, inputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Take a step, or return the answer of the last one, if it is asked for again.
+        """Take a step, or return the answer of the last one, if it is requested again.
 
         Raises:
             SessionGone, SchemaError, Overloaded: as ``check``.

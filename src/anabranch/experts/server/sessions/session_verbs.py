@@ -69,7 +69,7 @@ class SessionVerbs:
         backend = self._find(header.target)
         pool = _pool_of(backend)
         asked = wire.read_step(header.payload)
-        # First whether it is still here: a server that was started again may also have another schema.
+        # First whether it is still here: a server that was restarted may also have another schema.
         if asked.number:
             self._sessions.find(asked, backend)
         rows = self._check_request(header, backend)

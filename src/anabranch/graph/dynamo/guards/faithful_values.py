@@ -1,6 +1,6 @@
 """Values and calls that Dynamo computes otherwise than Python and PyTorch do, or reads without a guard.
 
-It writes ``torch.addcdiv(value=)`` and a few others as several calls, which round otherwise; it divides floats by
+It writes ``torch.addcdiv(value=)`` and a few others as several calls, which round differently; it divides floats by
 ``//`` as ``floor(a / b)``, which is another number (``1.0 // 0.1`` is 9.0); it forgets the format of a number in a
 text; it takes NumPy's scalars for tensors; and it asks neither for a view's base nor for a function's annotations
 again.
@@ -133,7 +133,7 @@ def _guarded_reads(refuse: Callable[[str], None]) -> Iterator[Any]:
         return call_storage(self, tx, name, *args, **kwargs)
 
     def read_function(self: Any, tx: Any, name: str) -> Any:
-        signature = tx.f_code.co_filename == inspect.__file__  # reads them along with the names that it is asked for
+        signature = tx.f_code.co_filename == inspect.__file__  # reads them along with the requested names
         if name == "__annotations__" and not signature and not self.get_code().co_filename.startswith(OURS):
             refuse(f"the annotations of {self.get_name()}")
         return of_function(self, tx, name)

@@ -1,7 +1,7 @@
 """Calls that Dynamo reads as other calls: past the cache of ``functools.lru_cache``, past a metaclass's ``__call__``.
 
-What a cache or a singleton hands out is another object than the one that Dynamo makes anew, and no guard watches it.
-An object with a ``__del__`` of the user's would be made while the code is read, and never in a run.
+What a cache or a singleton returns is another object than the one that Dynamo makes again, and no guard watches it.
+An object with the user's ``__del__`` would be made while the code is read, and never in a run.
 """
 
 from __future__ import annotations

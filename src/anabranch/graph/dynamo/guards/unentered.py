@@ -1,7 +1,7 @@
 """Functions of torch that Dynamo calls without reading their code: what they name and their defaults may change.
 
 ``F.multi_head_attention_forward`` finds ``scaled_dot_product_attention`` by name in ``torch.nn.functional``, where a
-user may put a function of their own. Names are looked up again in the modules of ``_READ`` and ``_NAMED``, not in
+user may put their own function. Names are looked up again in the modules of ``_READ`` and ``_NAMED``, not in
 others, such as ``math``: the look is taken before each run and has a microsecond or two.
 """
 

@@ -46,7 +46,7 @@ __all__ = ["Durability", "Keeper"]
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: RequestIdentity = (b"", 0)
-# Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
+# Changes that clients would not request again after a restart, but continue pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 # A client's count that the shard had forgotten and has from the client again: the record's sequence.
 _ADOPTED = "adopted"
@@ -83,7 +83,7 @@ class Keeper:
         self._position = 0
         self._name = b""
         self._forget_before = 0
-        self._lost: str | None = None  # checkpoints that a repair goes on without
+        self._lost: str | None = None  # checkpoints that a repair continues without
         self._damaged: list[int] = []  # their generations
 
     @property
@@ -100,7 +100,7 @@ class Keeper:
         """Restores the shard's state; returns the requests that were done.
 
         Raises:
-            CheckpointError: the files are damaged, and ``repair`` was not asked for; or they may not be read.
+            CheckpointError: the files are damaged, and ``repair`` was not requested; or they may not be read.
         """
         self._shard = shard
         if self._directory is None or self._owner is None:
@@ -135,7 +135,7 @@ class Keeper:
         return list(self._done.identities())
 
     def _load(self, shard: Shard) -> DirectoryContents | None:
-        """Load the newest whole checkpoint; returns the log position after it."""
+        """Load the newest complete checkpoint; returns the log position after it."""
         assert self._directory is not None
         found = self._find()
         self._name = (None if found is None else _name_in(found)) or self._owner_name()
@@ -160,7 +160,7 @@ class Keeper:
         return self._owner.name or secrets.token_bytes(16)
 
     def _find(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
+        """Return the newest complete checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
         assert self._directory is not None
         assert self._owner is not None
         generations, saved = complete_generations(self._directory), self._owner.position.saved
@@ -190,7 +190,7 @@ class Keeper:
         return found
 
     def _own_behind(self, newest: Checkpoint, generations: Sequence[int]) -> Checkpoint | None:
-        """Return this directory's newest whole checkpoint, if ``newest`` is another one's that was put there.
+        """Return this directory's newest complete checkpoint, if ``newest`` is another one's that was put there.
 
         ``None`` if it is not, or if no checkpoint has the name in ``owner``: then ``owner`` is another directory's.
         """

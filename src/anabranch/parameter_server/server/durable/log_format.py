@@ -14,7 +14,7 @@ that is missing, repeated or of another log is found. The mark can be searched f
 valid frames mean damage, and none mean the tail of a write that a crash cut short.
 
 Older files had frames of length, checksum and body alone; they are still read. Their records are counted, and the next
-file goes on from that count.
+file continues from that count.
 """
 
 from __future__ import annotations

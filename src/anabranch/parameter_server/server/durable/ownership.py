@@ -9,7 +9,7 @@
 The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything; a server that
 was frozen so long that its lock was lost (network file systems do that) finds a higher one before it acknowledges
 anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of
-the log and without a sync of its own: it is never ahead of the log, and after the death of a process it is exact.
+the log and without its own sync: it is never ahead of the log, and after the death of a process it is exact.
 So a log that was cut, emptied or removed since is detected.
 
 The file is durable before there is a log or a checkpoint beside it. So beside one that is damaged, emptied or removed a
@@ -86,7 +86,7 @@ class Ownership:
     ...     Ownership(directory)
     ... except CheckpointError as error:
     ...     print(str(error).partition(": ")[2].partition(" (")[0])
-    another server has it
+    another server holds it
     >>> first.close()
     >>> with Ownership(directory) as second:
     ...     second.epoch
@@ -297,7 +297,7 @@ def _slots_in(memory: bytes) -> list[_Slot]:
 
 
 def _had_owner(directory: Path) -> bool:
-    """Return True if a log or a checkpoint lies there that was written beside an ``owner`` file."""
+    """Return True if a log or a checkpoint is there that was written beside an ``owner`` file."""
     if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
         return True
     for generation in complete_generations(directory):

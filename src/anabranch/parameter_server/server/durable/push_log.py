@@ -178,7 +178,7 @@ class PushLog:
                 self._check()
             try:
                 self._begin()
-            except OSError as error:  # the old file goes on
+            except OSError as error:  # the old file continues
                 raise CheckpointError(f"no new log file can be started in {self._directory} now: {error}") from error
             return DirectoryContents(self._number, self._records, self._chain)
 

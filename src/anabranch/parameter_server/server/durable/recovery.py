@@ -12,7 +12,7 @@ acknowledged changes are lost, and the shard refuses to start without them; ``re
 damage. A file that this user may not read is not one of these, and is refused with and without ``repair``.
 
 The owner's position has the checksum of its last record, and the log must have the same one there: an owner file of
-another directory, or one that was begun anew beside an old log, would otherwise let a shortened log pass.
+another directory, or one that was begun again beside an old log, would otherwise let a shortened log pass.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class LogReader:
 
     Args:
         directory: of the shard.
-        start: the position where the loaded checkpoint ends, and the file that goes on from there; without a checkpoint
-            the log begins with its first record.
+        start: the position where the loaded checkpoint ends, and the file that continues from there; without a
+            checkpoint the log begins with its first record.
         known: the contents that the directory's owner recorded, if any.
         repair: let damage end the log instead of raising.
 
@@ -101,9 +101,9 @@ class LogReader:
             self._damaged(f"the log ends after record {count}", count)
 
     def _compare(self, count: int, chain: int, *, numbered: bool = False, start: bool = False) -> None:
-        """Raise if the owner's position cannot lie on this log, which has ``chain`` after ``count`` records.
+        """Raise if the owner's position cannot be on this log, which has ``chain`` after ``count`` records.
 
-        ``numbered``: records of this log lie here or before, which its owner knew of. ``start``: nothing before it is
+        ``numbered``: records of this log are here or before, which its owner knew of. ``start``: nothing before it is
         read, so the owner's position may not be there.
         """
         if not self._has_owner:
@@ -161,7 +161,7 @@ class LogReader:
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """Return the record at which the next file goes on; records of a replaced server behind it were not
+        """Return the record at which the next file continues; records of a replaced server behind it were not
         acknowledged.
         """
         if number + 1 not in self._numbers:
@@ -175,7 +175,7 @@ class LogReader:
         return None if after is None else after.first
 
     def _may_end(self, frames: Frames, *, last: bool) -> bool:
-        """Cuts a torn tail off; true if the fault is one, and the log goes on."""
+        """Cuts a torn tail off; true if the fault is one, and the log continues."""
         where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
         old_start = frames.old and not behind  # each start began a new file, and left the tail as it was
         if not behind and frames.count >= self.known.records and (last or old_start):
