@@ -30,10 +30,10 @@ class DirectoryLike(Protocol):
         """``endpoint`` does not serve ``uids`` any more."""
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """Return the endpoint of each uid that somebody serves."""
+        """Return the endpoint of each announced uid."""
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """Return the indices that follow each prefix in the uids that somebody serves."""
+        """Return the indices that follow each prefix in the announced uids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class ProcessTrace:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Counts of what was written.
+    """Counts of the written spans.
 
     Attributes:
         spans: how many.
@@ -280,7 +280,7 @@ class _Writer:
         for ends in self._flows.values():
             for asks, serves in zip(ends.get("ask", ()), ends.get("serve", ())[-1:], strict=False):
                 yield (asks, asks.start), (serves, serves.start)
-                if not asks.failed:  # else whoever asked was gone before the answer came
+                if not asks.failed:  # else the client was gone before the answer arrived
                     yield (serves, serves.end - 1), (asks, asks.end - 1)
             for sends, receives in zip(ends.get("send", ()), ends.get("receive", ()), strict=False):
                 yield (sends, sends.start), (receives, receives.end - 1)
@@ -336,5 +336,5 @@ class _Lanes:
         return number
 
     def name(self, number: int) -> str:
-        """Return what a lane is called."""
+        """Return the name of a lane."""
         return self._names[number]

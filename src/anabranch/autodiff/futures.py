@@ -1,4 +1,4 @@
-"""A callback's value that is not there yet: told from tensors, and waited for with a bound."""
+"""Futures returned by callbacks: recognised, and waited for with a time limit."""
 
 from __future__ import annotations
 

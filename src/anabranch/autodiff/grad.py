@@ -40,7 +40,7 @@ def get_grad_managers() -> list[Grad]:
 
 
 class Grad:
-    """One differentiation session: entered, told what to differentiate by, called once with the roots.
+    """One differentiation session: enter it, name the tensors to differentiate by, call it once with the roots.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> with Grad().wrt(x, callback=lambda tensor, grad: print(grad)) as grad:
@@ -68,7 +68,7 @@ class Grad:
             raise ValueError(f"an open session is already called {name!r}; leave it first, or choose another name")
         self._name = name
         self._inputs: list[Tensor | GradientEdge] = []
-        self._leaves: list[Tensor] = []  # those of them that are made to require a gradient until the session ends
+        self._leaves: list[Tensor] = []  # those on which requires_grad is set until the session ends
         self._given: dict[int, Tensor | weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None

@@ -1,4 +1,4 @@
-"""``GradManager``: a training loop's gradients, each handed to callbacks the moment it is final.
+"""``GradManager``: passes each gradient of a training loop to callbacks as soon as it is final.
 
 ::
 
@@ -252,7 +252,7 @@ class GradManager:
             slot.aside = self._sweep.set_grad_aside(leaf)
 
     def _resolve(self) -> list[Tensor]:
-        """Collect the callbacks' last results, every future waited for, before anything is written."""
+        """Wait for all futures and collect the callbacks' final results, before anything is written."""
         deadline: Deadline | None = None
         results: list[Tensor] = []
         for value in self._sweep.values:

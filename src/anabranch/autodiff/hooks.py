@@ -162,13 +162,13 @@ def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]
 def watch_node(
     node: Node, call: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
 ) -> RemovableHandle:
-    """Call with the final gradients of a node's outputs before it runs; what is returned replaces them."""
+    """Call with the final gradients of a node's outputs before it runs; the result replaces them."""
     return node.register_prehook(call)
 
 
 @contextmanager
 def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
-    """Collect what the modules return while the block runs, under the names given.
+    """Collect the modules' outputs while the block runs, by the given names.
 
     >>> layer = nn.Identity()
     >>> with record_outputs({"layer": layer}) as outputs:

@@ -62,7 +62,7 @@ class IsolatedCall:
 
 
 def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]) -> tuple[IsolatedCall, object]:
-    """Run the Function on ``args``, of which those ``wanted`` get gradients; returns its graph, and what it returned.
+    """Run the Function on ``args``, of which those ``wanted`` get gradients; return its graph and its outputs.
 
     Raises:
         TypeError: ``func`` is no ``autograd.Function`` class.

@@ -72,7 +72,7 @@ def _unpack(cell: _Cell) -> Tensor:
         )
     tensor: Tensor
     tensor, version = cell  # type: ignore[assignment]
-    # torch itself checks only what is saved without hooks.
+    # torch itself checks only tensors saved without hooks.
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,4 +1,4 @@
-"""``fit``: does what was saved fit what it is loaded into? Every difference, in one message."""
+"""``fit``: checks that saved tensors fit those they are loaded into, with all differences in one message."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
       differs: weight is (3,) float32 in the checkpoint, (2,) float32 here
 
     Args:
-        expected: what is there to be loaded into.
-        found: what the checkpoint has.
+        expected: the tensors to load into.
+        found: the checkpoint's tensors.
         what: what both are, for the message.
     """
     problems = [f"missing: {name} {_show(expected[name])}" for name in expected if name not in found]

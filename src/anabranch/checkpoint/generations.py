@@ -91,7 +91,7 @@ def complete_generations(directory: Path) -> list[int]:
 
 
 def all_generations(directory: Path) -> set[int]:
-    """Return the generations of which there is any file, be it a left-over."""
+    """Return the generations with any file, including remains of failed saves."""
     return {generation for _, generation in _ours(directory)}
 
 
@@ -99,13 +99,13 @@ def remove_generation(directory: Path, generation: int) -> None:
     """Remove every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
     doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
     for name in sorted(doomed, key=lambda name: not _MANIFEST.fullmatch(name)):
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder of such a name is nobody's to empty
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder with this name must not be emptied
             (directory / name).unlink()
         fault_point("checkpoint.removed")
 
 
 def set_aside(path: Path) -> Path:
-    """Move ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there.
+    """Move ``path`` into the folder ``set-aside`` next to it, with an unused name.
 
     Raises:
         CheckpointError: the folder cannot be made; nothing was moved.
@@ -134,7 +134,7 @@ def set_generation_aside(directory: Path, generation: int) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make ``directory`` and what is missing above it, durably."""
+    """Create ``directory`` and its missing parents, durably."""
     if directory.is_dir():
         return
     make_directory(directory.parent)

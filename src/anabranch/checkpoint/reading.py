@@ -38,7 +38,7 @@ class Checkpoint:
 
     Attributes:
         step: how far training was.
-        state: what was saved beside the tensors.
+        state: the saved state other than tensors.
         path: the directory, or that of a storage.
         generation: its serial number there; ``read(path, generation=...)`` finds this one again.
     """

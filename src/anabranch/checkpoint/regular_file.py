@@ -30,15 +30,15 @@ _LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.
 
 
 class Unreadable(CheckpointError):
-    """A file that is there and that this process cannot open, which tells nothing of what it holds."""
+    """A file that exists but cannot be opened by this process, so that its content is unknown."""
 
 
 def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open the regular file at ``path`` for reading, as ``open`` does, without waiting for anybody.
+    """Open the regular file at ``path`` for reading, like ``open``, without ever blocking.
 
     Raises:
         Unreadable: it may not be read by this user, or not now.
-        CheckpointError: it is not there, or is not a regular file; says what is there instead.
+        CheckpointError: it does not exist, or is not a regular file; says what it is.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""State as JSON, exactly: what a program remembers beside its tensors, written so that it comes back as it was.
+"""State as JSON, exactly: a program's non-tensor state, written so that it is restored unchanged.
 
 JSON alone forgets: ints as keys, tuples, bytes, infinities, whether a dict was ordered. What it cannot say is written
 as an object with one key that starts with ``$``::

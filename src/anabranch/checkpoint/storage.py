@@ -53,7 +53,7 @@ class Storage:
         url: as ``fsspec`` takes it; ``str()`` and messages leave a user and password in it out.
 
     Raises:
-        ValueError: no file system has such a URL.
+        ValueError: no file system supports this URL.
         ModuleNotFoundError: the file system's package is not installed.
         NoAnswer: from the methods, if the store does not answer.
     """
@@ -176,7 +176,7 @@ class Storage:
     # A generation as a whole.
 
     def generations(self) -> set[int]:
-        """Return the generations of which there is any file, be it a left-over."""
+        """Return the generations with any file, including remains of failed saves."""
         return {number for name in self.names() if (number := generation_of(name)) is not None}
 
     def complete(self) -> list[int]:
@@ -194,7 +194,7 @@ class Storage:
                 self.put(data_path(folder, group, local), data_path(folder, group, generation).name)
             self.put(manifest_path(folder, local), manifest)
         except NoAnswer:
-            raise  # what was sent may still arrive; left-overs go with the next save
+            raise  # a transfer may still complete; the next save removes the remains
         except Exception:
             with suppress(CheckpointError):
                 self._remove(generation)
@@ -247,7 +247,7 @@ def as_place(given: object, name: str = "path") -> Place:
 
 
 class Mirror:
-    """A temporary folder with what was downloaded; it is removed with the last checkpoint that was read from it."""
+    """A temporary folder for downloads; it is removed with the last checkpoint read from it."""
 
     def __init__(self, top: Storage) -> None:
         self._folder = tempfile.mkdtemp(prefix="anabranch-checkpoint-")

@@ -255,7 +255,7 @@ def _ask_directory(directory: str, experts: int, host: str | None) -> None:
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:
-    """Say that an option stands behind the script, if it was not given before it."""
+    """Warn about an option after the script, if it was not given before it."""
     for name, absent in missing.items():
         if absent and any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
             tell(f"{name} comes after {script}, so the script gets it; options of `anabranch run` go before the script")
@@ -274,6 +274,6 @@ def _log_directory(wanted: Path | None) -> Path:
 
 
 def _can_draw() -> bool:
-    """Tell whether the terminal, if there is one, understands more than text."""
+    """Return True if there is a terminal that supports more than text."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"

@@ -61,7 +61,7 @@ _Heartbeat = Annotated[
 
 
 def _said(metavar: str, says: str) -> typer.models.OptionInfo:
-    """Return an option whose absence means that nothing is said."""
+    """Return an option that is unset by default."""
     option: typer.models.OptionInfo = typer.Option(metavar=metavar, help=says, show_default=False)
     return option
 

@@ -45,9 +45,9 @@ def status(
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Use TCP without certificates.")] = False,
 ) -> None:
-    """Show the processes of a job on this machine: which run, which are frozen or gone, and who waits for whom.
+    """Show the processes of a job on this machine: which run, which are frozen or gone, and which wait for which.
 
-    Exit code: 0, 1 if --address does not answer, or 2 if there is no such job.
+    Exit code: 0, 1 if --address does not answer, or 2 if the job does not exist.
     """
     if address and job is not None:
         raise typer.BadParameter("name a job or --address, not both", param_hint="JOB")

@@ -97,7 +97,7 @@ def recv(rank: int, token: Tensor | None = None, *, timeout: float = _TIMEOUT) -
 
     Args:
         rank: a rank of the job other than this one.
-        token: what a ``send`` before this returned: then a backward that reaches this reaches that too.
+        token: the result of an earlier ``send``: then a backward that reaches this one reaches that too.
         timeout: seconds that the operation may take, and its backward.
 
     Returns:
@@ -161,7 +161,7 @@ class _Reduction:
         return tensor
 
     def scale(self, tensor: Tensor) -> Tensor:
-        """Return the mean, in place, of what is the sum, if that is requested."""
+        """Turn the sum into the mean in place, if requested."""
         return tensor.div_(dist.get_world_size(self.group)) if self.op == "mean" else tensor
 
 

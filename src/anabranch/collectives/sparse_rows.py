@@ -145,7 +145,7 @@ class SparseGradient:
         ).coalesce()
 
     def clear(self) -> None:
-        """Forgets what was taken."""
+        """Discard the collected rows."""
         self._parts.clear()
         self.has_dense = False
         self._merged = self._counts = self._pending = None

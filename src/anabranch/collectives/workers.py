@@ -78,7 +78,7 @@ class Workers:
     """A process group whose waits are bounded and name the missing ranks; a context manager.
 
     Args:
-        group: the process group; ``None`` is the job's, initialised here from the usual environment when nobody has.
+        group: the process group; ``None`` is the job's, initialised from the usual environment if necessary.
         device: where the tensors live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
         heartbeat: seconds between two checks of the other ranks.
@@ -215,7 +215,7 @@ class Workers:
         flow: spans.Flow = "meet", f"{self._name}/{number}"
         spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
-    # Waits, and what they end with.
+    # Waits and their outcomes.
 
     def check_present(self) -> None:
         """Check that every rank is still there, for a caller that waits for the others in another way.
@@ -266,7 +266,7 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End what was started here: the beats, and the process group if it was initialised here."""
+        """Stop the beats, and destroy the process group if it was initialised here."""
         if self._beats is not None:
             self._beats.close()
         if self._has_left_work or self._watch.has_lost:

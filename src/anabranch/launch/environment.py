@@ -1,4 +1,4 @@
-"""The environment of a process: torchrun's variables, so that a script runs alike under either, and where
+"""The environment of a process: torchrun's variables, so that a script runs the same under either, and where
 the services of the job are.
 """
 

@@ -50,7 +50,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
 
 
 def _meet(job: Job) -> None:
-    """Initialise ``torch.distributed`` if nobody has."""
+    """Initialise ``torch.distributed`` unless it is initialised."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -96,7 +96,7 @@ class JobFile:
         return {str(at): f"{role} {rank}" for (role, rank), entry in self._roles.items() if (at := entry["endpoint"])}
 
     def ended(self) -> None:
-        """Record the end of the job, if any of it had begun."""
+        """Record the end of the job, if any process had started."""
         if self._roles:
             self._write(self._clock())
 

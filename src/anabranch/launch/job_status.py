@@ -1,4 +1,4 @@
-"""A job's processes as they are now, read from its ``job.json``, from ``/proc`` and from what they leave there.
+"""The current state of a job's processes, read from ``job.json``, ``/proc`` and the processes' status files.
 
 Nothing is asked of the processes themselves, so a frozen one is not a reason to wait.
 """
@@ -58,10 +58,10 @@ class RoleStatus:
             gone, or else those that do not wait themselves.
         waiting_seconds: how long it has waited.
         waiting_limit: after how many seconds it gives up, if that is known: the executor's ``timeout``.
-        operation: what it waits in.
-        doing: what a worker is at beside steps, as a sentence continues: ``"is fetching a batch from its loader"``.
+        operation: the operation in which it waits.
+        doing: a worker's activity outside steps, as the rest of a sentence: ``"is fetching a batch from its loader"``.
         doing_seconds: for how long.
-        service: what a server tells of itself: ``requests``, ``bytes``, a queue, ...; totals since it started,
+        service: a server's own counts: ``requests``, ``bytes``, a queue, ...; totals since it started,
             ``uptime`` seconds ago.
         loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
         crossed: of a worker, the bytes that have crossed each boundary.
@@ -121,7 +121,7 @@ class JobStatus:
         loss: the newest of rank 0 that was read.
         curve: its losses from the first step on, in at most 65 means.
         pace: optimizer steps a second of rank 0 over the run, in at most 65 means of equally long times.
-        saved: where the newest checkpoint lies that rank 0 wrote.
+        saved: the path of the newest checkpoint written by rank 0.
         steps_per_second: of rank 0, while it runs and does not wait.
     """
 
@@ -158,7 +158,7 @@ def status_of(folder: Path) -> JobStatus:
 def job_of(
     found: Sequence[tuple[RoleStatus, Mapping[str, Any]]], started: float | None, ended: float | None
 ) -> JobStatus:
-    """Return the job of these processes, each with what it told of itself."""
+    """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in found]
     waits = {role.name: wait for role, (_, facts) in zip(roles, found, strict=True) if (wait := _wait_of(role, facts))}
     first = next((role for role in roles if role.name == "worker 0"), None)
@@ -235,7 +235,7 @@ def _read_role(
 
 
 def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
-    """Return what the process has left, unless another has that stood in its place before."""
+    """Return the process's status file, unless it was written by its predecessor."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -281,7 +281,7 @@ def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
 
 
 def _wait_of(role: RoleStatus, facts: Mapping[str, Any]) -> WaitOfRole | None:
-    """Return the longest wait of a process that runs; a frozen one waits for nobody."""
+    """Return the longest wait of a running process; a frozen one does not wait."""
     if role.state != "running" or not facts.get("waits"):
         return None
     wait = facts["waits"][0]
@@ -313,6 +313,6 @@ def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
 
 
 def _holding_up(names: Sequence[str], roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> Sequence[str]:
-    """Return those of ``names`` that do not run, or else that wait for nobody, or else all."""
+    """Return those of ``names`` that do not run, or else those that do not wait, or else all."""
     absent = {role.name for role in roles if role.state not in ("running", "waiting")}
     return [name for name in names if name in absent] or [name for name in names if name not in waits] or names

@@ -94,7 +94,7 @@ def launch(
 
     Args:
         script: the Python file.
-        arguments: what it finds in ``sys.argv[1:]``.
+        arguments: its ``sys.argv[1:]``.
         is_module: whether ``script`` is the name of a module, which is found as ``python -m`` finds it.
         workers: how many workers; at least 1.
         servers: how many parameter servers.
@@ -108,7 +108,7 @@ def launch(
         live: show rank 0's output on this process's stdout and stderr, too.
         picture: show below it, where that is a terminal, how the job is; the job's scripts then draw no progress.
         verbose: show there, too, the tracebacks of rank 0 that only say that another rank was lost, or Ctrl-C.
-        environment: what the workers' environment is made from; ``os.environ`` by default.
+        environment: the base of the workers' environment; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
         seconds: end the job after this time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
@@ -369,7 +369,7 @@ class _Stopping:
         self.stopped: signal.Signals | None = None
 
     def stop(self, number: signal.Signals, again: bool) -> None:
-        """Take a signal that has come."""
+        """Handle a received signal."""
         if not again and self.may_lose:
             return
         rendezvous = () if self.rendezvous is None else (self.rendezvous,)
@@ -402,10 +402,10 @@ class _Starter:
     Args:
         server: forks them.
         tell: called with each line that a user should see at once.
-        job_file: is told of each.
+        job_file: records each.
 
     Attributes:
-        sessions: those of all that it has started.
+        sessions: those of all processes it has started.
     """
 
     def __init__(self, server: ForkServer | None, tell: Callable[[str], None], job_file: JobFile) -> None:

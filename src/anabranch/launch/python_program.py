@@ -27,7 +27,7 @@ class PythonProgram:
 
     Attributes:
         target: the path of a file, or the name of a module.
-        arguments: what it finds in ``sys.argv[1:]``.
+        arguments: its ``sys.argv[1:]``.
         is_module: whether ``target`` names a module.
         looks_here: whether a module is looked for in the current directory first, as ``python -m`` does.
     """
@@ -77,7 +77,7 @@ class PythonProgram:
 
     @property
     def is_source(self) -> bool:
-        """Tell whether it is a module or a file of Python source: no directory, archive or compiled file."""
+        """Return True for a module or a Python source file, not for a directory, archive or compiled file."""
         path = Path(self.target)
         return self.is_module or (path.is_file() and path.suffix != ".pyc" and not zipfile.is_zipfile(path))
 

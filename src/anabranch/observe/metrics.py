@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus: the counts of a server of experts, parameters or names, read when somebody asks.
+"""``/metrics`` for Prometheus: the counts of a server of experts, parameters or names, read on request.
 
 Nothing is counted twice and nothing is counted for nobody: a server keeps its statistics in any case, and this page
 translates them. It is plain HTTP and says nothing but counts; it listens on the loopback unless told otherwise.

@@ -16,7 +16,7 @@ __all__ = ["assert_same_gradients"]
 def assert_same_gradients(
     module_a: nn.Module, module_b: nn.Module, batch: Structure, *, tolerance: float = 0.0
 ) -> None:
-    """Run both modules forward and backward on ``batch``; what they give must be equal.
+    """Run both modules forward and backward on ``batch``; their results must be equal.
 
     Both start from the same random numbers. Compared are the outputs, the gradients of the floating-point tensors in
     ``batch``, and those of parameters, by name. Neither ``.grad`` nor ``batch`` is changed; buffers move as in any

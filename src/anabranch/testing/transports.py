@@ -23,7 +23,7 @@ _PATIENCE = 5.0
 
 
 class LossyTransport:
-    """A network that fails as it is told; see ``anabranch.transport.Transport``.
+    """A network that fails on demand; see ``anabranch.transport.Transport``.
 
     >>> from anabranch.transport import Client, Deadline, Request, Server, Verb
     >>> network = MemoryTransport()

@@ -44,7 +44,7 @@ class TraceFile:
 
 
 def is_packed(start: bytes) -> bool:
-    """Tell whether a file that begins so is packed by gzip, as the traces of ``torch.profiler`` may be."""
+    """Return True if a file with this beginning is compressed by gzip, as traces of ``torch.profiler`` may be."""
     return start.startswith(_PACKED)
 
 

@@ -49,7 +49,7 @@ class Answers:
 
     @contextmanager
     def given_again(self) -> Iterator[None]:
-        """Answer a block with what was noted; nothing is crossed.
+        """Answer the crossings of a block with the recorded answers; nothing is sent.
 
         Raises:
             AnswersDiffer: it requests something else, or for less.
@@ -77,7 +77,7 @@ class Answers:
     def note_backward(
         self, boundary: Boundary, gradients: Sequence[Tensor | None], found: Sequence[Tensor | None]
     ) -> None:
-        """Keep the gradients that came back."""
+        """Record the received gradients."""
         self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
 
     def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
@@ -129,7 +129,7 @@ def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -
 
 class _OfThread(threading.local):
     answers: Answers | None = None
-    depth = 0  # boundaries that it is in the middle of: what one crosses inside is part of its answer
+    depth = 0  # boundaries in progress: crossings inside one are part of its answer
 
 
 _own = _OfThread()

@@ -100,7 +100,7 @@ def current_tracer() -> Tracer | None:
 
 
 def outside_tracing() -> AbstractContextManager[None]:
-    """Return a block whose operations are real ones even during a capture: asking what a graph must know."""
+    """Return a block whose operations are executed even during a capture, to request facts for the graph."""
     tracer = _capturing.tracer
     return nullcontext() if tracer is None else tracer.outside()
 
@@ -127,7 +127,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
             every recording session's sweep does.
 
     Raises:
-        CaptureError: somebody else than this package traces the model.
+        CaptureError: a tracer other than this package traces the model.
     """
     if torch.compiler.is_dynamo_compiling():
         return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ class _Crossing(torch.autograd.Function):
         ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
-        # Tells "no gradient" from zeros: an output that nobody used costs the remote side nothing.
+        # Distinguishes "no gradient" from zeros: an unused output costs the remote side nothing.
         ctx.set_materialize_grads(False)
         return tuple(crossed.outputs)
 

@@ -28,9 +28,9 @@ class Crossed:
 
     Attributes:
         outputs: memory of their own, not shared with an input.
-        state: what backward needs beside the inputs; let go when backward has run, or when nobody can request it.
+        state: the values that backward needs in addition to the inputs; freed when backward has run or is impossible.
         no_gradient: which outputs have none.
-        fresh: the outputs are known to be in contiguous memory that was made for them: nobody has to look.
+        fresh: the outputs are known to be in newly allocated contiguous memory, so no check is needed.
     """
 
     outputs: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""Conditions under which a process of a job cannot be forked: what it needs is settled before its first line runs.
+"""Conditions under which a process cannot be forked, because its settings take effect before its first line runs.
 
 A fork has the fork server's interpreter, libraries and everything that those read from the environment when they were
 loaded. So a process whose environment says otherwise there is started as a plain one, and so are the processes of a job

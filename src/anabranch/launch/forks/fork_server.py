@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def threads() -> int:
-    """Return the number of threads of this process, those of C libraries included."""
+    """Return the number of threads of this process, including those of C libraries."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -1,4 +1,4 @@
-"""Make a fork of the fork server a process that its script cannot tell from one that was started for it."""
+"""Turns a fork of the fork server into a process that looks like a newly started one to its script."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ForkedProcess:
             os.close(descriptor)
 
     def refuse(self, why: str) -> None:
-        """Tell the launcher, if it is still there, that there will be no such process."""
+        """Tell the launcher, if it is still alive, that the process was not created."""
         with suppress(OSError):
             os.write(self.report, f"error {why}".encode())
 
@@ -111,7 +111,7 @@ class ForkedProcess:
         os.close(self.report)
 
     def run(self) -> None:
-        """Run the program; what it raises is for the interpreter, as anywhere."""
+        """Run the program; exceptions go to the interpreter, as usual."""
         run_as_main(self.program)
 
     def _tie_to_launcher(self) -> None:

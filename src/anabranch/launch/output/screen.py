@@ -43,18 +43,18 @@ _LATE_ANSWERS = 64
 
 
 class Screen:
-    """Has copied what one worker writes to this process's stdout and stderr, and to a log; a context manager.
+    """Copies one worker's output to this process's stdout and stderr, and to a log; a context manager.
 
-    Leaving it copies what has come until then.
+    Leaving it copies all pending output.
 
     Args:
         log: the file, made again.
-        goes_on: keep what is in it.
+        goes_on: keep its content.
         pictures: whether ``draw`` is to be used; on a terminal alone.
 
     Attributes:
-        stdout: what the worker gets as its stdout.
-        stderr: what the worker gets as its stderr.
+        stdout: the worker's stdout.
+        stderr: the worker's stderr.
         log: the path of the log.
         pidfd: of the copier; readable when that has ended, and ``revive`` is due.
     """
@@ -121,7 +121,7 @@ class Screen:
 
     @contextmanager
     def unattended(self) -> Iterator[None]:
-        """While the block runs the screen is left alone: what comes goes to the log, and this process stands still."""
+        """While the block runs, output goes only to the log, and this process is stopped."""
         self._order(copier.HIDE)
         try:
             yield
@@ -130,7 +130,7 @@ class Screen:
             self.fit()
 
     def finish_line(self) -> None:
-        """Show what has come, and go to a new line if the worker left one unfinished, a progress bar say."""
+        """Show pending output, and start a new line if the worker left one unfinished, such as a progress bar."""
         self._order(copier.FINISH_LINE)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -34,16 +34,16 @@ def run(
 
     Args:
         script: the Python file, below the current directory, which is shipped to the nodes.
-        args: what it finds in ``sys.argv[1:]``.
+        args: its ``sys.argv[1:]``.
         workers: how many workers.
         servers: how many parameter servers.
         experts: how many processes that serve experts.
         address: ``HOST:PORT`` of the head node; by default ``RAY_ADDRESS``, or a cluster of this machine.
-        resources: what each role asks of Ray, such as ``{"worker": {"CPU": 2, "GPU": 1}}``.
+        resources: the Ray resources of each role, such as ``{"worker": {"CPU": 2, "GPU": 1}}``.
         max_restarts: how often a job that fails is restarted.
 
     Raises:
-        ValueError: invalid numbers or resources, or no such script.
+        ValueError: invalid numbers or resources, or a script that does not exist.
         RayError: the cluster cannot be reached, or cannot run the job; names the cure.
         ModuleNotFoundError: without the extra ``ray``.
     """

@@ -45,10 +45,10 @@ def import_ray() -> ModuleType:
 def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
     """Be connected to the cluster at ``address``, to which the current directory is shipped.
 
-    A connection that is there already is used, with what it ships, and stays.
+    An existing connection is used, with the files it ships, and is kept open.
 
     Raises:
-        RayError: nobody answers there, or a Ray of another version.
+        RayError: nothing answers there, or it is another version of Ray.
     """
     if ray.is_initialized():
         yield

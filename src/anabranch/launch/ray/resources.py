@@ -34,7 +34,7 @@ def parse_resources(text: str) -> Resources:
 
 
 def check_resources(found: object) -> None:
-    """Raise a ``ValueError`` for what is not resources."""
+    """Raise a ``ValueError`` for invalid resources."""
     if not isinstance(found, Mapping) or not all(
         role in _ROLES
         and isinstance(wanted, Mapping)

@@ -1,7 +1,7 @@
 """A job that failed is run again from its last complete checkpoint, which its script finds where it saved it.
 
 All of it is: workers that lost a step together with a server go back together. Parameter servers begin empty, so that
-what they hold is what the script loads; a script that loads nothing begins at the beginning.
+what they hold is what the script loads; a script that loads nothing starts from the beginning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["run_attempts"]
 
 
 def run_attempts(attempt: Callable[[int], JobOutcome], max_restarts: int, tell: Callable[[str], None]) -> JobOutcome:
-    """Call ``attempt`` with 0, and again with the next number as long as it fails by itself and restarts are left.
+    """Call ``attempt`` with 0, and again with the next number as long as it fails on its own and restarts are left.
 
     Raises:
         ValueError: a number of restarts below 0.

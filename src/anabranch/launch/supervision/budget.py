@@ -45,7 +45,7 @@ class RestartBudget:
 
     @classmethod
     def parse(cls, text: str) -> RestartBudget:
-        """Return that of ``"N/SECONDSs"``.
+        """Return the budget for ``"N/SECONDSs"``.
 
         >>> str(RestartBudget.parse("3/600s"))
         '3/600s'

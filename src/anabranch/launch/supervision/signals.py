@@ -28,7 +28,7 @@ __all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "hold_signals"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
 
-_CARRIER = signal.SIGRTMIN + 7  # any that nobody else uses
+_CARRIER = signal.SIGRTMIN + 7  # any that is unused
 _SI_KERNEL = 0x80
 _JOIN_SECONDS = 10.0
 
@@ -37,7 +37,7 @@ _held: frozenset[int] = frozenset()
 
 
 class Stopped(BaseException):
-    """A signal ends the job before it has begun; no ``Exception``, so that nobody takes it for a failure of his."""
+    """A signal ends the job before it has started; not an ``Exception``, so that it is not handled as a failure."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
@@ -67,7 +67,7 @@ class SignalBox:
             self._on_stop(signal.Signals(number), again)
 
     def call_on_stop(self, act: Callable[[signal.Signals, bool], None]) -> None:
-        """Call ``act`` with each stopping signal, and whether it is another request beside the first one's.
+        """Call ``act`` with each stopping signal, and whether it is a new request after the first.
 
         It is called in the handler, wherever the program is: a loop that is busy, or has not begun, would see to the
         signal late. For signals that have come before, it is called now.
@@ -172,7 +172,7 @@ def inherited_mask() -> list[int]:
 
 
 def stand_still() -> None:
-    """Do what SIGTSTP does by itself; returns when the shell lets this process continue (``fg``, ``bg``).
+    """Stop like the default action of SIGTSTP; returns when the shell lets this process continue (``fg``, ``bg``).
 
     At once where there is no shell that could: the kernel knows, and does nothing.
     """

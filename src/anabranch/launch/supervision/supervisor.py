@@ -56,7 +56,7 @@ class Looker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds that the launcher waits for processes to end by themselves.
+    """Seconds that the launcher waits for processes to end on their own.
 
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
@@ -134,7 +134,7 @@ class Supervisor:
         start: restarts one.
         returns: called when one has ended that is to be restarted.
         screen: rank 0's output, if it is shown.
-        lookers: they tell the user what they see.
+        lookers: report their observations to the user.
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
@@ -251,7 +251,7 @@ class Supervisor:
         return recipe.restarts.take()
 
     def _bring_back(self, selector: selectors.BaseSelector) -> None:
-        """Start the services again whose pause is over, if anybody still needs them."""
+        """Restart the services whose pause is over, if they are still needed."""
         now = time.monotonic()
         due = [service for moment, service in self._returning if moment <= now]
         self._returning = [(moment, service) for moment, service in self._returning if moment > now]
@@ -263,7 +263,7 @@ class Supervisor:
             self._watch(selector, successor)
 
     def _fail(self, process: RoleProcess) -> None:
-        """End the job because of ``process``: the others have a moment to say what they saw."""
+        """End the job because of ``process``, after giving the others a moment to report."""
         if self._failed:
             return
         self._failed = True
@@ -279,7 +279,7 @@ class Supervisor:
             self._workers.end_by(now + self._patience.failure + self._patience.stop)
 
     def _stop_services(self) -> None:
-        """Asks them to finish what they are at, to save, and to end: nobody is left to ask them anything."""
+        """Request that they finish, save and exit: no worker is left to call them."""
         self._service_ending.send(signal.SIGTERM)
         hurried = self._failed or self.timed_out or self.interrupted not in (None, signal.SIGTERM)
         patience = self._patience.stop if hurried else self._patience.drain
@@ -308,7 +308,7 @@ class Supervisor:
                 self._workers.end_by(time.monotonic() + patience)
 
     def _pause(self) -> None:
-        """Ctrl-Z: this process stands still, and nothing that it has started."""
+        """Ctrl-Z: stop only this process, not those that it has started."""
         seen = f"; meanwhile the output of rank 0 goes to {self._screen.log}" if self._screen else ""
         self._tell(f"the launcher is paused and the job continues{seen}. `fg` brings the screen back")
         with self._screen.unattended() if self._screen else nullcontext():

@@ -84,7 +84,7 @@ class RoleProcess:
         self.pidfd = os.pidfd_open(self.pid)
 
     def _describe(self, recipe: Recipe, restarted: int) -> None:
-        """Set what is known of a process before it starts."""
+        """Set the facts about a process that are known before it starts."""
         self.recipe = recipe
         self.restarted = restarted
         self.role = recipe.role
@@ -145,7 +145,7 @@ class RoleProcess:
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; a frozen worker is woken to see it.
 
-        To the worker alone, not to what it started: one that finishes its step first still needs its DataLoader.
+        Only to the worker, not to its child processes: one that finishes its step first still needs its DataLoader.
         """
         if not self.running:
             return
