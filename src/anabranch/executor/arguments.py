@@ -1,4 +1,4 @@
-"""The arguments of ``Executor`` beside its steps, checked: each mistake is named before anything is started."""
+"""Checks the arguments of ``Executor`` other than its steps, before anything is started."""
 
 from __future__ import annotations
 

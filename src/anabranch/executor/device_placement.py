@@ -6,7 +6,7 @@
                                v         │
     cuda:1:                 [ encoder ]──┘          devices={"encoder": "cuda:1"}
 
-A placed module takes its inputs from wherever they are and hands its outputs back to the device around it, so the rest
+The inputs of a placed module are moved to its device and its outputs back to the surrounding device, so the rest
 of the model need not know. The tape records the transfers, and a captured graph has them as nodes.
 """
 
@@ -63,7 +63,7 @@ class DevicePlacement:
 
     @staticmethod
     def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
-        """Return the device that batches are moved to: that of the modules that were not placed."""
+        """Return the device for batches: that of the modules that were not placed."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in devices):
@@ -71,7 +71,7 @@ class DevicePlacement:
         return tensors[0][1].device if tensors else torch.device("cpu")
 
     def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
-        """Move what is in the module of this name, and in no other placed one within it."""
+        """Move the contents of the module of this name, without other placed modules inside it."""
         device = self._wanted[name]
         for inner, module in modules.items():
             if self._prefix(f"{inner}.") == name:

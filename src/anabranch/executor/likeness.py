@@ -3,9 +3,9 @@
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
 are. Each worker describes its models and optimizers in lines of text; the lines are exchanged once and compared.
 
-Compared is what the update is made of: the class of an optimizer, the names in each group, and the settings of the
-group that are plain values. Left out are flags that choose among implementations of one update, and the learning rates
-of later steps, which are the schedulers' business.
+It compares everything that determines the update: the class of an optimizer, the names in each group, and the settings
+of the group that are plain values. Left out are flags that choose among implementations of one update, and the learning
+rates of later steps, which are the schedulers' business.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes
     by_row = {route.tensor for route in routes.at(Place.ROWS)}
     unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
     with torch.no_grad():
-        # What is sent is memory, so a parameter with gaps, or in another order, is sent as a copy.
+        # Memory is sent, so a parameter with gaps, or in another order, is sent as a copy.
         sent = [parameter.detach().contiguous() for parameter in unique]
         workers.broadcast(sent, operation="broadcast of parameters")
         for parameter, value in zip(unique, sent, strict=True):

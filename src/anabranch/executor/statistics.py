@@ -1,4 +1,4 @@
-"""Counts of what an executor has done, as a frozen record."""
+"""Counters of an executor, as a frozen record."""
 
 from __future__ import annotations
 

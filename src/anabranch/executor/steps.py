@@ -1,4 +1,4 @@
-"""The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` only looks.
+"""The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` does not.
 
 They are descriptions: checked when they are made, run by the executor, holding no state of their own.
 """
@@ -44,7 +44,7 @@ Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 
 
 class StepDescription:
-    """An object whose attributes are given once: graphs hold what they said when they were captured."""
+    """An object with immutable attributes, because captured graphs depend on them."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
@@ -65,7 +65,7 @@ def _fixed(step: object, name: str) -> str:
 class TrainStep(StepDescription):
     """One training step: forward, loss, backward, and the optimizers' update.
 
-    Its attributes, named as the arguments are, can be read and not changed: to train otherwise, make a new one.
+    Its attributes have the names of the arguments and are read-only: to change one, create a new step.
 
     >>> import torch
     >>> model = nn.Linear(4, 1)
@@ -81,36 +81,36 @@ class TrainStep(StepDescription):
             with ``"loss"`` (its other tensors are returned), or an object with ``.loss``. For a ``Pipe``
             it is ``loss(output, target)``, a scalar, and batches are ``(x, target)``, ``(x, y, target)``, or a mapping
             of keyword inputs with the target under ``"target"``. A loss that is a module (or a method of one) with
-            parameters or buffers of its own is trained, saved and loaded beside the model, its names behind ``loss.``.
+            parameters or buffers of its own is trained, saved and loaded with the model, with the prefix ``loss.``.
         optimizer: one, or several over disjoint parameters of ``model``.
-        reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches weigh by
-            their rows; ``"sum"`` when it is a sum: their gradients add up.
-        scheduler: one or several, each of one of the optimizers; they step once an optimizer step.
+        reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches are
+            weighted by their rows; ``"sum"`` when it is a sum: gradients are added.
+        scheduler: one or several, each for one of the optimizers; they step once per optimizer step.
         clip_grad_norm: the largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` clips;
-            sparse gradients count and are clipped too.
+            sparse gradients are included.
         accumulate: optimizers and schedulers step on every ``accumulate``-th run.
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
         precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
             ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
             skips steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
-        skip_nonfinite: what becomes of a step whose gradients hold NaN or an infinity. ``False``: it raises
-            ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers alike
-            (``Executor.statistics().skipped_steps``); ``None``: nobody looks, and it is applied as a plain loop would.
+        skip_nonfinite: how to handle a step whose gradients hold NaN or an infinity. ``False``: it raises
+            ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers
+            (``Executor.statistics().skipped_steps``); ``None``: there is no check, and it is applied as in a plain
+            loop.
         clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
-        on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the gradients that
-            live here by their parameters' names, averaged over workers and accumulated batches, to read or to change
-            in place.
-        flush: what becomes of an accumulation window that the end of a bound loader's epoch leaves short: ``"keep"``
-            continues with it in the next epoch, ``"step"`` lets the optimizers step on it after the epoch's last batch,
-            ``"drop"`` forgets it.
+        on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the local gradients
+            by parameter name, averaged over workers and accumulated batches, to read or to change in place.
+        flush: how to handle an accumulation window that is incomplete at the end of a loader's epoch: ``"keep"``
+            continues it in the next epoch, ``"step"`` takes an optimizer step after the epoch's last batch, ``"drop"``
+            discards it.
         activation_budget: the most memory that forward and backward may have allocated at once, in bytes or as
             ``"2GiB"``: activations and gradients, not parameters, optimizer state and batches. The step then runs as a
-            graph that computes as much again as it takes to fit.
+            graph that recomputes as much as necessary to fit.
 
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
         ValueError: a model without parameters, an optimizer of another model's parameters, two that share one, a
-            scheduler of none of the optimizers, a lazy layer that has not seen a batch, or a number out of range.
+            scheduler for none of the optimizers, a lazy layer without a shape, or a number out of range.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class TrainStep(StepDescription):
 class EvalStep(StepDescription):
     """One evaluation: the model in eval mode, without gradients, its modes restored afterwards.
 
-    Its attributes can be read and not changed, as a ``TrainStep``'s.
+    Its attributes are read-only, like those of a ``TrainStep``.
 
     >>> model = nn.Linear(4, 1)
     >>> step = EvalStep(model, lambda model, batch: {"prediction": model(batch)})
@@ -239,7 +239,7 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
 
 
 def _bytes(name: str, given: object) -> int:
-    """Return a size given as a number, or as a text such as ``"512MiB"``."""
+    """Return a size given as a number, or as a string such as ``"512MiB"``."""
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None

@@ -1,4 +1,4 @@
-"""The engine of ``engine="auto"``: the tape, until a graph has shown on real batches that it is right and faster.
+"""The engine of ``engine="auto"``: the tape, until a graph has been shown on real batches to be equal and faster.
 
 ::
 
@@ -6,9 +6,9 @@
       ^                        └ no: stays on the tape, without a word                             and another trial
       └────────────────────────────── too many misses, or slower than the tape was ────────────────────┘
 
-Capturing takes a bounded share of the run's time. Nobody who did not request a graph waits for one: a step that is
-large, so that its kernels take the time, is left alone. The workers of a job try together: whoever wants to says so in
-the header of a run, and what one of them rejects is rejected by all.
+Capturing takes a bounded part of the run's time. Runs do not wait for a graph that was not requested: a large step,
+whose time is spent in kernels, is not captured. The workers of a job try together: a worker requests a trial in the
+header of a run, and a graph rejected by one is rejected by all.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _KEPT_TIMES = 32
 
 
 class AutoEngine:
-    """Runs one ``TrainStep`` on the tape, and as a graph once that has proved itself.
+    """Runs one ``TrainStep`` on the tape, and as a graph once that has been shown to be equal and faster.
 
     Args:
         step: what to run.
-        compile: hand the graph to Inductor, which rounds differently: results are then compared roughly.
-        capture_after: try a graph after exactly this many runs, and keep it if its bits are right, whatever the clock
-            says; ``None`` lets the clock decide.
+        compile: compile the graph with Inductor, which rounds differently: results are then compared approximately.
+        capture_after: try a graph after exactly this many runs, and keep it if it is bitwise equal, even if slower;
+            ``None`` keeps it only if it is faster.
         name: of the step, for the log.
     """
 
@@ -91,7 +91,7 @@ class AutoEngine:
         self._agreed = False
         self._rejects = False
 
-    # What the executor asks.
+    # The executor's queries.
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class AutoEngine:
 
     @property
     def tape(self) -> TapeEngine:
-        """The other engine, for a run that must be one of the tape."""
+        """The tape engine, for a run that must use it."""
         return self._tape
 
     @property
@@ -109,11 +109,11 @@ class AutoEngine:
         return self._graph.program if self._graph is not None and self._on_graph else None
 
     def stay_on_tape(self, why: str) -> None:
-        """Note that the next run is one of the tape, and why."""
+        """Record that the next run uses the tape, and why."""
         self._on_graph, self._why_not_now = False, why
 
     def explain(self) -> str:
-        """One sentence: why the last run was on the engine that it was on."""
+        """Return the reason, in one sentence, for the engine of the last run."""
         if self._on_graph and self._graph is not None:
             return self._why + self._graph.program.said_of_update
         return self._why_not_now or self._why
@@ -121,7 +121,7 @@ class AutoEngine:
     # Votes of the workers.
 
     def vote(self) -> tuple[bool, bool]:
-        """Return this worker's wish to try a graph in the next run, and its rejection of the one that was tried."""
+        """Return whether this worker wants to try a graph in the next run, and whether it rejects the tried one."""
         self._together = True
         rejects, self._rejects = self._rejects, False
         return self._is_due(ahead=1), rejects
@@ -166,7 +166,7 @@ class AutoEngine:
     def update(self) -> None:
         """Step the optimizers on what ``.grad`` holds."""
         if self._graph is None or not self._on_graph:
-            # What the optimizers replace in their own step is not a change; what was replaced before it is one.
+            # Replacements by the optimizers in their own step are not changes; earlier replacements are.
             known = self._graph is not None and self._graph.program.knows_state()
             self._tape.update()
             if known and self._graph is not None:
@@ -202,7 +202,7 @@ class AutoEngine:
                 self._graph_seconds.append(time.perf_counter() - began)
                 self._look_back()
                 return ran
-            if why is not None:  # out of the handler: the tape's error has no other behind it
+            if why is not None:  # outside the handler, so that the tape's error has no context
                 self._on_graph, self._why_not_now = False, f"this step runs on the tape: {why}"
                 return on_tape()
         self._on_graph = False
@@ -243,7 +243,7 @@ class AutoEngine:
         return True
 
     def _look_back(self) -> None:
-        """Goes back to the tape where the graph has turned out slower."""
+        """Return to the tape if the graph is slower."""
         if self._after is not None or len(self._graph_seconds) < _KEPT_TIMES or not self._tape_seconds:
             return
         if statistics.median(self._graph_seconds) > 1.02 * statistics.median(self._tape_seconds):
@@ -310,7 +310,7 @@ class AutoEngine:
             return ran
 
     def _try_gradients(self, prepared: Prepared, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Return a trial in the middle of the tape's step: optimizers that step by themselves step once."""
+        """Return a trial in the middle of the tape's step: optimizers outside the graph step once."""
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
         assert self._graph is not None
         parameters = self._graph.program.parameters
@@ -354,13 +354,13 @@ class AutoEngine:
         return ran
 
     def _prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared | None:
-        """Return a graph that may be tried on this batch; notes why there is none."""
+        """Return a graph that may be tried on this batch, or record why there is none."""
         try:
             prepared = (self._graph or self._make_graph()).prepare(batch, fetch, whole=whole)
         except CaptureError as error:
             self._refuse(str(error))
             return None
-        except (ValueError, TypeError):  # the user's mistake, which the tape meets as well
+        except (ValueError, TypeError):  # the user's mistake, which the tape raises as well
             return None
         if prepared.talks():
             self._refuse("the loss communicates with the other workers itself, which a trial would repeat", final=True)
@@ -375,10 +375,10 @@ class AutoEngine:
         ran: StepOutput,
         gradients: Mapping[Tensor, Tensor],
     ) -> float:
-        """Seconds that the graph takes over what the tape has done.
+        """Return the seconds that the graph takes to repeat the tape's step.
 
         Raises:
-            Differs: its bits are others.
+            Differs: it is not bitwise equal.
         """
         after = Snapshot(self._step.model, self._step.optimizers, prepared.args, before)
 
@@ -424,7 +424,7 @@ class AutoEngine:
         if not graph.captures_update():
             self._tape.update()
             graph.program.note_update()
-            self._update_checked = graph.program.refused_update is not None  # from now on they step by themselves
+            self._update_checked = graph.program.refused_update is not None  # from now on they step outside the graph
             return
         before = Snapshot(step.model, step.optimizers)
         self._tape.update()

@@ -1,7 +1,7 @@
 """The tape engine: a step run eagerly by PyTorch's autograd, with any model, control flow included.
 
-Gradients are passed on the moment they are final, so that their communication overlaps the rest of backward. With
-nobody to hand them to, a step is the plain PyTorch loop, call for call.
+Gradients are passed on as soon as they are final, so that communication overlaps the rest of backward. Without a
+receiver, a step is the plain PyTorch loop, call for call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TapeEngine:
         self.follow_model()
 
     def explain(self) -> str:
-        """One sentence that says why it is the engine."""
+        """Return the reason, in one sentence, for this engine."""
         return self._why
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:

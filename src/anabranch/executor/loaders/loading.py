@@ -3,8 +3,8 @@
 While a step runs, a thread fetches the next batch. It must not be seen in the numbers, so three things are made sure of
 by fetching the first two batches of an epoch in the calling thread and looking what happens:
 
-- Nothing may draw from the process's random number generators beside the training step, since the order of draws
-  would then depend on timing. The first fetch may draw (samplers take their seed then), the second may not.
+- Nothing may draw from the process's random number generators while the training step runs, since the order of draws
+  would depend on timing. The first fetch may draw (samplers draw their seed then), the second may not.
 - Nothing may change a batch that was returned: some loaders fill the same memory again and again.
 - ``iter(loader)`` is called in the calling thread always: it draws, and may fork workers.
 
@@ -89,7 +89,7 @@ class BoundLoader:
         self._rank = rank
         self._world_size = world_size
         self._position = position_of(loader, world_size)
-        # What is in a list is fetched already.
+        # The batches of a list need no fetching.
         self._in_memory = isinstance(loader, list | tuple)
         self._prefetch = prefetch and not self._in_memory
         self._usual_seconds = 0.0
@@ -116,7 +116,7 @@ class BoundLoader:
 
         Raises:
             ValueError: the loader is an iterator and has been read, or this is closed.
-            Exception: what the loader raises, as it raised it.
+            Exception: raised by the loader, unchanged.
         """
         if self._closed:
             raise ValueError("the loader is closed")
@@ -163,7 +163,7 @@ class BoundLoader:
         the end of an epoch.
 
         Raises:
-            Exception: what the loader raises.
+            Exception: raised by the loader.
         """
         if self._closed or self._ended:
             return None
@@ -212,7 +212,7 @@ class BoundLoader:
             return None
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the thread and let go of the loader's iterator; the log says so if it takes longer than ``timeout``."""
+        """End the thread and release the loader's iterator; log it if this takes longer than ``timeout``."""
         self._closed = True
         pending, self._pending = self._pending, None
         if self._thread is not None:
@@ -241,7 +241,7 @@ class BoundLoader:
 
     def _abandon(self) -> None:
         if self._pending is not None:
-            with contextlib.suppress(Exception):  # of a batch that nobody will see
+            with contextlib.suppress(Exception):  # of a discarded batch
                 self._received()
         self._reset()
 
@@ -294,7 +294,7 @@ class BoundLoader:
         self._pending = self._thread.submit(_as_here(lambda: self._fetch(iterator)))
 
     def _received(self) -> Structure:
-        """Return the batch that was prefetched. As long as it takes: what we wait for is the caller's own code."""
+        """Return the prefetched batch. Without a deadline, because the caller's own code is awaited."""
         pending, self._pending = self._arrived(), None
         return pending.result(timeout=0)
 

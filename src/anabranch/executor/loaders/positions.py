@@ -105,7 +105,7 @@ class StatefulPosition:
         """Nothing: it is the loader's own business."""
 
     def snapshot(self) -> State:
-        """Return a copy of the loader's state: what it returned may be what it continues working with."""
+        """Return a copy of the loader's state, which the loader may continue to change."""
         # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
         return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
 
@@ -217,7 +217,7 @@ class MapPosition:
         return {"generators": self._generator_states()}
 
     def state(self, batches: int, snapshot: State) -> State:
-        """Return the number of samples, and what the order depends on."""
+        """Return the number of samples, and the state that determines their order."""
         return {
             "sampler": _type_name(self._sampler),
             "dataset": _length(self._loader.dataset),
@@ -324,7 +324,7 @@ class _Rest:
         self._skipped = False
 
     def skip(self) -> None:
-        """Pass over what has been read, unless that is done."""
+        """Skip the batches that have been read, unless already done."""
         if self._skipped:
             return
         self._skipped = True
@@ -367,7 +367,7 @@ def _with_sampler(loader: DataLoader[Structure], rest: _Rest) -> DataLoader[Stru
 
 
 class _Epochs:
-    """The samplers that want to be told the epoch, as ``DistributedSampler`` does."""
+    """The samplers with ``set_epoch``, such as ``DistributedSampler``."""
 
     def __init__(self, samplers: Sequence[object]) -> None:
         self._samplers = [sampler for sampler in samplers if callable(getattr(sampler, "set_epoch", None))]

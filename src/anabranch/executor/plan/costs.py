@@ -9,7 +9,7 @@
     servers      rows read and moved, parameters read and moved whole           once a step
     experts      forward as asked, and backward as twice that                   once a run
 
-Nothing is assumed to go on at the same time: on a processor's cores it seldom does.
+No overlap is assumed: on a processor's cores there is seldom any.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RowsHeld:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts of a step that a plan needs beside its parameters.
+    """The facts about a step that a plan needs in addition to its parameters.
 
     Attributes:
         name: the step's.
@@ -173,7 +173,7 @@ def _most(looks: Sequence[Look], held: RowsHeld) -> LookedUp:
     )  # fmt: skip
 
 
-# What is here: its gradients, their sum over the workers, and the optimizers.
+# On the workers: gradients, their sum over the workers, and the optimizers.
 
 
 def _workers_rows(
@@ -219,7 +219,7 @@ def _workers_rows(
 
 
 def _add_gradient(held: RowsHeld, facts: StepFacts, profile: Profile, most: LookedUp, total: _Sum) -> None:
-    """Add what a table's gradient costs beside the loss's, and the look for NaN in any gradient."""
+    """Add the extra cost of a table's gradient, and the check of any gradient for NaN."""
     row = held.width * held.dtype.itemsize
     if held.looked_up and held.sparse:
         total.add("tables", facts.accumulate * _SPARSE * most.ids * row * profile.copy)
@@ -244,7 +244,7 @@ def _add_updates(holdings: Sequence[RowsHeld], profile: Profile, looks: Sequence
         total.add("optimizers", update.per_parameter + elements * update.per_element)
 
 
-# What lives on servers.
+# On the servers.
 
 
 def _servers_rows(
@@ -347,7 +347,7 @@ def _row_of_whole_table(
 
 
 def _cost(link: LinkSpeed | None, nbytes: int, rows: int = 0) -> float:
-    """Return the seconds beside a message's latency, which is counted once for all."""
+    """Return the seconds without a message's latency, which is counted once for all."""
     return 0.0 if link is None else link.cost(nbytes, rows, messages=0)
 
 

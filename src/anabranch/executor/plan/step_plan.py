@@ -1,4 +1,4 @@
-"""``Plan``: what one training step moves across each boundary and what it should cost, as a value that prints."""
+"""``Plan``: the traffic of one training step across each boundary and its estimated cost, as a printable value."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PlanRow:
         name: the parameter's, or the far side's: an expert.
         shape: of the whole parameter; empty for an expert.
         place: where it lives.
-        boundary: what it crosses in a step, ``"workers"``, ``"servers"`` or ``"experts"``; empty if nothing.
-        bytes: those that this worker passes on and receives for it in a step; ``None`` if that takes a batch to know.
+        boundary: the one it crosses in a step, ``"workers"``, ``"servers"`` or ``"experts"``; empty if none.
+        bytes: those that this worker passes on and receives for it in a step; ``None`` if a batch is needed to know.
         seconds: those that crossing should take, without the latency of messages that it shares with others.
     """
 
@@ -42,7 +42,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A training step before it is made: ``print(plan)`` shows a table of at most 80 columns.
+    """The plan of a training step: ``print(plan)`` shows a table of at most 80 columns.
 
     Attributes:
         step: the step's name.
@@ -51,7 +51,7 @@ class Plan:
         rows: every parameter, then every layer whose far side is elsewhere.
         bytes: of one worker in a step, by boundary, headers included: all that ``Executor.statistics()`` counts.
         parts: the seconds that a step should take, by what takes them.
-        notes: what the figures leave out.
+        notes: costs that the figures do not include.
     """
 
     step: str
@@ -85,7 +85,7 @@ def _line(name: str, place: str, size: str, time: str) -> str:
 
 
 def _shortened(name: str, width: int) -> str:
-    """Return ``name`` with its middle left out if it is too long: both ends tell."""
+    """Return ``name`` with its middle left out if it is too long."""
     if len(name) <= width:
         return name
     kept = width - 3

@@ -1,4 +1,4 @@
-"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has shown that it is as good and faster."""
+"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has been shown to be equal and faster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEPT_TIMES = 32
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """The result of eager mode, the seconds of both, and in what the graph failed."""
+    """The result of eager mode, the seconds of both, and the graph's failure."""
 
     returned: Mapping[str, Tensor]
     eager_seconds: float
@@ -50,7 +50,7 @@ class Evaluator:
     Args:
         step: what to run.
         engine: ``"tape"`` runs eagerly.
-        compile: hand the graph to Inductor.
+        compile: compile the graph with Inductor.
         capture_after: as ``Executor``.
         name: of the step, for the log.
     """
@@ -89,7 +89,7 @@ class Evaluator:
         return self._program if self._on_graph else None
 
     def explain(self) -> str:
-        """One sentence: why the last run was on the engine that it was on."""
+        """Return the reason, in one sentence, for the engine of the last run."""
         return self._why
 
     def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
@@ -140,7 +140,7 @@ class Evaluator:
         self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
     ) -> Mapping[str, Tensor]:
         found = None
-        with suppress(GraphRaised):  # then the error and its place are those of the user's own code
+        with suppress(GraphRaised):  # then the error and its location are those of the user's own code
             found = program.run(batch, fetch.modules, may_trace=may_trace)
         if found is None:
             return self._eagerly(batch, fetch)
@@ -153,7 +153,7 @@ class Evaluator:
         return cast("Mapping[str, Tensor]", returned)
 
     def _checked(self, program: EvalProgram, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
-        """As a graph; eagerly where the graph is new, and the graph beside it."""
+        """Run as a graph; for a new graph, eagerly and compare."""
         if self._wrong is not None:
             raise CaptureError(self._wrong)
         try:

@@ -21,7 +21,7 @@ FACTS = (_NORM, _ROWS, _RATES)
 
 
 class Fetch:
-    """One request's names, told apart before anything runs; keys of the step are known only once it has run forward.
+    """One request's names, classified before anything runs; keys of the step are known only after its forward.
 
     Args:
         names: what to fetch; ``None`` takes everything the step returns.
@@ -93,7 +93,7 @@ class Fetch:
         self._outputs = outputs
 
     def check(self, returned: Mapping[str, object]) -> None:
-        """Raise ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
+        """Raise ``ValueError`` for an unknown name, before the step changes anything."""
         for name in self.names or ():
             if name == "loss" or name in FACTS or name in returned or name in self._modules or name in self._gradients:
                 continue

@@ -1,7 +1,7 @@
-"""A loss with parameters of its own, trained beside the model: one module to whatever walks a step's parameters.
+"""A loss with its own parameters, trained with the model, as one module for code that iterates over parameters.
 
-The model keeps its names, so that checkpoints, routes and ``fetch`` know it as without such a loss; what the loss owns
-stands behind them under ``loss.``.
+The model keeps its names in checkpoints, routes and ``fetch``; the loss's own parameters follow with the prefix
+``loss.``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelWithLoss(nn.Module):
 
 
 def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return what a step trains and how it is called, for a loss that may own parameters or buffers.
+    """Return the module that a step trains and its loss function, for a loss that may own parameters or buffers.
 
     Args:
         model: the model of the step.
@@ -80,5 +80,5 @@ def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Calla
 
 
 def model_of(module: nn.Module) -> nn.Module:
-    """Return the model alone of what a step trains."""
+    """Return the model without the loss module."""
     return module.model if isinstance(module, ModelWithLoss) else module

@@ -1,4 +1,4 @@
-"""Runs a ``TrainStep`` whose model is a ``Pipe``, in one process or across ranks, alone or beside other pipelines.
+"""Runs a ``TrainStep`` whose model is a ``Pipe``, in one process or across ranks, with or without other pipelines.
 
 ::
 
@@ -8,7 +8,7 @@
     row 1       rank 2 ────> rank 3        a column holds one stage: its ranks average their gradients
 
 The pipe's schedule takes the tape's place: it leaves gradients in ``.grad``, which go into the column's buckets as any
-others do. What a row must agree on (the loss, a request to stop) travels with the end of the step.
+others do. Values on which a row must agree (the loss, a request to stop) are sent with the end of the step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PipeRunner(StepRunner):
         return super().run(batch, rows, fetch)
 
     def _wants_to_stop(self) -> bool:
-        # Only what the whole row knows goes up the columns, or some of them would stop a run earlier.
+        # Only values known to the whole row go up the columns, or some columns would stop a run earlier.
         return self.asked_to_stop if self._pipe.process_group is None else self._schedule.asked_to_stop
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
@@ -221,7 +221,7 @@ def _check_fetch(fetch: Fetch) -> None:
 
 
 def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
-    """Lets a pipe's output be there on every one of its ranks while the block runs.
+    """Make a pipe's output available on all of its ranks while the block runs.
 
     Raises:
         ValueError: ``fetch`` names a submodule of a pipe, which sees microbatches one at a time.
@@ -279,7 +279,7 @@ def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
 
 
 class PipelineGrid:
-    """Pipelines that stand beside one another, seen as one row of ranks: ``row * stages + stage``.
+    """Parallel pipelines as one sequence of ranks: ``row * stages + stage``.
 
     Args:
         column: the ranks that hold this rank's stage; ``None`` if there is one pipeline.

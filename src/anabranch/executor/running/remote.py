@@ -1,4 +1,4 @@
-"""An executor's side of the servers: what a step reads there before and during its forward, and pushes after backward.
+"""An executor's side of the servers: the reads of a step before and during its forward, and its pushes after backward.
 
 ::
 
@@ -54,20 +54,20 @@ class Together(Protocol):
         """Everyone's ``data``, in the order of ranks."""
 
     def check_present(self) -> None:
-        """Raise ``PeerLost`` if somebody is known to be lost."""
+        """Raise ``PeerLost`` if a peer is known to be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedParameter:
-    """A parameter of the model that lives on the servers while the executor does.
+    """A parameter of the model that is on the servers while the executor is open.
 
     Attributes:
         name: on the servers, and in the model.
         names: all that it has in the models' state, if several modules share it.
-        parameter: what the optimizer holds; without memory if the servers have the only copy.
+        parameter: the optimizer's parameter; without memory if the servers have the only copy.
         shape, dtype: of the whole.
         place: where it lives.
-        rule: its optimizer's numbers, read again at each call.
+        rule: its optimizer's settings, read again at each call.
         optimizer: which that is.
     """
 
@@ -85,9 +85,9 @@ class RemotePart:
     """The parameters of an executor that live on the servers.
 
     Args:
-        routes: where everything lives; what is on the servers is taken over at once.
+        routes: the place of each parameter; those on the servers are moved there at once.
         steps, models: whose parameters these are.
-        workers: whose steps are ordered with this one's; ``None`` is alone.
+        workers: the workers whose steps are ordered with this one's; ``None`` for a single worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
         consistency: how.
         cache: how looked-up rows are cached here, if at all.
@@ -96,7 +96,7 @@ class RemotePart:
 
     Attributes:
         clock: the number of pushes so far.
-        moved: what was a parameter of the model on this rank.
+        moved: the parameters moved from the model on this rank.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         stages: as given.
 
@@ -187,7 +187,7 @@ class RemotePart:
         return self._workers is None or self._workers.size == self.stages
 
     def gather(self, names: list[list[str]]) -> list[list[list[str]]]:
-        """Return what each rank gives, in the order of ranks."""
+        """Gather the ranks' values, in the order of ranks."""
         if self._workers is None:
             return [names]
         texts = self._workers.all_gather_bytes(msgspec.json.encode(names), operation="meet at the servers")
@@ -209,7 +209,7 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """Refresh the copies here if they may have changed, so that what follows reads the servers' state of now.
+        """Refresh the local copies if they may have changed, so that the step reads the servers' current state.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
@@ -261,11 +261,11 @@ class RemotePart:
     # Saving and loading; every worker calls these.
 
     def settle(self) -> None:
-        """Flushes what waits here; once all workers have, the servers are as after the last step."""
+        """Flush pending gradients; once all workers have, the servers have the state after the last step."""
         self.tables.flush()
 
     def read(self) -> dict[Tensor, ParameterState]:
-        """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
+        """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
     def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -275,7 +275,7 @@ class RemotePart:
             self.client.restore_some(state, groups)
 
     def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
-        """Then put its parameters there; one rank of each stage does so."""
+        """Then load its parameters; one rank of each stage does so."""
         for moved in self.moved:
             self._tables_or_whole(moved, kept[moved.parameter])
 
@@ -288,7 +288,7 @@ class RemotePart:
         self.client.write_rows(moved.name, kept, moved.rule())
 
     def continue_from(self, clock: int) -> None:
-        """Goes on after ``clock`` pushes, with what is on the servers now."""
+        """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
         self.clock = clock
         self.client.join(clock)
@@ -311,7 +311,7 @@ class RemotePart:
                         if isinstance(module, RemoteEmbedding):
                             module.close()
         finally:
-            self.client.close()  # which ends what is still asked for ahead
+            self.client.close()  # which ends pending prefetches
             self.tables.abandon()
 
     def _give_back(self) -> None:
@@ -324,7 +324,7 @@ class RemotePart:
 
 
 def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
-    """Return an optimizer's state as its ``load_state_dict`` would take it: servers keep float32 beside float16."""
+    """Return an optimizer's state as after its ``load_state_dict``: servers keep float32 state for float16."""
     if moved.dtype != torch.float16 or moved.rule().family is Family.ROW_WISE_ADAGRAD:
         return dict(state)
     return {

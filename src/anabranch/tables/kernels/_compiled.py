@@ -576,7 +576,7 @@ def replay(
 
     Each missed step is run with its own constants. Once ``_QUIET`` steps in a row have left the weights unchanged, and
     no later one can move them either, only moments and decoupled decay continue: the rest would change no bit.
-    ``steady`` means no such decay and moments' constants that never change: then it stops once per step leaves the
+    ``steady`` means no such decay and moments' constants that never change: then it stops once a step leaves the
     moments unchanged too.
     """
     wide, step = U(width), U(stride)
