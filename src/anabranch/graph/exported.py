@@ -72,7 +72,7 @@ def _written(graph: OperationGraph) -> set[fx.Node]:
 
 
 def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a tensor under its qualified name; what is between the dots are modules without a forward."""
+    """Register a tensor under its qualified name; the parts between the dots become modules without a forward."""
     *path, last = name.split(".")
     for part in path:
         if part not in module._modules:

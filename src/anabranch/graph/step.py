@@ -117,14 +117,14 @@ class StepProgram(StepState):
         optimizers: torch optimizers over disjoint parameters.
         between: a function that is traced between gradients and optimizers; see ``Between``.
         passes: applied to each joint graph before it runs, after ours.
-        compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
+        compile: compile the graph with Inductor, which rounds differently, except for the optimizers.
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         gate: asked before each update; see ``Gate``.
         activation_budget: bytes that forward and backward may have allocated at once: more is computed again.
         when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
-        refused_update: the reason why the optimizers step by themselves, if their step cannot be captured.
+        refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
@@ -308,7 +308,7 @@ class StepProgram(StepState):
         return found, dict(outputs)
 
     def finish(self, prepared: Prepared) -> None:
-        """Confirm a program after the optimizers' own step beside it, whose new state is not a change."""
+        """Confirm a program after the optimizers' own step, whose new state is not a change."""
         prepared.confirm()
         self._state.note_optimizer_state()
         prepared.joint.take_state()

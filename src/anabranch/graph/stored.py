@@ -86,7 +86,7 @@ def save(graph: OperationGraph, path: Path) -> None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
-    """Write beside ``path``, then put in its place: whole or not at all."""
+    """Write a temporary file and rename it to ``path``: completely or not at all."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         save_file(tensors, beside, metadata={_KEY: text})

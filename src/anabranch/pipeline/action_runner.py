@@ -89,7 +89,7 @@ class Runner:
                 self.observed.seconds[place] = self.observed.seconds.get(place, 0.0) + perf_counter() - started
 
     def _record(self, began: int, action: Action, message: Message) -> None:
-        """Tell of a transfer for a trace."""
+        """Record a transfer for a trace."""
         if not began:
             return
         sends = action.kind in (Kind.SEND_F, Kind.SEND_B)

@@ -70,7 +70,7 @@ class LocalEngine:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """Return the word that this process said."""
+        """Return this process's message."""
         return {0: self._word}
 
     def run(

@@ -1,7 +1,7 @@
 """``Pipe``: a ``nn.Sequential`` split into stages, used like the module it was.
 
 The file is long because it is the whole interface of a pipe: a module's methods, a step's, and the checks of user
-input; stages, schedules and messages are in the files beside it.
+input; stages, schedules and messages are in other files.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Pipe(nn.Module):
     >>> y.shape, result.loss.shape
     (torch.Size([6, 2]), torch.Size([]))
 
-    Gradients are those of the unsplit module. The module's layers stay the module's own: parameters, names in state
+    Gradients are those of the unsplit module. The layers still belong to the module: parameters, names in state
     dicts, ``train`` and ``eval`` are shared with it.
 
     Args:
@@ -147,7 +147,7 @@ class Pipe(nn.Module):
     Attributes:
         chunks: may be changed between calls.
         checkpoint: may be changed between calls.
-        calls: the number of calls so far; the next one's place in the random stream. Set it when training resumes.
+        calls: the number of calls so far; the next one's position in the random stream. Set it when training resumes.
         seed: of the random stream; the one of the first stage's rank counts.
         process_group: its ranks, ``None`` in one process.
         elsewhere: the names in the unsplit module's state dict that are on other ranks only.
@@ -225,7 +225,7 @@ class Pipe(nn.Module):
             self._ties = find_ties(split, rank_of, ranks)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Past nn.Module's, which would take these for a child or tensor of the module that has such a name.
+        # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
         if name in _SETTINGS:
             object.__setattr__(self, name, value)
         else:
@@ -318,7 +318,7 @@ class Pipe(nn.Module):
             return self._finish(output) if call.has_output else output if call.differentiable else torch.empty(0)
 
     def _finish(self, output: Structure) -> Structure:
-        """Return the model's output, from what the last stage returned."""
+        """Return the model's output, from that of the last stage."""
         return output if self._source is None else self._source.output(output)
 
     @property
@@ -350,7 +350,7 @@ class Pipe(nn.Module):
         Args:
             args: positional inputs, as for calling the pipe, and if there are several the target last, unless
                 ``target=`` names it.
-            target: the loss's argument beside the output, cut into microbatches as inputs are; may be ``None``.
+            target: the loss's second argument, split into microbatches like the inputs; may be ``None``.
             loss: from output and target to one number. A module's parameters are trained too.
             reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
             inputs: keyword inputs, as for calling the pipe.
@@ -486,7 +486,7 @@ class Pipe(nn.Module):
         )
 
     def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
-        """Return the keyword inputs here whose gradient comes from several ranks, numbered alike on all of them."""
+        """Return the local keyword inputs whose gradient comes from several ranks, numbered equally on them."""
         found: list[SharedInput] = []
         number = _FIRST_INPUT
         for name in sorted(facts.keywords):
@@ -550,7 +550,7 @@ class Pipe(nn.Module):
         return self._schedules.of(m).with_transfers(skips, recompute)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
-        """Scales all stages' gradients such that their norm, as of one vector, is at most ``max_norm``.
+        """Scale all stages' gradients so that their norm, as one vector, is at most ``max_norm``.
 
         Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
 

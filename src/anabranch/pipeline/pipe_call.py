@@ -152,7 +152,7 @@ class Turn(Protocol):
         """Leaves a plain value for all ranks, sent with the end of the turn."""
 
     def heard(self) -> dict[int, object]:
-        """Return the word that each rank said, once the turn has ended."""
+        """Return each rank's message at the end of the turn."""
 
 
 class TurnEngine(Protocol):
@@ -165,7 +165,7 @@ class TurnEngine(Protocol):
     observed: Observed
 
     def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
-        """Begins a turn of call number ``step``, which ends, on all ranks alike, with the block."""
+        """Begin a turn of call number ``step``, which ends on all ranks with the block."""
 
     def close(self) -> None:
         """End the threads and connections started for it."""

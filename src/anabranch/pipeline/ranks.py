@@ -91,7 +91,7 @@ class RankEngine:
         bytes_sent: of all tensors sent.
 
     Raises:
-        ValueError: the group's backend carries no CPU tensors, or ranks that are not alike.
+        ValueError: the group's backend does not support CPU tensors, or the ranks' pipes differ.
     """
 
     def __init__(
@@ -434,7 +434,7 @@ class RankTurn:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """Return the word that each rank said, once the turn has ended."""
+        """Return each rank's message at the end of the turn."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}
 
@@ -477,7 +477,7 @@ class RankTurn:
             self._receipts[header.kind, header.stage, header.peer, header.microbatch] = receipt
 
     def _check_links(self) -> None:
-        """Raise the reason if tensors were given up on their way here, rather than what a stage made of them."""
+        """Raise the reason if incoming tensors were abandoned, rather than an error that follows from it."""
         if self._engine.links.gave_up():
             self._engine.links.note_cut_off()
             self._wait(lambda: False, "tensors in transit", self._engine.peers)

@@ -182,8 +182,8 @@ class RowCache:
         self._checked = torch.full((capacity,), _LONG_AGO)
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
         self._energy = torch.zeros(len(self._waiting))  # the sum of squares of the gradients that wait
-        self._due_at = torch.full((capacity,), _NEVER)  # when the gradients that wait are pushed, if any do
-        self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state, if any, here
+        self._due_at = torch.full((capacity,), _NEVER)  # when delayed gradients are pushed, if there are any
+        self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state here, if it has any
         self._coming = torch.zeros(capacity, dtype=torch.bool)  # whether it was asked about ahead
         self._sent: list[tuple[int, Tensor]] = []  # ids that were pushed, by step; of the last steps
         self._clock = 0  # of the last step that was asked about ahead, or written
@@ -438,7 +438,7 @@ class RowCache:
         self._begin()
 
     def check_again(self, step: int) -> None:
-        """Let the peer be asked once more about rows that were checked in ``step``."""
+        """Allow another check of rows that were checked in ``step``."""
         self._checked[self._checked == step] = step - 1
 
     def statistics(self) -> CacheStatistics:

@@ -402,7 +402,7 @@ class RowTable:
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
     def prepare(self, rows: Array, ids: Array) -> None:
-        """Make sure that ``rows``, those of ``ids``, have begun and do not lag."""
+        """Make sure that ``rows``, those of ``ids``, are initialised and up to date."""
         with self._storage.at_hand(rows) as (storage, where):
             self._prepare(storage, where, ids)
 

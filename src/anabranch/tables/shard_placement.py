@@ -1,4 +1,4 @@
-"""Placement of rows on shards, such that the rows requested most do not all are on one.
+"""Placement of rows on shards, so that the most requested rows are not all on one.
 
 Ids are often ranked by frequency, or share a factor, so neither blocks of ids nor ``id % shards`` are safe. A keyed
 permutation of the ids comes first, then ``% shards``. It is a bijection, so a fixed table needs no index: shard and

@@ -121,7 +121,7 @@ class ClientOptions:
     retries: int
 
     def make(self) -> Client:
-        """Make another such client."""
+        """Create another client with the same arguments."""
         return Client(
             role=self.role, keys=self.keys, insecure=self.insecure, heartbeat=self.heartbeat, retries=self.retries
         )
@@ -190,7 +190,7 @@ class Client:
 
     @property
     def options(self) -> ClientOptions:
-        """The arguments that make such a client in another process.
+        """The arguments to create an equal client in another process.
 
         Raises:
             TypeError: its transport or its limits are of this process.
@@ -506,7 +506,7 @@ class _Channel:
         self._polled = -1, 0
 
     def poll(self, events: int, milliseconds: int) -> int:
-        """Return the events that have come, 0 if the time is over; usually it polls for the same events as the last
+        """Return the events that have occurred, 0 at the deadline; usually it polls for the same events as the last
         call.
         """
         polled = self.stream.fileno(), events
@@ -583,7 +583,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return self.channel.stream.fileno()
 
     def interest(self) -> int:
-        """Return the events to poll for, 0 while only time can help."""
+        """Return the events to poll for, 0 while only waiting can help."""
         if self.channel is None or self.done:
             return 0
         ready = self.channel.stream.ready_at()
@@ -605,7 +605,7 @@ class _Exchange(msgspec.Struct, eq=False):
         """Try again at ``wake_at``, continue, or give a silent server up."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
-            # The length in a header may have been changed, so that the rest of it never comes.
+            # The length in a header may be corrupted, so that the rest of it never arrives.
             if self.channel.reader.in_header() and self._ask_again(
                 f"half a header arrived, then nothing for {silence:.2f} s"
             ):
@@ -676,7 +676,7 @@ class _Exchange(msgspec.Struct, eq=False):
                 self.wake(now)
 
     def cancel(self) -> None:
-        """Close the connection before the answer has come."""
+        """Close the connection before the response has arrived."""
         self._finish(None)
 
     def expire(self) -> None:
@@ -830,7 +830,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self._record()
 
     def _record(self) -> None:
-        """Tell of its time for a trace."""
+        """Record its time for a trace."""
         request, outcome = self.request, self.outcome
         facts: dict[str, object] = {"peer": request.endpoint, "sent_bytes": _nbytes(request.tensors, request.payload)}
         if isinstance(outcome, Answer):

@@ -370,7 +370,7 @@ def _nothing_more(header: Header) -> None:
 
 
 class FrameReader:
-    """Reads frames from one stream, as far as it has come, and trusts no byte of it.
+    """Reads frames from one stream incrementally, and trusts no byte of it.
 
     Args:
         limits: the sizes that the peer may send.
@@ -403,11 +403,11 @@ class FrameReader:
         self._views: list[memoryview] = []
 
     def idle(self) -> bool:
-        """Return True if the reader stands between two frames, with no bytes of the next."""
+        """Return True if the reader is between two frames, without bytes of the next."""
         return self._header is None and self._start == self._end
 
     def in_header(self) -> bool:
-        """Return True if some bytes of a header have come, and not all that it says it has."""
+        """Return True if a header has arrived in part."""
         return self._header is None and self._start != self._end
 
     def holds_more(self) -> bool:
@@ -415,7 +415,7 @@ class FrameReader:
         return self._start != self._end
 
     def drop(self) -> None:
-        """Frees what it holds, and its owner, which its ``accept`` holds in a cycle until the next collection."""
+        """Free its memory, and its owner, which its ``accept`` holds in a cycle until the next collection."""
         self._restart()
         self._accept = _nothing_more
         self._view = memoryview(b"")
@@ -508,7 +508,7 @@ class FrameReader:
             raise ProtocolError("received a body without a checksum, which plain TCP requires")
         while self._end - self._start < _PREAMBLE.size + length:
             if not self._fetch(stream, _PREAMBLE.size + length):
-                # The bytes that have come are parsed again with those to come.
+                # The received bytes are parsed again with the next ones.
                 return None
         start, view = self._start, self._view
         begin = start + _PREAMBLE.size
@@ -550,7 +550,7 @@ class FrameReader:
         return True
 
     def _fill(self, stream: Stream) -> bool:
-        """Fill the body's memory; true once all of it has come."""
+        """Fill the body's memory; true once all of it has arrived."""
         views = self._views
         while views:
             view = views[0]

@@ -26,7 +26,7 @@ _BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.
 
 
 class PeerWatch:
-    """Waits for ranks of a job, and looks meanwhile whether they are there.
+    """Waits for ranks of a job, and checks while waiting that they are alive.
 
     >>> watch = PeerWatch(lambda ranks: {2: "its process has ended"}, heartbeat=1.0)
     >>> try:

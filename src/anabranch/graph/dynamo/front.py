@@ -83,7 +83,7 @@ _SOUND: Mapping[str, object] = {
     "allow_empty_graphs": True,
     "error_on_nested_fx_trace": True,
     "automatic_dynamic_shapes": True,  # for numbers that change; the shapes within one kind of batch do not
-    "automatic_dynamic_local_pgo": False,  # what is dynamic must not depend on an earlier process
+    "automatic_dynamic_local_pgo": False,  # dynamic shapes must not depend on an earlier process
     "automatic_dynamic_remote_pgo": False,
     "record_runtime_overhead": False,  # two calls of Python in each run, for profilers
     "verbose": False,
@@ -129,7 +129,7 @@ class TracedCall:
     Attributes:
         module: the torch calls, one node each; one placeholder for each tensor or number that they take.
         names: the Python name of each placeholder, such as ``batch.x``.
-        numbers: the placeholders that stand for a Python float and arrive as 0-dim float64 tensors.
+        numbers: the placeholders of Python floats, which arrive as 0-dim float64 tensors.
     """
 
     module: fx.GraphModule
@@ -162,7 +162,7 @@ class Front:
         function: called with positional arguments. It returns values that ``mark`` and Python make of torch calls.
         make: builds a program; held weakly by Dynamo, which never forgets.
         what: the name of ``function`` in refusals.
-        settings: Dynamo's, beside those that make its guards complete.
+        settings: Dynamo's, in addition to those that make its guards complete.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Front:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
         opaque.take_failure()
-        torch._dynamo.symbolic_convert._import_module.cache_clear()  # a name may have come to mean another module
+        torch._dynamo.symbolic_convert._import_module.cache_clear()  # a name may refer to another module now
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
@@ -405,7 +405,7 @@ def guards_hold() -> bool:
         return False
 
     if noticed():
-        return False  # a program that never fits helps nobody
+        return False  # a program that never fits is useless
     with hooked(probe.layer, lambda *_: None):
         found = [noticed()]
     probe.weight.requires_grad_(False)

@@ -27,4 +27,4 @@ def told_if_slow(tell: Callable[[], None] | None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join(PATIENCE)  # a logger that hangs holds nobody up for ever
+        timer.join(PATIENCE)  # a logger that hangs must not block forever

@@ -60,7 +60,7 @@ class Arguments:
 
 
 class Binding:
-    """Picks a program's arguments from the values of Dynamo's placeholders, and tells whether the program fits them."""
+    """Picks a program's arguments from the values of Dynamo's placeholders, and checks that the program fits."""
 
     def __init__(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
         self._bound = [args[index] for index in arguments.bound]
@@ -159,7 +159,7 @@ def run_calls(
 
 
 class _Runner(fx.Interpreter):
-    """Runs one call after the other, and tells the recorder the module and line of each."""
+    """Runs one call after the other, and passes the module and line of each to the recorder."""
 
     def __init__(self, call: TracedCall, recorder: TraceRecorder, module: fx.GraphModule | None = None) -> None:
         super().__init__(module or call.module, garbage_collect_values=False)

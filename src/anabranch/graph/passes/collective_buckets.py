@@ -1,8 +1,8 @@
 """Collectives as early and as few as possible, and their waits as late, so that they overlap with backward.
 
-As captured, each gradient's all-reduce stands with its wait behind the backward pass. ``bucket_collectives`` moves each
-to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its first
-reader. ::
+In the captured graph, each gradient's all-reduce and its wait come after the backward pass. ``bucket_collectives``
+moves each to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its
+first reader. ::
 
     g2, g1, reduce g2, wait, reduce g1, wait, update      as captured
     g2, reduce g2, g1, reduce g1, wait, wait, update      after both

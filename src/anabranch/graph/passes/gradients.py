@@ -50,7 +50,7 @@ def gradients(
 
     Raises:
         NotFound: for a name that is not in the graph.
-        TypeError: for what is not a graph, and an output or ``wrt`` of an integer dtype.
+        TypeError: for a value that is not a graph, and an output or ``wrt`` with an integer dtype.
         ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
         SchemaError: for gradients of the wrong number or shape.
     """
@@ -85,7 +85,7 @@ def gradients(
 
 
 def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
-    """Return the inputs among ``wrt``, which may call them by their names or those of their nodes."""
+    """Return the inputs among ``wrt``, which may use their names or those of their nodes."""
     pairs = zip(graph.placeholders, graph.inputs, strict=True)
     return [name for node, name in pairs if name in wrt or node.name in wrt]
 

@@ -154,7 +154,7 @@ class _Writer:
     def _where_final(
         self, told: Sequence[tuple[fx.Node, Callable[[object], None]]]
     ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
-        """Return the results to tell of, by the node after which they are final: the last write to their memory."""
+        """Return the results to report, by the node after which they are final: the last write to their memory."""
         found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
         if not told:
             return found

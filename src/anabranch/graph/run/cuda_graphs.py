@@ -107,7 +107,7 @@ class Replayed(Program):
 
 def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
     graph = torch.cuda.CUDAGraph()
-    # Other threads (a loader's, a connection's) may use the device meanwhile.
+    # Other threads (a loader's, a connection's) may use the device at the same time.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = program.run(*inputs)
     return graph.replay, results

@@ -413,7 +413,7 @@ def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
 
 @contextmanager
 def _casts_cached(enabled: bool) -> Iterator[None]:
-    """Let autocast cast a parameter once in a block, however often it is used, as in eager: sums round alike."""
+    """Let autocast cast a parameter once per block, as in eager mode, so that sums round equally."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -444,7 +444,7 @@ def _explained() -> Iterator[None]:
         yield
     except (CaptureError, UserMistake, WrongType):
         raise
-    except (BoundaryError, NotFound, SchemaError):  # from a far side that was asked what it takes and gives
+    except (BoundaryError, NotFound, SchemaError):  # from a remote side that was asked for its schema
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

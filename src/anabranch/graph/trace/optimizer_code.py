@@ -38,7 +38,7 @@ _defaults_of = operator.attrgetter("__defaults__")
 
 
 class OptimizerCode:
-    """The code of some optimizers and what it reads besides their groups and their state, as it is now.
+    """The current code of some optimizers and the values it reads other than their groups and state.
 
     Raises:
         CaptureError: an optimizer runs code of the user's own, or holds an object whose changes could not be seen.
@@ -68,7 +68,7 @@ class OptimizerCode:
             self._examine(optimizer, attributes)
 
     def unchanged(self) -> bool:
-        """Return True if the code is what it was and would read the same values."""
+        """Return True if the code is unchanged and would read the same values."""
         same = operator.is_
         if list(map(_code_of, self._functions)) != self._codes or not self._classes.unchanged():
             return False
@@ -120,7 +120,7 @@ class OptimizerCode:
 
 
 class _Reads:
-    """Names in some dicts and what they stand for now; some may be absent."""
+    """Names in some dicts and their current values; some may be absent."""
 
     def __init__(self, reads: Iterable[tuple[dict[str, Any], str]]) -> None:
         names: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -136,7 +136,7 @@ class _Reads:
         self._values = list(self._read())
 
     def unchanged(self) -> bool:
-        """Return True if each name still stands for the identical object."""
+        """Return True if each name still refers to the identical object."""
         try:
             if not all(map(operator.is_, self._read(), self._values)):
                 return False

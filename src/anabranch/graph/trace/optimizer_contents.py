@@ -50,7 +50,7 @@ class Contents:
         """Return the first difference to what the optimizers hold now, in words.
 
         Args:
-            alike: returns true if a present tensor, the second, is an acceptable replacement of a recorded one.
+            alike: returns true if a current tensor, the second, is an acceptable replacement for a recorded one.
         """
         now = Contents(self._optimizers)._leaves
         if len(now) != len(self._leaves):

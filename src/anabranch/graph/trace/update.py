@@ -44,7 +44,7 @@ class LearningRates:
             rate = group["lr"]
             if rate is not self._values[index]:
                 self._values[index] = rate
-                if type(rate) in (float, int):  # others step by themselves
+                if type(rate) in (float, int):  # others step outside the graph
                     self._tensors[index].fill_(rate)
 
     def of(self, group: Mapping[str, object]) -> Tensor:
@@ -204,7 +204,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the error of the optimizer's own code, without PyTorch's tracer, which tells a user nothing."""
+    """Return the error of the optimizer's own code, without that of PyTorch's tracer, which does not help a user."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, GuardOnDataDependentSymNode):

@@ -202,7 +202,7 @@ class _Line:
             return header, [torch.empty(shape, dtype=dtype_named(name)) for name, shape in header.tensors]
 
     def close(self) -> None:
-        """Close the socket, the slots, and the descriptors of slots that the peer was never told of."""
+        """Close the socket, the slots, and the descriptors of slots that were never announced to the peer."""
         self.socket.close()
         for _, descriptor in self.unsent:
             if descriptor is not None:
@@ -323,7 +323,7 @@ class Meeting:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._directory = Path(tempfile.mkdtemp(prefix="anabranch-pipeline-"))  # nobody else may look into it
+        self._directory = Path(tempfile.mkdtemp(prefix="anabranch-pipeline-"))  # other users must not read it
         self.path = str(self._directory / "socket")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

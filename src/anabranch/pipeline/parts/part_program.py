@@ -91,7 +91,7 @@ class PartProgram:
         key: of the kind of inputs.
         inputs: the slots of the tensors in the inputs.
         parts: the instructions of each part.
-        carried: for each part but the last the slots handed to the next.
+        carried: for each part except the last the slots passed to the next.
         out_tree: the containers of the model's output.
         out_leaves: what is in them: ``Slot``, ``HeldTensor`` or a constant.
         device: where it was traced; a part on another device puts its own in place of it.

@@ -119,7 +119,7 @@ def _seen(value: object, depth: int, seen: set[int]) -> str:
 
 
 def _of_function(function: types.FunctionType) -> list[object]:
-    """Return what a function does: its code, its defaults and the values that it closes over."""
+    """Return the identity of a function: its code, its defaults and its closure's values."""
     code = function.__code__
     constants = [constant for constant in code.co_consts if is_plain(constant)]
     closed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]

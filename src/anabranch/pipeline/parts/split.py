@@ -211,7 +211,7 @@ class SplitSource:
                 module.training = flag
 
     def _assign_the_rest(self) -> None:
-        """Give modules and tensors that the example did not reach to the part of what stands before them."""
+        """Assign modules and tensors that the example did not reach to the part of those before them."""
         part = 0
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         taken = {tensor for tensors in self.held for tensor in tensors}

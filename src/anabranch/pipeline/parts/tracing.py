@@ -51,7 +51,7 @@ __all__ = ["Traced", "Users", "WrongCut", "trace", "users_by_fx"]
 
 @dataclass(slots=True)
 class Users:
-    """The parts that call or read what the model has.
+    """The parts that call or read the model's modules and tensors.
 
     Attributes:
         modules: for each module called, by name, the parts that call it.
@@ -73,7 +73,7 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Results of a trace: the model's code, and the parts that use what the model has."""
+    """Results of a trace: the model's code, and the parts that use its modules and tensors."""
 
     program: PartProgram
     users: Users
@@ -132,7 +132,7 @@ class _Recorder(TorchFunctionMode):
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
             copied, self._names, named = _without_memory(self._model, device, fake)
-            self._alive += named  # a module may drop its own, and another tensor would get that one's identity
+            self._alive += named  # a module may drop its own, and another tensor would get the same id
             kept = [
                 (HeldTensor(path, name), tensor, tensor._version)
                 for path, module in copied.named_modules()
@@ -381,7 +381,7 @@ class _Cuts:
 
 
 def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
-    """Return the parts that use what the model has, as ``torch.fx`` traces it, without inputs.
+    """Return the parts that use the model's modules and tensors, traced by ``torch.fx`` without inputs.
 
     Raises:
         CaptureError: it cannot.
@@ -516,7 +516,7 @@ def _around(cut: str) -> Iterator[str]:
 
 def _empty(facts: TensorFacts, device: torch.device) -> Tensor:
     tensor = torch.empty(facts.shape, dtype=facts.dtype, device=device)
-    # No leaf: the model may change its inputs in place, as it may those of a stage.
+    # Not a leaf: the model may change its inputs in place, like those of a stage.
     return tensor.requires_grad_().clone() if facts.requires_grad else tensor
 
 

@@ -220,7 +220,7 @@ def _bytes(value: Structure) -> int:
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """Return the sizes of ``n`` consecutive parts such that the costliest, both its ends included, costs least."""
+    """Return the sizes of ``n`` consecutive parts that minimise the cost of the costliest, both its ends included."""
     length = len(costs)
     before = [0.0]
     for cost in costs:

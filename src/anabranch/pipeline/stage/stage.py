@@ -85,7 +85,7 @@ class Stage:
 class Head:
     """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
 
-    ``finish`` makes the model's output of what the last layer returned.
+    ``finish`` makes the model's output from the result of the last layer.
     """
 
     loss: Callable[[Structure, Structure], Structure]
@@ -194,7 +194,7 @@ class StageRun:
                 "forward "
                 'again; leave the batch as it is until backward is done, or use checkpoint="never"'
             )
-        # Copied once more: another backward, with retain_graph, starts from them again.
+        # Copied again: another backward, with retain_graph, starts from them.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
         with self._buffers.replaced(here.buffers), self._recomputing(), recomputing():
             self._run(i, inputs, here)
@@ -378,7 +378,7 @@ def _standing_in(slots: Sequence[_Slot]) -> Iterator[None]:
 
 
 class _BufferSlots:
-    """The buffers of some modules; a second forward must start from the first one's values, and change nothing."""
+    """The buffers of some modules; a second forward must start from the same values and change nothing."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots = [(module, name) for module in modules for name in module._buffers]

@@ -1,4 +1,4 @@
-"""The stages of a pipe on devices and ranks: where each lies, what ranks share, and which talk to each other."""
+"""The stages of a pipe on devices and ranks: where each is, what ranks share, and which communicate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find_balance(
     n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
     if group is None:
         return finders[by](n, module, sample)
-    # Measured on one rank, because all must cut alike; zeros mean that it failed.
+    # Measured on one rank, because all must split equally; zeros mean that it failed.
     sizes = torch.zeros(n, dtype=torch.int64)
     try:
         if dist.get_rank(group) == 0:

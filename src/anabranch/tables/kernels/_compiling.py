@@ -1,10 +1,11 @@
 """Compilation of kernels: one process at a time for each function, and once on a machine.
 
-Numba keeps what it has compiled on the disk: for each function an index of signatures, and beside it a file of machine
+Numba caches compiled code on disk: for each function an index of signatures, and beside it a file of machine
 code for each. It writes the index first and takes no lock, so two processes that compile a function for two dtypes at
 once can leave an index whose entry for one dtype names the code of the other, for good. And every server of a job that
 starts on a new machine would compile the same kernels. Here a process that compiles locks the function, and whoever
-waited for it finds the code in the cache. Those that load what is there share the lock and wait for nobody but it.
+waited for it finds the code in the cache. Processes that load existing code share the lock and wait only for the
+compiling one.
 
 That takes half a minute on a new machine, in which nothing else happens. So a process that has compiled, or waited for
 another that does, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.

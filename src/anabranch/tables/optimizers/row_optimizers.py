@@ -194,7 +194,7 @@ class RowOptimizer:
         correction1 = 1 - self.beta1**step
         correction2 = math.sqrt(1 - self.beta2**step)
         step_size, root = -self.lr / correction1, correction2
-        if self.family is Family.SPARSE_ADAM:  # its eps stands beside the uncorrected root
+        if self.family is Family.SPARSE_ADAM:  # its eps is added to the uncorrected root
             step_size, root = -self.lr * correction2 / correction1, 1.0
         decoupled = self.family is Family.ADAMW
         return (

@@ -1,4 +1,4 @@
-"""One optimizer step on rows that a worker holds, with their state, so that it reads its own writes meanwhile."""
+"""One optimizer step on rows cached by a worker, so that it reads its own writes before they are pushed."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["RowWiseAdagrad", "sums_dtype"]
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sums beside weights of ``dtype``: what grows step by step soon stands still in a half.
+    """Return the dtype of the sums beside weights of ``dtype``: a growing sum soon stops changing in half precision.
 
     >>> sums_dtype(torch.bfloat16), sums_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -83,7 +83,7 @@ class RowWiseAdagrad(GradientOptimizer):
                     )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave. The sums stay float32 beside half weights, where torch would round them."""
+        """Load the result of ``state_dict``; unlike in torch, sums stay float32 for half-precision weights."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True):

@@ -47,7 +47,7 @@ def to_torch(rule: RowOptimizer, kept: ParameterState) -> dict[str, object]:
 
 
 def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) -> ParameterState:
-    """Return the inverse of ``to_torch``; an empty ``state`` is that of a parameter without any step so far.
+    """Return the inverse of ``to_torch``; an empty ``state`` belongs to a parameter without steps so far.
 
     Raises:
         ValueError: a state of another optimizer, or of another shape.

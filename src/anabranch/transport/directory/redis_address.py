@@ -1,4 +1,4 @@
-"""Addresses of a Redis: how they are told from endpoints of ours, read, and shown without their password."""
+"""Addresses of a Redis: how to distinguish them from our endpoints, parse them, and show them without password."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def is_redis_url(text: str) -> bool:
-    """Tell whether ``text`` names a Redis, rather than the endpoint of a server of ours.
+    """Return True if ``text`` is a Redis URL, not one of our endpoints.
 
     >>> is_redis_url("redis://db:6379/0"), is_redis_url("unix:///run/redis.sock"), is_redis_url("unix:/run/directory")
     (True, True, False)
@@ -28,7 +28,7 @@ def is_redis_url(text: str) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """Return ``url`` without what is nobody's business: user, password and options."""
+    """Return ``url`` without user, password and options."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
@@ -80,7 +80,7 @@ def host_and_port(url: str) -> tuple[str | None, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether ``host`` is this one, for all that its name says."""
+    """Return True if ``host`` is a name or address of this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -121,7 +121,7 @@ class RedisDirectory:
             self._run(scripts.WITHDRAW, [self._parts.own, self._parts.owner, endpoint, *some], "withdraw")
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them."""
+        """Reserve for ``claimer`` those of ``uids`` that are neither announced nor claimed, and return them."""
         check_ttl(ttl)
         parts = self._parts
         checked = [check_uid(uid) for uid in uids]
@@ -148,7 +148,7 @@ class RedisDirectory:
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
         """For each prefix the indices, in order, that follow it in the announced uids.
 
-        Indices are not signed: what they lead to is, and is checked when it is looked up.
+        Indices are not signed: the entries are, and they are checked when they are looked up.
         """
         found: dict[str, list[int]] = {}
         for some in portions(check_prefix(prefix) for prefix in prefixes):
@@ -225,8 +225,8 @@ class _Parts:
     """The parts of a directory that belong to one process.
 
     Attributes:
-        spaces: what we see, by job; a later one takes precedence.
-        own: the space of what we announce.
+        spaces: the visible spaces, by job; a later one takes precedence.
+        own: the space of our announcements.
     """
 
     def __init__(self, link: RedisLink, identity: SigningIdentity | None) -> None:

@@ -8,7 +8,7 @@
                 the time: not over, and not before that of an entry that it has seen already
                 the owner: the certificate whose entry it has seen, until that one's time is over
 
-An entry that fails is not believed, and a warning says why. What an earlier entry said, whose time is not over, holds.
+An entry that fails is not trusted, and a warning says why. An earlier entry that has not expired stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anabranch.transport.network.streams import Peer
 
 __all__ = ["EntryReader"]
 
-# Redis' clock is believed, which all hosts share, unless it lies further than this from the reader's own.
+# Redis' clock, which all hosts share, is trusted unless it differs by more than this from the reader's own.
 _CLOCKS_APART = 300.0
 # Entries and certificates up to which nothing is forgotten.
 _FEW = 1024
@@ -52,7 +52,7 @@ class EntryReader:
 
     Args:
         identity: ours, whose authority is the one believed.
-        check_endpoint: raises ``ValueError`` for an endpoint that nobody should have announced.
+        check_endpoint: raises ``ValueError`` for an endpoint that must not be announced.
         clock: seconds since the epoch.
     """
 

@@ -1,4 +1,4 @@
-"""Signing entries of a directory with the keys of a job, and what is known of those who signed."""
+"""Signing of directory entries with the keys of a job, and the facts about signers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PURPOSE = "anabranch directory entry, version 1"
 
 
 class NotSigned(Exception):
-    """A certificate or a signature is not what it should be; says why."""
+    """A certificate or a signature is invalid; says why."""
 
 
 class SignedEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +92,7 @@ class SigningIdentity:
         self.job = names[0]
 
     def space(self, job: str) -> str:
-        """Return the name under which entries of ``job`` lie; authorities do not share one."""
+        """Return the name of the space for entries of ``job``; authorities do not share one."""
         return f"{{anabranch:{hashlib.sha256(_der(self.authority)).hexdigest()[:16]}:{job}}}"
 
     def sign(self, uid: str, endpoint: str, issued: int, expires: int) -> bytes:
@@ -101,7 +101,7 @@ class SigningIdentity:
         return pack(SignedEntry(endpoint, issued, expires, self._certificate, self._key.sign(signed, _algorithm())))
 
     def signer_of(self, der: bytes) -> Signer:
-        """Return what a certificate of our authority says.
+        """Return the facts in a certificate of our authority.
 
         Raises:
             NotSigned: it is none.

@@ -304,7 +304,7 @@ def _check_unchanged(folder: Path) -> None:
         facts = path.stat()
         mode = stat.S_IMODE(facts.st_mode)
         if stat.S_ISDIR(facts.st_mode) and mode & stat.S_ISVTX:
-            continue  # others remove nothing of ours there; what they have put there first is their own
+            continue  # other users cannot remove our files there, but files that they created first are their own
         if mode & 0o002:
             who, cure = "any user", "o-w"
         elif mode & 0o020 and facts.st_gid not in (os.getegid(), *os.getgroups()):

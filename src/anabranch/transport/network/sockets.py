@@ -105,7 +105,7 @@ class SocketStream:
                 self._want = "write"
                 return False
             except ssl.SSLError as error:
-                # A peer that began without TLS is told so in the clear.
+                # A peer that started without TLS gets an error in the clear.
                 self._secure = error.reason not in _NO_TLS
                 if self._accepted and not self._secure:
                     raise Unauthorized(
@@ -117,7 +117,7 @@ class SocketStream:
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Take what the kernel takes."""
+        """Send as much as the kernel accepts."""
         try:
             if self._secure:
                 return self._sock.send(buffers[0])
@@ -130,7 +130,7 @@ class SocketStream:
             raise _explain(error, self._name) from None
 
     def receive_into(self, buffer: memoryview) -> int:
-        """Give what the kernel has."""
+        """Receive what the kernel has."""
         try:
             count = self._sock.recv_into(buffer)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -152,7 +152,7 @@ class SocketStream:
         self._sock.close()
 
     def linger(self, seconds: float) -> None:
-        """End our side and wait until the remote side has read what we sent: closing at once could destroy it."""
+        """Shut down our side and wait until the peer has read our data: closing at once could discard it."""
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
             until = time.monotonic() + seconds

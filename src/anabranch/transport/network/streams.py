@@ -39,7 +39,7 @@ class Peer:
         return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
-        """Return True if the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
+        """Return True if the peer has one of ``roles``; ``None`` means any admitted peer."""
         return roles is None or self.role is None or self.role in roles
 
 
@@ -94,7 +94,7 @@ class Listener(Protocol):
     job: str | None
 
     def fileno(self) -> int:
-        """Return the descriptor that turns readable when somebody connects."""
+        """Return the descriptor that becomes readable when a peer connects."""
 
     def accept(self) -> Stream | None:
         """Return the next stream, not yet recognised, or ``None`` if no client waits any more."""

@@ -52,7 +52,7 @@ _STALLED = 30.0
 # The same in the middle of a header over plain TCP: if its length was changed on the way, the rest never comes.
 _HALF_A_HEADER = 5.0
 _LINGER = 1.0
-# Requests of at most this many bytes are read among those of other connections.
+# Requests of at most this many bytes are read by the shared loop.
 _SMALL = 64 << 10
 
 
@@ -87,7 +87,7 @@ class ConnectionServer(CallServer, Protocol):
         """Reserves room for an answer of this many bytes that waits; false if there is none."""
 
     def release_answer(self, nbytes: int) -> None:
-        """Frees the room of an answer that has left, or that nobody will read."""
+        """Free the memory of a response that was sent, or that will not be read."""
 
     def note_dropped(self, nbytes: int) -> None:
         """Note that an answer or a request of this many bytes was freed because its client has gone."""
@@ -185,7 +185,7 @@ class Connection:
             self._promised_bytes += nbytes
 
     def _keep_promise(self, nbytes: int) -> bool:
-        """Make what was reserved for an answer its true size, which is known now; false if there is no room."""
+        """Adjust the reservation for a response to its actual size; false if there is no room."""
         promised, self._promised_bytes = self._promised_bytes, 0
         counted = nbytes if nbytes > _SMALL else 0
         if counted < promised:
@@ -218,7 +218,7 @@ class Connection:
             self._waiting_bytes = 0
 
     def _drop_answer(self) -> None:
-        """Free an answer that nobody will read, and the room that one to come was given."""
+        """Free a response that will not be read, and the reservation for the next one."""
         self._writer.waiting.clear()
         dropped = self._waiting_bytes
         self._account()
@@ -295,7 +295,7 @@ class Connection:
         return self.turn_away(DeadlineExceeded("no greeting arrived", peer="client", operation="greeting"))
 
     def turn_away(self, error: BoundaryError) -> ConnectionState:
-        """End the connection at once; a client that could have greeted is told why, as far as the socket allows."""
+        """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
         failure = failure_of(error)
         if self._phase is not _Phase.SERVING:
             self._server.count_refusal(failure)
@@ -349,7 +349,7 @@ class Connection:
             if frame is None:
                 return ConnectionState.STAYS
             if self._phase is _Phase.GREETING:
-                # A request may have come with the greeting.
+                # A request may have arrived with the greeting.
                 self._greet()
             else:
                 # A frame without tensors was refused when its header came; its body has passed by.
@@ -471,7 +471,7 @@ class Connection:
             self._writer.flush(self.stream)
 
     def end(self) -> None:
-        """Close the connection; nobody waits for its call any more."""
+        """Close the connection; its call is no longer waited for."""
         with self._lock:
             if self.closed:
                 return

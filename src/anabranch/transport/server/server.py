@@ -309,7 +309,7 @@ class Server:
         return getattr(self._gathering, "answers", None)
 
     def round_over(self) -> None:
-        """Note that all requests that had come were handed to their handlers."""
+        """Record that all received requests were passed to their handlers."""
         if self._after_round is not None:
             self._after_round()
 
@@ -339,7 +339,7 @@ class Server:
             return list(self._strangers) if len(self._strangers) > self._max_strangers else []
 
     def recognise(self, connection: Connection) -> bool:
-        """Register ``connection``, which has greeted; false if there is no room: it stays unknown while it is told."""
+        """Register ``connection``, which has greeted; false if there is no room."""
         with self._state:
             if len(self._connections) - len(self._strangers) >= self.max_connections:
                 return False
@@ -375,7 +375,7 @@ class Server:
             return True
 
     def release_answer(self, nbytes: int) -> None:
-        """Frees the room of an answer that has left, or that nobody will read."""
+        """Free the memory of a response that was sent, or that will not be read."""
         with self._lock:
             self._answers -= nbytes
 

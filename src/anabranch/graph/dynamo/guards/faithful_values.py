@@ -27,7 +27,7 @@ Note: TypeAlias = "Callable[[Callable[..., object], tuple[Any, ...], dict[str, A
 
 _REWRITTEN = (torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow, math.radians, getattr(math, "fma", None))
 _UNGUARDED = ("_base", "_is_view", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_backward_hooks")
-_OF_ANY_TENSOR = ("_base", "_is_view")  # of what is computed too: it may be a view of what is given
+_OF_ANY_TENSOR = ("_base", "_is_view")  # of computed tensors too: they may be views of inputs
 _READING = (
     "is_",
     "_is_",
@@ -51,11 +51,11 @@ _SEEN_OTHERWISE = (
 
 @contextmanager
 def faithful_values(deny: Callable[[str], None], refuse: Callable[[str], None], note: Note) -> Iterator[None]:
-    """Keep torch's calls whole while Dynamo traces, and report what it would compute or read otherwise.
+    """Keep torch's calls whole while Dynamo traces, and report values that it would compute or read differently.
 
     Args:
         deny: called with the reason that the step cannot be a graph; raises.
-        refuse: called with what is read without a guard.
+        refuse: called with a description of a value read without a guard.
         note: called with each function that asks PyTorch for a state of the process, and with its arguments.
     """
     with ExitStack() as stack:

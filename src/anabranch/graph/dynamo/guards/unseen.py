@@ -163,7 +163,7 @@ class Unseen:
             self._looks["functions of torch"] = look_at(self._unentered.values())
 
     def note_state(self, read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that the code being traced asks PyTorch for a state of the process, such as the rank."""
+        """Record that the traced code asks PyTorch for process state, such as the rank."""
         self._states.append((read, args, kwargs))
 
     def examine_states(self) -> None:
@@ -223,7 +223,7 @@ class Unseen:
         elif isinstance(value, dict) and _is_users(getattr(kind, "__missing__", None)):
             self.refused = f"{name}, whose __missing__ makes values"
         elif not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-            self.kinds.add(kind)  # an attribute may come to hide that of a base class
+            self.kinds.add(kind)  # an attribute may later hide that of a base class
             inherits = _is_installed(kind)  # with a mapping's __eq__, which has no file
             special = next((each for each in _COMPARISONS if _is_users(getattr(kind, each, None), inherits)), None)
             if special is not None:

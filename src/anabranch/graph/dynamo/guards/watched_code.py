@@ -69,7 +69,7 @@ class WatchedCode:
         self._contents = list(map(_contents, self._kinds))
 
     def _now(self) -> list[int]:
-        for kind in self._kinds:  # a class that nobody has asked anything since its last change has no tag
+        for kind in self._kinds:  # a class that has not been accessed since its last change has no tag
             getattr(kind, "__init__", None)
         return list(map(_value_of, self._tag_memory))
 
