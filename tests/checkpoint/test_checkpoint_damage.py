@@ -180,7 +180,7 @@ def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(
     save(tmp_path, 2)
     found = checkpoint.read(tmp_path)
     forbid("open", tmp_path / name, monkeypatch)
-    message = rf"{name} cannot be read: Permission denied\. It is not taken for damaged or lost: let user .*chmod"
+    message = rf"{name} cannot be read: Permission denied\. It is not treated as damaged or lost: let user .*chmod"
     reads: list[Callable[[], object]] = [
         lambda: checkpoint.read(tmp_path),
         lambda: checkpoint.read_newest(tmp_path),
@@ -211,7 +211,7 @@ def dangle(path: Path) -> None:
         (make_fifo, "is a FIFO, not a regular file"),
         (make_device, "is a character device, not a regular file"),
         (Path.mkdir, "is a directory, not a regular file"),
-        (dangle, "cannot be opened: it is a link that leads to no file"),
+        (dangle, "cannot be opened: it is a dangling link"),
     ],
 )
 @pytest.mark.parametrize("name", ["model-00000002.safetensors", "manifest-00000002.json"])
@@ -289,7 +289,7 @@ def test_a_manifest_that_names_a_path_is_refused(tmp_path: Path, group: str) -> 
         (lambda fields: fields.update(files=[]), "Expected `object`, got `array`"),
         (lambda fields: fields.update(state={"$pickle": "x"}), r"the key '\$pickle', which this version does not know"),
         (lambda fields: fields.update(state={"$int": "0x1", "b": 1}), r"the key '\$int'"),
-        (lambda fields: fields.update(state={"$int": 3}), r"a '\$int' that cannot be read: expected text, got int"),
+        (lambda fields: fields.update(state={"$int": 3}), r"a '\$int' that cannot be read: expected a string, got int"),
         (lambda fields: fields.update(state={"$float": "00"}), r"a '\$float' that cannot be read"),
         (lambda fields: fields.update(state={"$bytes": "?"}), r"a '\$bytes' that cannot be read"),
         (lambda fields: fields.update(state={"$dict": [[1]]}), r"a '\$dict' that cannot be read"),

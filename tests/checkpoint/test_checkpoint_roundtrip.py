@@ -414,7 +414,7 @@ def test_fit_lists_every_difference_with_both_shapes_and_dtypes() -> None:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.fit(expected, found, "optimizer")
     assert str(caught.value).splitlines() == [
-        "the checkpoint is of another optimizer:",
+        "the checkpoint belongs to another optimizer:",
         "  missing: gone (1, 2) float32",
         "  unexpected: new (4,) float32",
         "  differs: shape is (3, 2) float32 in the checkpoint, (2, 3) float32 here",

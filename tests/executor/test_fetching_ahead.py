@@ -114,7 +114,7 @@ def test_a_loader_that_draws_from_a_global_generator_is_never_fetched_ahead_and_
     assert set(source.fetched) == {threading.get_ident()}
     [record] = caplog.records
     assert record.name == "anabranch.executor"
-    assert "the batches of the loader Watched are not fetched ahead, since it draws from" in record.getMessage()
+    assert "the batches of the loader Watched are not prefetched, since it draws from" in record.getMessage()
     assert "generator=torch.Generator()" in record.getMessage()
 
 

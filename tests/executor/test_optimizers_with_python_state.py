@@ -152,7 +152,7 @@ class CountsUnderAName(Own):
 
 BY_THEMSELVES = {
     CountsInAnObject: "may change in a way that a graph would not notice",
-    Draws: "Draws.update reads random, which a graph would read once",
+    Draws: "Draws.update reads random, which a graph would read only once",
     CountsUnderAName: "CountsUnderAName.step changes state['k'] in Python",
     CountsInTheGroup: "changes param_groups[0]['step'] in Python",
     CountsInTheState: "replaces its state 'step'",

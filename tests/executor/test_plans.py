@@ -336,7 +336,7 @@ def test_auto_alone_is_no_question(capsys: pytest.CaptureFixture[str]) -> None:
     with ab.Executor(step_of(Model()), "Auto") as executor:
         executor.run(batch=IDS)
         assert executor.comm_mode == "AllReduce"
-    assert capsys.readouterr().out == "comm_mode='auto' takes 'AllReduce': the job has no other workers\n"
+    assert capsys.readouterr().out == "comm_mode='auto' chooses 'AllReduce': the job has no other workers\n"
 
 
 @pytest.mark.parametrize(

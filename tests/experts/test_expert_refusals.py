@@ -148,7 +148,7 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
             ValueError,
             "another module",
         ),
-        (lambda: ExpertBackend("ffn.0", nn.Linear(2, 1), args_schema=[TensorSpec(1)]), SchemaError, "does not take"),
+        (lambda: ExpertBackend("ffn.0", nn.Linear(2, 1), args_schema=[TensorSpec(1)]), SchemaError, "does not accept"),
         (lambda: ExpertBackend("ffn.0", nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
         (lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=["x"]), SchemaError, "TensorSpec"),
         (
@@ -195,7 +195,7 @@ def test_what_steps_with_more_than_gradients_is_refused_at_the_start(
 
     module = nn.Linear(4, 4)
     given = make(module)
-    with pytest.raises(ValueError, match=f"ffn.0: a step {says}.*take another .* or override apply_gradients"):
+    with pytest.raises(ValueError, match=f"ffn.0: a step {says}.*use another .* or override apply_gradients"):
         ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
     Own("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
 

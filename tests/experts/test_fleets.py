@@ -203,7 +203,7 @@ def test_two_that_draw_before_either_announces_draw_different_uids(seed: int | N
         first, second = (make_experts([group], directory=Directory(names.endpoint)) for _ in range(2))
         drawn = {backend.uid for backend in (*first, *second)}
         assert drawn == set(UidPattern(group.uids))
-        with pytest.raises(ValueError, match="of which 0 are not taken"):
+        with pytest.raises(ValueError, match="of which 0 are free"):
             make_experts([group], directory=Directory(names.endpoint))
         with served(*first, directory=names.endpoint):
             assert set(Directory(names.endpoint).lookup(drawn)) == {backend.uid for backend in first}
@@ -325,7 +325,7 @@ WRONG = [
     ('scheduler = "torch.optim:SGD"\nscheduler_args = {lr = 0.1}', "'torch.optim:SGD' does not take {'lr': 0.1}"),
     ('scheduler = "StepLR"', "'StepLR' does not take {}"),
     ('optimizer = "sgd"\noptimizer_args = {lr = 0.1}', "lr is a separate argument, not part of optimizer_args"),
-    ('scheduler = "ReduceLROnPlateau"', "a ReduceLROnPlateau, which an update cannot step"),
+    ('scheduler = "ReduceLROnPlateau"', "an LRScheduler that steps without a loss"),
     ('optimizer = "none"\nscheduler = "StepLR"', "there is no optimizer to schedule"),
     ("args_schema = 4", "args_schema is a list of inputs"),
     ("args_schema = [4]", "args_schema[0] is a table such as"),

@@ -147,7 +147,7 @@ def test_nothing_is_sent_over_max_length_and_the_session_goes_on() -> None:
     with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(4) as session:
         session.step(torch.ones(1, 3, 8))
         requests = server.statistics().transport.requests["expert.session_step"]
-        with pytest.raises(SchemaError, match="3 positions, and 2 more exceed its max_length, 4"):
+        with pytest.raises(SchemaError, match="3 positions; 2 more exceed its max_length, 4"):
             session.step(torch.ones(1, 2, 8))
         assert server.statistics().transport.requests["expert.session_step"] == requests
         session.step(torch.ones(1, 1, 8))

@@ -151,7 +151,7 @@ FORGERIES: dict[str, tuple[Callable[[bytes, dict[str, Path]], bytes], str]] = {
     "every job": (lambda entry, keys: forged(keys["every"], "experts", keys["one"]), "is for job '*'"),
     "another role": (lambda entry, keys: forged(keys["two"], "worker", keys["one"]), "'worker' may not announce ffn.0"),
     "another uid": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], uid="ffn.1"), "signature is not"),
-    "over": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=0.001), "its time was over"),
+    "over": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=0.001), "it expired"),
     "for ever": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=1e9), "longer than a day"),
     "nowhere": (
         lambda entry, keys: forged(keys["two"], "experts", keys["one"], endpoint="tcp://0.0.0.0:1"),
@@ -172,7 +172,7 @@ def test_an_entry_that_somebody_wrote_into_redis_is_not_believed(
     time.sleep(0.002)  # that of a millisecond is over
     directories.put(entry)
     assert directories.of("one", "worker").lookup([UID]) == {}
-    assert f"the directory's entry of {UID} is not believed" in warned()
+    assert f"the directory's entry of {UID} is not trusted" in warned()
     assert why in warned()
     assert knows.lookup([UID]) == {UID: HERE}, "what it has seen holds until its time is over"
 
@@ -210,7 +210,7 @@ def test_an_entry_whose_time_is_over_is_no_news_for_anybody(
     wait_until(lambda: not directories.redis.client().exists(directories.place))
     directories.put(old)
     assert directories.of("one", "worker").lookup([UID]) == {}
-    assert "its time was over" in warned()
+    assert "it expired" in warned()
 
 
 def test_a_redis_whose_clock_stands_still_keeps_nothing_alive(keys: dict[str, Path], warned: Callable[[], str]) -> None:

@@ -184,7 +184,7 @@ def test_a_repair_sets_a_damaged_checkpoint_aside_also_if_an_older_one_is_whole(
     name = newest_data(saved).name
     with Shard(saved.parent, repair=True) as client:
         assert value(client) == 6
-    assert "of its checkpoints [2] are damaged" in caplog.text
+    assert "[2] of its checkpoints are damaged" in caplog.text
     assert (saved / "set-aside" / name).exists()
     caplog.clear()
     with Shard(saved.parent) as client:

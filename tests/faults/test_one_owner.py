@@ -34,7 +34,7 @@ def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durabil
 
     with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
         client.init("bias", (2,))
-        with pytest.raises(CheckpointError, match=rf"another server has it \(process {os.getpid()}\)"):
+        with pytest.raises(CheckpointError, match=rf"another server holds it \(process {os.getpid()}\)"):
             serve()
         client.push("bias", torch.ones(2))  # the first one serves on
     with serve() as server, ParameterClient([server.endpoint], transport=network) as client:

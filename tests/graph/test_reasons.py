@@ -55,7 +55,7 @@ def branches(model: nn.Module, x: Tensor) -> Any:
 
 
 REASONS = {
-    branches: "it calls torch.cond, and which functions that runs",
+    branches: "it calls torch.cond, and which functions it runs",
     forks: "restores torch's random state",
     writes_outside: "changes a variable outside it",
     defines: "it defines a class in the middle of the step",

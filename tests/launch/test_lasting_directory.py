@@ -111,9 +111,9 @@ def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Pa
     [
         (["--directory", "redis://10.0.0.1:6379"], "give --host"),
         (["--directory", "redis://127.0.0.1:port"], "is not a Redis address"),
-        (["--directory", "tcp://10.0.0.1:7001"], "asks for certificates; name theirs in ANABRANCH_KEYS"),
+        (["--directory", "tcp://10.0.0.1:7001"], "requires certificates; name their folder in ANABRANCH_KEYS"),
         (["--directory", "nonsense"], "'nonsense' is not an endpoint"),
-        (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray has no use for it"),
+        (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray does not use it"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(script: Script, arguments: list[str], told: str) -> None:

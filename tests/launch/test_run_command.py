@@ -95,8 +95,8 @@ def test_options_behind_the_script_are_the_script_s_and_that_is_said(script: Scr
     done = run(prints, "--workers", 2, "--servers=1")
     assert done.stdout == "1 ['--workers', '2', '--servers=1']\n"
     for option in ("--workers", "--servers"):
-        assert f"{option} stands behind {prints}, so the script gets it" in done.stderr
-    assert "stands behind" not in run("--workers", 2, prints, "--workers", 2).stderr
+        assert f"{option} comes after {prints}, so the script gets it" in done.stderr
+    assert "comes after" not in run("--workers", 2, prints, "--workers", 2).stderr
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ def test_a_log_that_ends_before_what_was_durable_is_damaged(written: tuple[Path,
             list(LogReader(path.parent, known=known))
     for damage in (lambda: path.write_bytes(b""), path.unlink):
         damage()
-        with pytest.raises(CheckpointError, match="4 acknowledged changes behind record 0"):
+        with pytest.raises(CheckpointError, match="4 acknowledged changes after record 0"):
             list(LogReader(path.parent, known=known))
 
 
@@ -392,7 +392,7 @@ def test_a_repair_keeps_what_comes_before_the_damage_and_sets_the_rest_aside(
         reader = LogReader(path.parent, known=owner.found, repair=True)
         assert [record.verb for record, _ in reader] == ["v0"]
         reader.repair()
-        assert "3 acknowledged changes behind record 1 cannot be read" in caplog.text
+        assert "3 acknowledged changes after record 1 cannot be read" in caplog.text
         assert (path.parent / "set-aside" / path.name).read_bytes() == whole
         with PushLog(path.parent, owner, reader.end) as log:
             log.append(Record("after", b""))

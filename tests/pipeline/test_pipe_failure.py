@@ -223,7 +223,7 @@ def test_a_stage_that_waits_past_the_deadline_says_for_whom():
         ({"balance": [1, 1]}, ValueError, r"balance=\[1, 1\] sums to 2, but the module has 4 children"),
         ({"balance": [5, -1]}, ValueError, "at least 1 layer"),
         ({"balance": []}, ValueError, "at least 1 layer"),
-        ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe take 2 devices, got 1"),
+        ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe need 2 devices, got 1"),
         ({"chunks": 0}, ValueError, "at least 1, got 0"),
         ({"checkpoint": "sometimes"}, ValueError, "got 'sometimes'"),
         ({"schedule": "2F2B"}, ValueError, "schedule is 'GPipe', '1F1B', .* got '2F2B'"),

@@ -161,9 +161,9 @@ def test_a_schedule_survives_a_file(tmp_path_factory: pytest.TempPathFactory, sc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "holds no schedule"),
-        ("not json", "holds no schedule"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 actions of 2"),
+        ("{}", "does not hold a schedule"),
+        ("not json", "does not hold a schedule"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 of 2 actions"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["B0.0","F0.0"]]}', "before its F"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0","F0.0"]]}', "twice"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["Q0.0"]]}', "not an action"),

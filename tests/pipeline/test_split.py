@@ -321,7 +321,7 @@ def test_a_buffer_between_modules_is_changed_once_a_microbatch(example: Tensor |
 
 
 def test_a_buffer_that_one_part_changes_is_not_read_in_another():
-    with pytest.raises(CaptureError, match=r"calls is changed in place, and the parts \[0, 1\] use it"):
+    with pytest.raises(CaptureError, match=r"calls is changed in place, but it is used by the parts \[0, 1\]"):
         split(Counting(late=True), ["b"], example=torch.zeros(2, 3))
 
 
@@ -458,8 +458,8 @@ def of_numpy(model, x):
         (appends, "sets its attribute 'seen'"),
         (rebinds, "sets its attribute 'count'"),
         (draws, "draws random numbers from Python's"),
-        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) gives a Linear to apply"),
-        (by_closure, r"test_split.py:\d+ \(by_closure\) gives a function to"),
+        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) passes a Linear to apply"),
+        (by_closure, r"test_split.py:\d+ \(by_closure\) passes a function to"),
         (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a torch.func transform"),
         (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
     ],

@@ -440,5 +440,5 @@ def test_an_old_server_is_refused_in_one_sentence(said: bytes, tmp_path: Path) -
 
 
 def test_bytes_of_something_else_are_told_so_before_a_whole_preamble_came() -> None:
-    with pytest.raises(ProtocolError, match="something else"):
+    with pytest.raises(ProtocolError, match="another protocol"):
         reader().advance(Bytes(b"HTTP/1.1 400"))  # type: ignore[arg-type]

@@ -714,7 +714,9 @@ class _Exchange(msgspec.Struct, eq=False):
     def _put_request(self, channel: _Channel) -> None:
         request = self.request
         if request.role is not None and channel.role not in (None, request.role):
-            raise Unauthorized(f"the server's certificate is a {channel.role}'s; role {request.role!r} was requested")
+            raise Unauthorized(
+                f"the server's certificate has role {channel.role!r}, but role {request.role!r} was requested"
+            )
         header = RequestHeader(
             request.verb,
             request.target,

@@ -1,4 +1,4 @@
-"""Whether a graph pays: the part of a step that is PyTorch's overhead rather than kernels, and the cost of capturing.
+"""Estimate of a graph's gain: the part of a step that is PyTorch's overhead, and the cost of capturing.
 
 A graph avoids eager mode's overhead around kernels, a few microseconds per operation, forward, backward and update.
 So the operations of one step are counted, the overhead of one is measured on this machine, and a step whose time is

@@ -160,7 +160,9 @@ def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] |
         )
     made = _call(name, factory, optimizer, dict(args or {}))
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-        raise ValueError(f"{name!r} returned a {type(made).__name__}, not an LRScheduler")
+        raise ValueError(
+            f"{name!r} returned a {type(made).__name__}; an expert needs an LRScheduler that steps without a loss"
+        )
     return made
 
 
