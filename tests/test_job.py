@@ -49,9 +49,9 @@ def test_services_are_named_in_the_environment() -> None:
     ("environment", "message"),
     [
         ({"RANK": "two"}, "RANK='two' is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 lies outside WORLD_SIZE=2"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 lies outside WORLD_SIZE=2"),
-        ({"RANK": "1"}, "RANK=1 lies outside WORLD_SIZE=1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is out of range for WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 is out of range for WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 is out of range for WORLD_SIZE=1"),
         ({"ANABRANCH_ROLE": "boss"}, "ANABRANCH_ROLE='boss' is not a role"),
     ],
 )
@@ -83,7 +83,7 @@ def test_alone_a_process_serves_its_experts_itself(monkeypatch: pytest.MonkeyPat
 
 
 def test_several_workers_without_anybody_who_serves_are_told_so() -> None:
-    with pytest.raises(ValueError, match="2 workers and no process that serves experts.*--experts N"):
+    with pytest.raises(ValueError, match="2 workers but no process that serves experts.*--experts N"):
         job({"WORLD_SIZE": "2"}).serve(linear)
 
 

@@ -199,14 +199,14 @@ def test_a_trace_that_cannot_be_written_whole_replaces_nothing(tmp_path: Path) -
 def test_a_path_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder"):
         check_trace_path(tmp_path)
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="the folder .* does not exist"):
         check_trace_path(tmp_path / "absent" / "out.json")
-    with pytest.raises(TypeError, match="text or a Path"):
+    with pytest.raises(TypeError, match="string or a Path"):
         check_trace_path(3)  # type: ignore[arg-type]
     assert check_trace_path(str(tmp_path / "out.json")) == tmp_path / "out.json"
     if os.geteuid():
         tmp_path.chmod(0o500)
-        with pytest.raises(ValueError, match="nothing can be written"):
+        with pytest.raises(ValueError, match="is not writable"):
             check_trace_path(tmp_path / "out.json")
 
 

@@ -33,7 +33,7 @@ def executor(**options: Any) -> ab.Executor:
 STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.TrainStep(MODEL, nn.MSELoss(), SGD), TypeError, "MSELoss takes an output and a target; write lambda"),
     (lambda: ab.TrainStep(MODEL, nn.functional.l1_loss, SGD), TypeError, "l1_loss takes an output and a target"),
-    (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "make tensors or arrays of its numbers"),
+    (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "convert its numbers to tensors or arrays"),
     (lambda: step(None), TypeError, "optimizer is one Optimizer or a list of them, got NoneType"),
     (lambda: step(torch.optim.SGD), TypeError, "got the class SGD; make one"),
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),
@@ -54,14 +54,14 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: executor(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
     (lambda: executor(cache=3), TypeError, "got 3; for 3 rows write ab.Cache\\(capacity=3\\)"),
     (lambda: executor(compile="yes"), TypeError, "compile is True or False, got 'yes'"),
-    (lambda: executor(log_path=3), TypeError, "log_path is a text or a pathlib.Path, got 3"),
+    (lambda: executor(log_path=3), TypeError, "log_path is a string or a pathlib.Path, got 3"),
     (lambda: executor(devices={"zz": "cpu"}), ValueError, r"'zz'; it has none; use model.to\(device\)"),
     (lambda: executor().run(batch=torch.ones(2, 4), fetch=[3]), TypeError, r"fetch is a list of names.* got \[3\]"),
     (lambda: executor().run(batch=torch.ones(2, 4), fetch=3), TypeError, "fetch is a list of names.* got 3"),
-    (lambda: executor().save(None), TypeError, "path is a text or a pathlib.Path, got None"),
-    (lambda: executor().load(3), TypeError, "path is a text or a pathlib.Path, got 3"),
-    (lambda: executor().resume(None), TypeError, "path is a text or a pathlib.Path, got None"),
-    (lambda: ab.gradients(3, wrt=["x"]), TypeError, "graph is a Graph, as capture makes one, got int"),
+    (lambda: executor().save(None), TypeError, "path is a string or a pathlib.Path, got None"),
+    (lambda: executor().load(3), TypeError, "path is a string or a pathlib.Path, got 3"),
+    (lambda: executor().resume(None), TypeError, "path is a string or a pathlib.Path, got None"),
+    (lambda: ab.gradients(3, wrt=["x"]), TypeError, "graph must be a Graph, as capture returns, got int"),
     (lambda: LocalJob(workers=0), ValueError, "workers is a number of processes, at least 1, got 0"),
     (lambda: LocalJob(workers="2"), TypeError, "workers is a number of processes, got '2'"),
     (lambda: LocalJob(servers=-1), ValueError, "servers is a number of processes, at least 0, got -1"),
@@ -73,19 +73,23 @@ SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.ParameterServer(checkpoint_seconds=1e10), ValueError, "checkpoint_seconds is at most .* got 100000000"),
     (lambda: ab.ParameterServer(checkpoint_seconds=1e300), ValueError, r"checkpoint_seconds is at most .* got 1e\+300"),
     (lambda: ab.ParameterServer(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
-    (lambda: ab.ParameterServer(durability="log", checkpoint_dir=3), TypeError, "checkpoint_dir is a text or .* got 3"),
+    (
+        lambda: ab.ParameterServer(durability="log", checkpoint_dir=3),
+        TypeError,
+        "checkpoint_dir is a string or .* got 3",
+    ),
     (
         lambda: ab.ParameterServer(durability="log", checkpoint_dir="/dev/null"),
         ab.CheckpointError,
-        "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be made",
+        "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be created",
     ),
     (
         lambda: ab.ParameterServer(durability="log", checkpoint_dir="/proc/no-such-thing"),
         ab.CheckpointError,
         "/proc/no-such-thing/shard-0-of-1 cannot be used: ",
     ),
-    (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of texts .* got 'x'"),
-    (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a text .* got 3"),
+    (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of strings .* got 'x'"),
+    (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a string .* got 3"),
     (lambda: ab.ParameterClient([]), ValueError, "endpoints is empty; name the shards, or leave it out"),
     (lambda: ab.ParameterClient(timeout=0), ValueError, "timeout .* above 0, got 0"),
 ]
@@ -95,18 +99,26 @@ CALLS: list[tuple[Callable[[ab.ParameterClient], object], type[Exception], str]]
     (lambda client: client.init("n", "x"), TypeError, "shape is a tuple of sizes, got 'x'"),
     (lambda client: client.init("n", 3), TypeError, "shape is a tuple of sizes, got 3"),
     (lambda client: client.init("n", (2.5,)), TypeError, r"shape is a tuple of sizes.* got \(2.5,\)"),
-    (lambda client: client.init(3, (3,)), TypeError, "name is a text, got 3"),
+    (lambda client: client.init(3, (3,)), TypeError, "name is a string, got 3"),
     (lambda client: client.init("n", (3,), dtype="f"), TypeError, "dtype is torch.float32.* got 'f'"),
     (lambda client: client.init("n", (3,), init="x"), TypeError, "init is a number.* got 'x'"),
     (lambda client: client.init("n", (3,), optimizer="sgd"), TypeError, "optimizer is called with .* got 'sgd'"),
-    (lambda client: client.init("n", (10**15,)), ValueError, "no memory for a parameter of shape .*kind='rows'"),
-    (lambda client: client.init("n", (10**30,)), ValueError, "no memory for a parameter of shape .*kind='rows'"),
-    (lambda client: client.push("v", [1, 2, 3]), TypeError, "the gradient of v: a tensor is needed, got list"),
-    (lambda client: client.push("v", None), TypeError, "the gradient of v: a tensor is needed, got NoneType"),
+    (
+        lambda client: client.init("n", (10**15,)),
+        ValueError,
+        "not have enough memory for a parameter of shape .*kind='rows'",
+    ),
+    (
+        lambda client: client.init("n", (10**30,)),
+        ValueError,
+        "not have enough memory for a parameter of shape .*kind='rows'",
+    ),
+    (lambda client: client.push("v", [1, 2, 3]), TypeError, "the gradient of v must be a tensor, got list"),
+    (lambda client: client.push("v", None), TypeError, "the gradient of v must be a tensor, got NoneType"),
     (lambda client: client.push("v", torch.ones(3).long()), ab.SchemaError, "the gradient of v is torch.int64"),
-    (lambda client: client.sparse_pull("r", [1]), TypeError, "the ids of r: a tensor is needed, got list"),
-    (lambda client: client.save(None), TypeError, "path is a text or a pathlib.Path, got None"),
-    (lambda client: client.load(None), TypeError, "path is a text or a pathlib.Path, got None"),
+    (lambda client: client.sparse_pull("r", [1]), TypeError, "the ids of r must be a tensor, got list"),
+    (lambda client: client.save(None), TypeError, "path is a string or a pathlib.Path, got None"),
+    (lambda client: client.load(None), TypeError, "path is a string or a pathlib.Path, got None"),
 ]
 
 
@@ -136,7 +148,9 @@ def test_a_wrong_argument_of_a_parameter_client_is_named_and_changes_nothing(
 
 
 def test_a_log_in_a_directory_that_is_not_there_is_refused_before_any_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="log_path=.*loads.jsonl.* lies in no directory that is there; make .*/no"):
+    with pytest.raises(
+        ValueError, match="log_path=.*loads.jsonl.* is in a directory that does not exist; create .*/no"
+    ):
         executor(log_path=tmp_path / "no" / "loads.jsonl")
 
 

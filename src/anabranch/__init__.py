@@ -11,7 +11,7 @@ gives. The packages are floors, imports point down only:
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
 - ``parameter_server``: tables and parameters on servers, read before a step and updated after it.
-- ``experts``: modules that train themselves on the far side of a network, called as if they were here.
+- ``experts``: modules that train themselves on the remote side of a network, called as if they were here.
 - ``tables``: tables in rows that are read and updated by id, in this process.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.

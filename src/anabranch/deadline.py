@@ -39,7 +39,7 @@ def check_seconds(**given: float) -> None:
         if not 0 < seconds < _FOREVER:
             raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
         if seconds > _LONGEST:
-            raise ValueError(f"{name} is at most {_LONGEST:g} seconds, the longest wait there is, got {seconds!r}")
+            raise ValueError(f"{name} is at most {_LONGEST:g} seconds, the longest possible wait, got {seconds!r}")
 
 
 def minutes_and_seconds(seconds: float) -> str:
@@ -73,9 +73,9 @@ class Deadline:
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < seconds < _FOREVER:
-            raise ValueError(f"a deadline lies a finite number of seconds above 0 ahead, got {seconds!r}")
+            raise ValueError(f"a deadline is a finite number of seconds above 0 from now, got {seconds!r}")
         if seconds > TIMEOUT_MAX:
-            raise ValueError(f"a deadline lies at most {TIMEOUT_MAX:.0f} seconds ahead, got {seconds!r}")
+            raise ValueError(f"a deadline is at most {TIMEOUT_MAX:.0f} seconds from now, got {seconds!r}")
         self._clock = clock
         self._started = clock()
         self._expires = self._started + seconds

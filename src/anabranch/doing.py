@@ -1,4 +1,4 @@
-"""The work of this process's main thread beside steps, for readers while it lasts: ``ROLE-RANK.doing``.
+"""The activity of this process's main thread outside steps, for readers while it lasts: ``ROLE-RANK.doing``.
 
 A loader that gives no batch, or a capture, may hold a step up for long, and no code of ours runs meanwhile that could
 say so. So it is left in a mapped file before it begins: the process, since when, and what. ``anabranch run`` names the
@@ -68,7 +68,7 @@ def during(what: Doing) -> Iterator[None]:
 
 
 def read_doing(path: Path, pid: int | None) -> tuple[Doing, float]:
-    """Return what a process is at, and for how many seconds; nothing, if the file is another's."""
+    """Return a process's activity and its seconds so far; nothing if the file belongs to another process."""
     with suppress(OSError, struct.error, ValueError):
         owner, since, what = _RECORD.unpack(path.read_bytes())
         if owner == pid:

@@ -1,4 +1,4 @@
-"""The error tree: what can go wrong, which peer it concerns, and how a caller tells the cases apart.
+"""The error tree: possible failures, the peer they concern, and how a caller distinguishes them.
 
 ::
 
@@ -116,14 +116,14 @@ class Overloaded(BoundaryError):
 
 
 class RolledBack(BoundaryError):
-    """A parameter server came back without changes that it had acknowledged.
+    """A parameter server recovered without changes that it had acknowledged.
 
-    It holds what it held at its last checkpoint, or what could be read of a damaged log. The request that was refused
-    with this was not done. The next one is served: a client that can push what is gone again, or do without, goes on; a
-    job of several workers starts again from its last whole checkpoint, as ``anabranch run --max-restarts`` does.
+    It holds its last checkpoint, or the readable part of a damaged log. The request that was refused
+    with this was not done. The next one is served: a client that can push what is gone again, or do without, continues;
+    a job of several workers starts again from its last complete checkpoint, as ``anabranch run --max-restarts`` does.
 
     Attributes:
-        lost: pushes of this client that were acknowledged and are gone; ``None`` if nobody can tell, because more than
+        lost: acknowledged pushes of this client that are lost; ``None`` if the number is unknown, because more than
             262,144 other clients have pushed since this one did.
     """
 
@@ -174,7 +174,7 @@ class RemoteError(BoundaryError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{text}\n\nThe far side's traceback:\n{self.remote_traceback}" if self.remote_traceback else text
+        return f"{text}\n\nThe remote traceback:\n{self.remote_traceback}" if self.remote_traceback else text
 
 
 class CaptureError(AnabranchError):
@@ -182,7 +182,7 @@ class CaptureError(AnabranchError):
 
 
 class CheckpointError(AnabranchError):
-    """A checkpoint is torn, damaged, or does not fit what it is loaded into."""
+    """A checkpoint is incomplete, damaged, or does not fit the model it is loaded into."""
 
 
 class PipelineError(AnabranchError):
@@ -243,11 +243,11 @@ class NonFinite(ValueError):
 
 
 class SchemaError(ValueError):
-    """Structure, shape or dtype differ from what was declared; the message says what was expected and what came."""
+    """Structure, shape or dtype differ from the declared ones; the message shows the expected and the received."""
 
 
 class AnotherSchema(SchemaError):
-    """An expert has another schema than its caller knows; the caller asks for it again."""
+    """An expert has another schema than its caller knows; the caller requests it again."""
 
 
 class SkipError(TypeError):

@@ -75,11 +75,11 @@ def fault_point(name: str) -> None:
 
 @contextmanager
 def on_fault_point(handler: Callable[[str], None]) -> Iterator[None]:
-    """Call ``handler(name)`` at every fault point until the block ends; what it raises is raised there."""
+    """Call ``handler(name)`` at every fault point until the block ends; its exceptions are raised there."""
     global _fault_handler
     with _lock:
         if _fault_handler is not None:
-            raise RuntimeError("a fault handler is installed already; leave its block first")
+            raise RuntimeError("a fault handler is already installed; leave its block first")
         _fault_handler = handler
     try:
         yield

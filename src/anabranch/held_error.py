@@ -43,7 +43,7 @@ def hold_back_errors() -> None:
 
 
 def move_held_error(path: Path, log: Path) -> None:
-    """Add to ``log`` what was held back, if anything was."""
+    """Append the held error to ``log``, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         text = path.read_bytes()
         path.unlink()

@@ -1,7 +1,7 @@
 """The facts of the job this process belongs to: its rank and role among the workers, and where the services are.
 
 Read from the environment that ``anabranch run`` and ``torchrun`` set; without one the process is a job of one worker.
-What a job can do, ``serve`` and ``grid``, stands on packages that stand on this module: ``launch`` provides it.
+``serve`` and ``grid`` need packages that depend on this module: ``launch`` provides it.
 ``anabranch.job`` is the function, as users call it; other names of this module come by ``from anabranch.job import``.
 """
 
@@ -30,10 +30,10 @@ class DirectoryLike(Protocol):
         """``endpoint`` does not serve ``uids`` any more."""
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """Return the endpoint of each uid that somebody serves."""
+        """Return the endpoint of each announced uid."""
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """Return the indices that follow each prefix in the uids that somebody serves."""
+        """Return the indices that follow each prefix in the announced uids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ _provider: Callable[[], tuple[Serve, MakeGrid]] | None = None
 
 
 def provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
-    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they stand on."""
+    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they depend on."""
     global _provider
     _provider = provider
 
@@ -144,7 +144,7 @@ class Job:
             make_backends: called as ``make_backends(index, count)`` in the expert process ``index`` of ``count``;
                 returns its ``ExpertBackend``\ s. Not called in workers, unless the job is one process alone: then with
                 ``(0, 1)``.
-            checkpoint_dir: where experts are saved, and found again when they are started again.
+            checkpoint_dir: where experts are saved, and found again when they are restarted.
             checkpoint_seconds: between two savings.
             listen: the endpoint of an expert process; by default a socket beside the directory's.
             keys: the directory of certificates, for TCP; by default that of ``ANABRANCH_KEYS``.
@@ -211,7 +211,9 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
     world_size = _number(env, "WORLD_SIZE", 1)
     rank = _number(env, "RANK", 0)
     if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} lies outside WORLD_SIZE={world_size}; set both, as torchrun does, or neither")
+        raise ValueError(
+            f"RANK={rank} is out of range for WORLD_SIZE={world_size}; set both, as torchrun does, or neither"
+        )
     role = env.get("ANABRANCH_ROLE", "worker")
     if role not in ("worker", "expert"):
         raise ValueError(f"ANABRANCH_ROLE={role!r} is not a role; roles are 'worker' and 'expert'")

@@ -1,4 +1,4 @@
-"""Spans: what this process did from when to when, for a trace; nothing is kept unless somebody records.
+"""Spans: timed activities of this process, for a trace; nothing is kept unless a trace is being recorded.
 
 ::
 
@@ -84,7 +84,7 @@ class SpanRecorder:
     Attributes:
         began: the clock when it was made, nanoseconds.
         dropped: spans beyond the limit, as far as ``take`` has seen.
-        threads: the kernel's number and the name of threads that spans are of, but for those that had ended.
+        threads: the kernel's number and the name of threads that spans are of, except for those that had ended.
         add: keeps a span.
     """
 
@@ -119,7 +119,7 @@ _lock = threading.Lock()
 
 
 def recording() -> bool:
-    """Return True if somebody records."""
+    """Return True if a trace is being recorded."""
     return bool(_adds)
 
 
@@ -148,7 +148,7 @@ def stop(recorder: SpanRecorder) -> None:
 
 
 class _Nothing:
-    """Stands for a span while nobody records."""
+    """A no-op span while no trace is being recorded."""
 
     __slots__ = ()
 
@@ -165,7 +165,7 @@ _NOTHING = _Nothing()
 
 
 class _Open:
-    """A span under way."""
+    """A span in progress."""
 
     __slots__ = ("_category", "_facts", "_flow", "_name", "_start")
 
@@ -200,7 +200,7 @@ def span(name: str, category: str, flow: Flow | None = None, **facts: object) ->
 
 
 def begin() -> int:
-    """Return the clock, nanoseconds; 0 while nobody records."""
+    """Return the clock in nanoseconds; 0 while no trace is being recorded."""
     return monotonic_ns() if _adds else 0
 
 
@@ -248,7 +248,7 @@ def process_name() -> str:
 
 
 def as_lines(items: Iterable[object]) -> bytes:
-    """Return each item as a line of JSON; what is not a plain value becomes its text."""
+    """Return each item as a line of JSON; values that are not plain become their text."""
     import msgspec  # here: the launcher does without
 
     encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -256,7 +256,7 @@ def as_lines(items: Iterable[object]) -> bytes:
 
 
 def header(recorder: SpanRecorder, name: str) -> dict[str, object]:
-    """Return the first line of what a process recorded."""
+    """Return the first line of a process's records."""
     return {"process": name, "pid": os.getpid(), "host": host(), "began": recorder.began}
 
 
@@ -288,7 +288,7 @@ class _FileRecorder(SpanRecorder):
             self.write()
 
     def write(self) -> None:
-        """Append what is new."""
+        """Append the new spans."""
         if os.getpid() != self._pid:  # a fork's end
             return
         with self._writing:
@@ -316,13 +316,13 @@ def record_process() -> None:
 
 
 def flush() -> None:
-    """Write what was recorded, for the launcher; for a process that ends without Python's own teardown."""
+    """Write the recorded spans for the launcher; for a process that ends without Python's own teardown."""
     if _file is not None:
         _file.write()
 
 
 def _forget() -> None:
-    """In a fork: what it does is not work of the process that it was."""
+    """In a fork: its activity does not belong to the parent process."""
     global _adds, _lock, _file
     _adds, _lock, _file = (), threading.Lock(), None
 

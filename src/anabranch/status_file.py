@@ -47,7 +47,7 @@ class StatusFile:
     """Keeps the file of one process.
 
     Args:
-        path: where; its folder may vanish, nobody will look there then.
+        path: the file; its folder may vanish, and is not read then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class StatusFile:
         self._threads = 0
 
     def put(self, **facts: Callable[[], object]) -> None:
-        """Have facts, plain values, asked for at each ``write``, on whichever thread writes."""
+        """Have facts, plain values, requested at each ``write``, on whichever thread writes."""
         with self._lock:
             self._facts.update(facts)
 
@@ -74,7 +74,7 @@ class StatusFile:
             self.write()
 
     def write(self) -> None:
-        """Write what is so now."""
+        """Write the current facts."""
         with self._lock:
             text = json.dumps({"pid": os.getpid(), **{name: read() for name, read in self._facts.items()}})
             if text != self._written:
@@ -117,7 +117,7 @@ _of_process: tuple[int, str | None, StatusFile | None] | None = None
 
 
 def status_file() -> StatusFile | None:
-    """Return that of this process; ``None`` if no launcher has named one."""
+    """Return the status file of this process; ``None`` if no launcher has named one."""
     global _of_process
     stem, pid = os.environ.get(STATUS_VARIABLE), os.getpid()
     with _lock:

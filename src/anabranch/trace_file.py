@@ -6,7 +6,7 @@
     worker 1.spans ─┼─> overlapping spans laid side by side ─> {"traceEvents": [...], "otherData": {...}}
     servers'       ─┘   flows: from the asking to the asked process, from sender to receiver, to the wait's peer
 
-Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each lies in the first of the track's
+Spans are complete events (``"ph": "X"``). Those on a *track* may overlap, so each is in the first of the track's
 lanes that is free. A flow becomes arrows (``"s"`` to ``"f"``) once both ends are known::
 
     ask / serve      the request from the start of one to that of the other, the answer from end to end
@@ -73,7 +73,7 @@ class ProcessTrace:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Counts of what was written.
+    """Counts of the written spans.
 
     Attributes:
         spans: how many.
@@ -96,15 +96,15 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
     try:
         target = Path(os.fspath(path)).absolute()
     except TypeError:
-        raise TypeError(f"a trace's path is a text or a Path, got {path!r}") from None
+        raise TypeError(f"a trace's path is a string or a Path, got {path!r}") from None
     folder = target.parent
     why = None
     if target.is_dir() or str(path).endswith("/"):
         why = "it is a folder; name a file, such as out.json"
     elif not folder.is_dir():
-        why = f"there is no folder {folder}; make it first"
+        why = f"the folder {folder} does not exist; create it first"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        why = f"nothing can be written in {folder}"
+        why = f"{folder} is not writable"
     if why is not None:
         raise ValueError(f"no trace can be written to {str(path)!r}: {why}")
     return target
@@ -186,7 +186,7 @@ def _order(part: ProcessTrace) -> tuple[int, str, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One end of a flow: where its span lies in the file, and whether it is one that failed; times in nanoseconds."""
+    """One end of a flow: where its span is in the file, and whether it is one that failed; times in nanoseconds."""
 
     pid: int
     tid: int
@@ -280,7 +280,7 @@ class _Writer:
         for ends in self._flows.values():
             for asks, serves in zip(ends.get("ask", ()), ends.get("serve", ())[-1:], strict=False):
                 yield (asks, asks.start), (serves, serves.start)
-                if not asks.failed:  # else whoever asked was gone before the answer came
+                if not asks.failed:  # else the client was gone before the answer arrived
                     yield (serves, serves.end - 1), (asks, asks.end - 1)
             for sends, receives in zip(ends.get("send", ()), ends.get("receive", ()), strict=False):
                 yield (sends, sends.start), (receives, receives.end - 1)
@@ -336,5 +336,5 @@ class _Lanes:
         return number
 
     def name(self, number: int) -> str:
-        """Return what a lane is called."""
+        """Return the name of a lane."""
         return self._names[number]

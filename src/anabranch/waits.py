@@ -28,8 +28,8 @@ class Wait:
     """A wait that still lasts.
 
     Attributes:
-        peers: what it waits for: ``"rank 1"``, or the endpoint of a service.
-        operation: what it does meanwhile: ``"all_reduce"``, ``"pull"``.
+        peers: the processes it waits for: ``"rank 1"``, or the endpoint of a service.
+        operation: the waiting operation: ``"all_reduce"``, ``"pull"``.
         since: ``time.monotonic()`` when it began, which is the same clock in every process of this machine.
         limit: seconds after its beginning at which it is given up; ``None`` if that is not known.
     """

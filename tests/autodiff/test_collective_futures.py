@@ -74,4 +74,4 @@ def test_a_collectives_future_is_a_callbacks_answer() -> None:
             torch.testing.assert_close(torch.tensor(rounded), wanted, rtol=2**-6, atol=1e-3)
         assert found["compressed"] != found["averaged"]
         assert "the codec is broken" in found["failing"]
-        assert found["gathered"].startswith("TypeError: a callback's future gives a tensor, or a list of one")
+        assert found["gathered"].startswith("TypeError: a callback's future returns a tensor, or a list of one")

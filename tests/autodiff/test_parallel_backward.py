@@ -459,7 +459,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(TypeError, match=r"call 1 .* Tensor"):
         ab.map_with_parallel_backward(Bare, (x,), x)
     for call in (ab.map_with_parallel_backward, ab.run_isolated_forward):
-        with pytest.raises(TypeError, match=r"the class of a torch\.autograd\.Function, got <built-in"):
+        with pytest.raises(TypeError, match=r"a subclass of torch\.autograd\.Function, got <built-in"):
             call(torch.sin, (x,))
     with pytest.raises(ValueError, match="max_workers"):
         ab.map_with_parallel_backward(Bare, (x,), max_workers=0)

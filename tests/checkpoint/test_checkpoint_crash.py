@@ -217,7 +217,7 @@ def test_a_full_disk_keeps_what_was_saved_and_gives_its_space_back(
     for room in range(0, size, 31):
         with monkeypatch.context() as patch:
             patch.setattr(writing, "open", FullDisk(room), raising=False)
-            with pytest.raises(CheckpointError, match="No space left on device; what was saved there before is unt"):
+            with pytest.raises(CheckpointError, match="No space left on device; earlier checkpoints there are unch"):
                 save(tmp_path, 1)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     monkeypatch.setattr(writing, "open", FullDisk(2 * size), raising=False)

@@ -246,7 +246,7 @@ def cycle() -> list[object]:
         ({"n": Number(3)}, r"the state at n is a .*Number"),
         ({"size": torch.Size([1])}, r"the state at size is a torch\.Size"),
         ({("k", frozenset()): 1}, r"frozenset"),
-        (["\ud800"], r"the state at 0 is text with half a surrogate pair"),
+        (["\ud800"], r"the state at 0 is a string with half a surrogate pair"),
         ({"\ud800": 1}, r"half a surrogate pair"),
         (object(), r"the state at the top is a builtins\.object"),
         (cycle(), r"nested deeper than 100"),
@@ -414,7 +414,7 @@ def test_fit_lists_every_difference_with_both_shapes_and_dtypes() -> None:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.fit(expected, found, "optimizer")
     assert str(caught.value).splitlines() == [
-        "the checkpoint is of another optimizer:",
+        "the checkpoint belongs to another optimizer:",
         "  missing: gone (1, 2) float32",
         "  unexpected: new (4,) float32",
         "  differs: shape is (3, 2) float32 in the checkpoint, (2, 3) float32 here",

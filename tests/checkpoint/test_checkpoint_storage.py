@@ -195,7 +195,7 @@ def test_file_urls_are_folders(tmp_path: Path) -> None:
 
 
 def test_a_url_of_no_file_system_and_one_whose_package_is_absent_say_so() -> None:
-    with pytest.raises(ValueError, match=r"nothing://x is not a place to save to"):
+    with pytest.raises(ValueError, match=r"nothing://x cannot be saved to"):
         saved("nothing://x", 1)
 
 

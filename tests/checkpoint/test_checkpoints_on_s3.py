@@ -147,7 +147,7 @@ def test_a_server_that_does_not_answer_any_more_is_an_error(
     monkeypatch.setenv(SECONDS_VARIABLE, "1")
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(CheckpointError, match=rf"{url}: no answer for 1 s; .*{SECONDS_VARIABLE}.*is untouched"):
+        with pytest.raises(CheckpointError, match=rf"{url}: no answer for 1 s; .*{SECONDS_VARIABLE}.*are unchanged"):
             saved(url, 2)
     finally:
         os.kill(server.pid, signal.SIGCONT)

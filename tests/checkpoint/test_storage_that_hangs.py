@@ -124,7 +124,7 @@ def test_a_save_to_a_store_that_does_not_answer_is_an_error(
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
         Hanging.operation, Hanging.after = operation, after
-        with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s.*{SECONDS_VARIABLE}.*untouched"):
+        with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s.*{SECONDS_VARIABLE}.*unchanged"):
             saved(url, 3)
     assert_whole(url, 2, 3)  # 3 if only the removal of 1 was left
     let_go(1)

@@ -185,9 +185,9 @@ def a_message_that_is_none_is_a_protocol_error() -> None:
 
 @check
 def misuse_is_refused() -> None:
-    with pytest.raises(ValueError, match="between two ranks"):
+    with pytest.raises(ValueError, match="needs another one of the"):
         ab.send(torch.ones(1), RANK)
-    with pytest.raises(ValueError, match="between two ranks"):
+    with pytest.raises(ValueError, match="needs another one of the"):
         ab.recv(2)
     with pytest.raises(ValueError, match="'max'"):
         ab.all_reduce(torch.ones(1), "max")

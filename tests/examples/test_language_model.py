@@ -299,7 +299,7 @@ def test_it_goes_on_while_an_expert_process_is_killed_and_returns(small_text, tm
     assert result.results[0] is not None
     assert result.results[0]["steps"] == 40
     assert len(result.told) == 1
-    assert result.told[0].endswith("started again (1 of 3)")
+    assert result.told[0].endswith("restarted (1 of 3)")
     assert "2 of 4 experts" in result.logs[0]
 
 

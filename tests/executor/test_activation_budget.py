@@ -73,7 +73,7 @@ def test_what_is_no_size_is_refused(given: Any) -> None:
 
 
 def test_the_tape_has_no_budget() -> None:
-    with pytest.raises(ValueError, match="activation_budget, which takes a graph"):
+    with pytest.raises(ValueError, match="activation_budget, which needs a graph"):
         ab.Executor(step_of(model_of(), activation_budget=5000), engine="tape")
     with pytest.raises(ValueError, match="precision='float16' runs without one"):
         step_of(model_of(), activation_budget=5000, precision="float16")

@@ -251,7 +251,7 @@ def test_explain_says_why() -> None:
     step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
     with ab.Executor(step, capture_after=1) as executor:
         executor.run(batch=batch_of())
-        assert "until a graph has shown" in executor.explain()
+        assert "until a graph has been shown" in executor.explain()
         executor.run(batch=batch_of())
         assert f"{__file__}:" in executor.explain()
         assert "it branches on a value that it computes" in executor.explain()
@@ -309,7 +309,7 @@ def test_a_refused_trial_leaves_the_gradients_of_the_tape() -> None:
 
     expected, _ = gradients("tape")
     found, why = gradients("auto")
-    assert "bits" in why
+    assert "bitwise equal" in why
     assert all(map(torch.equal, found, expected))  # type: ignore[arg-type]
 
 
@@ -350,7 +350,7 @@ def test_an_optimizer_that_cannot_be_captured_steps_by_itself() -> None:
     found, used, why = run("auto")
     assert_same(found, run("tape")[0])
     assert used == "graph"
-    assert "Counting.step is code of your own" in why
+    assert "Counting.step is your own code" in why
 
 
 def test_numbers_drawn_from_python_are_drawn_every_step() -> None:

@@ -108,7 +108,9 @@ def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_pa
         "resume": lambda: target.resume(tmp_path),
         "close": target.close,
     }
-    with pytest.raises(ab.CheckpointError, match=r"first of step 0 was not saved in the background: OSError: the disk"):
+    with pytest.raises(
+        ab.CheckpointError, match=r"first of step 0 could not be saved in the background: OSError: the disk"
+    ):
         calls[call]()
     held.failure = None
     target.close()
@@ -133,7 +135,7 @@ def test_a_failure_after_a_failed_run_goes_to_the_logger(
     with pytest.raises(KeyError), executor() as target:  # noqa: PT012
         target.save(tmp_path, wait=False)
         raise KeyError
-    assert "a checkpoint was not saved in the background: OSError: the disk is full" in caplog.text
+    assert "a checkpoint could not be saved in the background: OSError: the disk is full" in caplog.text
 
 
 def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_every_worker_hears_of_the_end_and_of_a_failure(tmp_path: Path) -> None:
     for result in LocalJob(2).run_source(WORKERS, str(tmp_path)).check().results:
         step, failure, loaded = result["found"]
         assert (step, loaded) == (1, 1)
-        assert "was not saved in the background: OSError: the disk is full" in failure
+        assert "could not be saved in the background: OSError: the disk is full" in failure
 
 
 def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> None:
@@ -224,7 +226,9 @@ def test_every_failure_is_in_the_error(held: Held, tmp_path: Path) -> None:
     for name in ("first", "second"):
         target.save(tmp_path / name, wait=False)
     held.go.set()
-    with pytest.raises(ab.CheckpointError, match=r"first of step 0 was not saved .*; .*second of step 0 was not saved"):
+    with pytest.raises(
+        ab.CheckpointError, match=r"first of step 0 could not be saved .*; .*second of step 0 could not be saved"
+    ):
         target.finish_saves()
     held.failure = None
     target.close()
@@ -249,7 +253,7 @@ def test_the_end_of_the_process_waits_and_tells_what_was_not_saved(capfd: pytest
     timer.join(60)
     assert written
     assert capfd.readouterr().err == (
-        "anabranch: a checkpoint was not saved in the background: OSError: the disk is full\n"
+        "anabranch: a checkpoint could not be saved in the background: OSError: the disk is full\n"
     )
     background_saves._finish_all()
     assert capfd.readouterr().err == ""
@@ -284,4 +288,4 @@ def test_a_script_that_ends_without_closing_its_executor(how: str, tmp_path: Pat
         assert checkpoint.read(tmp_path).step == 1
         assert done.stderr == ""
     else:
-        assert "a checkpoint was not saved in the background: OSError: the disk is full" in done.stderr
+        assert "a checkpoint could not be saved in the background: OSError: the disk is full" in done.stderr

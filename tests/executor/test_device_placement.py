@@ -116,7 +116,7 @@ def test_an_unknown_module_and_a_parameter_torn_apart_are_refused() -> None:
         ab.Executor({"train": step}, devices={"decoder": "cpu"})
     model.encoder[2][1].weight = model.encoder[0].weight  # type: ignore[index]
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"'encoder.0.weight' and 'encoder.2.1.weight', which are one parameter"):
+    with pytest.raises(ValueError, match=r"'encoder.0.weight' and 'encoder.2.1.weight', which are the same parameter"):
         ab.Executor({"train": step}, devices={"encoder.0": "cpu:0"})
 
 

@@ -114,7 +114,7 @@ def test_a_loader_that_draws_from_a_global_generator_is_never_fetched_ahead_and_
     assert set(source.fetched) == {threading.get_ident()}
     [record] = caplog.records
     assert record.name == "anabranch.executor"
-    assert "the batches of the loader Watched are not fetched ahead, since it draws from" in record.getMessage()
+    assert "the batches of the loader Watched are not prefetched, since it draws from" in record.getMessage()
     assert "generator=torch.Generator()" in record.getMessage()
 
 
@@ -143,7 +143,7 @@ def test_a_loader_that_fills_the_same_memory_again_is_never_fetched_ahead(
         batch = loader.next_batch()
         assert isinstance(batch, dict)
         assert batch["x"].tolist() == [index] * 3
-    assert "fills the memory of the batch before" in caplog.text
+    assert "reuses the memory of the previous batch" in caplog.text
 
 
 def test_a_step_that_changes_its_batch_does_not_look_like_a_loader_that_does(

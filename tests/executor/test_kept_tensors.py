@@ -36,7 +36,7 @@ def test_a_tensor_that_the_model_keeps_is_never_silently_without_its_history(eng
             assert not model.view.requires_grad
             model.view.clamp_(-1, 1)  # in place, as after a plain step
         assert executor.engine() == "graph"
-        with pytest.raises(ab.CaptureError, match=r"left no history; detach\(\) it where it is kept"):
+        with pytest.raises(ab.CaptureError, match=r"recorded no history; detach\(\) it where it is kept"):
             model.penalty.backward()
 
 

@@ -39,7 +39,7 @@ def test_a_generator_has_one_epoch_and_says_so(batches: int, opened: Callable[..
     loader = opened(iter(range(batches)))
     assert drain(loader) == batches
     loader.start_epoch()
-    with pytest.raises(ValueError, match="is an iterator .* and has been read to its end: it has one epoch"):
+    with pytest.raises(ValueError, match="is an iterator .* and is exhausted: it has one epoch"):
         loader.next_batch()
 
 

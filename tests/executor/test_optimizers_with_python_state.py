@@ -151,15 +151,15 @@ class CountsUnderAName(Own):
 
 
 BY_THEMSELVES = {
-    CountsInAnObject: "may change in a way that a graph would not see",
-    Draws: "Draws.update reads random, which a graph would read once",
+    CountsInAnObject: "may change in a way that a graph would not notice",
+    Draws: "Draws.update reads random, which a graph would read only once",
     CountsUnderAName: "CountsUnderAName.step changes state['k'] in Python",
     CountsInTheGroup: "changes param_groups[0]['step'] in Python",
     CountsInTheState: "replaces its state 'step'",
     CountsInItself: "changes counts in Python",
     ReplacesItsState: "replaces its state 'mean'",
     KeepsAHistory: "replaces its state 'past'",
-    Wrapping: "Wrapping.inner (SGD) may change in a way that a graph would not see",
+    Wrapping: "Wrapping.inner (SGD) may change in a way that a graph would not notice",
 }
 CAPTURED = (HoldsTensors, ReadsAList)
 
@@ -201,7 +201,7 @@ def test_an_optimizer_of_ones_own_steps_by_itself(kind: type[Own], engine: str) 
     got = check(lambda patch: play_of(kind), engine)
     assert got.engines == ENGINES[engine]
     assert "the optimizer steps by itself" in got.explained
-    assert "is code of your own, and a graph would not see what it reads change" in got.explained
+    assert "is your own code, and a graph would not notice when a value that it reads changes" in got.explained
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -230,7 +230,7 @@ def test_a_step_that_branches_on_what_it_computes_is_said_without_a_tracers_word
     with ab.Executor(ab.TrainStep(model, mean_square, Branching(model.parameters())), engine="graph") as executor:
         for _ in range(3):
             executor.run(batch=torch.ones(2, 4))
-        assert executor.explain().endswith("such as to branch on the number of steps")
+        assert executor.explain().endswith("such as branching on the number of steps")
 
 
 class NeverInitialised(torch.optim.Optimizer):

@@ -77,7 +77,9 @@ def test_an_object_that_refuses_its_state_is_named_before_anything_changes(tmp_p
     before = model.weight.detach().clone()
     with (
         executor_of(model, state={"counter": Strict()}) as executor,
-        pytest.raises(ab.CheckpointError, match=r"'counter'.* \(Strict\) refused what was saved: KeyError: 'not mine'"),
+        pytest.raises(
+            ab.CheckpointError, match=r"'counter'.* \(Strict\) rejected its saved state: KeyError: 'not mine'"
+        ),
     ):
         executor.load(tmp_path)
     assert torch.equal(before, model.weight)
@@ -95,7 +97,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("state", "text"),
-    [([], "a dict of objects by name"), ({"a": 3}, "'a' is a int without"), ({1: Counter()}, "texts")],
+    [([], "a dict of objects by name"), ({"a": 3}, "'a' is a int without"), ({1: Counter()}, "strings")],
 )
 def test_mistakes(state: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
@@ -119,7 +121,7 @@ def test_extra_state_that_is_not_there_is_missed(tmp_path: Path) -> None:
         executor.save(tmp_path)
     with (
         executor_of(nn.Sequential(Noted(2, 1))) as executor,
-        pytest.raises(ab.CheckpointError, match=r"extra state of \[\], this model of \['0._extra_state'\]"),
+        pytest.raises(ab.CheckpointError, match=r"extra state of \[\], but this model has \['0._extra_state'\]"),
     ):
         executor.load(tmp_path)
 

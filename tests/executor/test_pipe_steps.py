@@ -239,5 +239,5 @@ def test_what_no_pipe_can_honour_is_said(caplog: pytest.LogCaptureFixture):
         assert "its engine is the tape" in caplog.text
         executor.run(batch=(torch.ones(3, 2), torch.ones(3, 2)))
         assert executor.engine() == "tape"
-        with pytest.raises(ValueError, match="one number a microbatch"):
+        with pytest.raises(ValueError, match="one number per microbatch"):
             ab.Executor(ab.TrainStep(pipe, lambda y, t: y, optimizer)).run(batch=(torch.ones(3, 2), torch.ones(3, 2)))

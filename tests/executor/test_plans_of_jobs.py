@@ -63,7 +63,7 @@ def test_auto_takes_the_cheapest_mode_and_trains_as_if_it_had_been_named() -> No
         assert (first["mode"], second["mode"]) == (mode, mode)
         assert (first["same"], second["same"]) == (True, True), mode
         assert first["places"] == second["places"]
-        assert first["said"].startswith(f"comm_mode='auto' takes {mode!r}: a step should take ")
+        assert first["said"].startswith(f"comm_mode='auto' chooses {mode!r}: a step should take ")
         assert first["said"].count("\n") == 1  # once, in one line
         assert second["said"] == ""
 
@@ -72,7 +72,7 @@ def test_auto_takes_the_cheapest_mode_and_trains_as_if_it_had_been_named() -> No
 def test_auto_measures_and_all_workers_take_the_same() -> None:
     first, second = (found["auto"] for found in results("auto"))
     assert first["mode"] == second["mode"]
-    assert first["said"].startswith(f"comm_mode='auto' takes {first['mode']!r}: ")
+    assert first["said"].startswith(f"comm_mode='auto' chooses {first['mode']!r}: ")
     assert all(f"with {mode!r}" in first["said"] for mode in {"AllReduce", "PS", "Hybrid"} - {first["mode"]})
 
 

@@ -183,8 +183,8 @@ def test_another_batch_size_goes_on_at_the_same_sample(opened: Callable[..., Bou
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
-        ("list", "shuffled", r"keeps its position as \['counted'\], this one \(DataLoader\) as 'map'"),
-        ("shuffled", "sequential", r"has .*RandomSampler as its sampler, this one .*SequentialSampler"),
+        ("list", "shuffled", r"stores its position as \['counted'\], but this one \(DataLoader\) as 'map'"),
+        ("shuffled", "sequential", r"has .*RandomSampler as its sampler, but this one .*SequentialSampler"),
         ("pairs", "outer", r"PairSampler|EagerSampler"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_position_of_another_loader_is_refused(
 def test_a_position_in_another_dataset_is_refused(opened: Callable[..., BoundLoader]) -> None:
     first = opened(DataLoader(Squares(11), batch_size=2))
     first.next_batch()
-    with pytest.raises(CheckpointError, match="has 11 as its number of samples in the dataset, this one 12"):
+    with pytest.raises(CheckpointError, match="has 11 as its number of samples in the dataset, but this one has 12"):
         opened(DataLoader(Squares(12), batch_size=2)).restore([first.state()])
 
 

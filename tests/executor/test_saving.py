@@ -179,10 +179,10 @@ def other_kind_of_scheduler() -> ab.Executor:
     [
         (other_shape, r"0\.weight.*\(9, 4\).*\(8, 4\)|0\.weight.*\(8, 4\).*\(9, 4\)"),
         (other_names, r"weight"),
-        (other_optimizers, "1 optimizers for step 'train', this has 3"),
+        (other_optimizers, "1 optimizers for step 'train', but this Executor has 3"),
         (other_steps, r"'train'.*'fit'"),
-        (other_kind_of_optimizer, "optimizer 0 of 'train' is Adagrad, the checkpoint's SGD"),
-        (other_kind_of_scheduler, "scheduler 0 of 'train' is MultiStepLR, the checkpoint's CosineAnnealingLR"),
+        (other_kind_of_optimizer, "optimizer 0 of 'train' is Adagrad, but the checkpoint has SGD"),
+        (other_kind_of_scheduler, "scheduler 0 of 'train' is MultiStepLR, but the checkpoint has CosineAnnealingLR"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_changed(

@@ -161,7 +161,7 @@ def test_an_open_window_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-12)
     with (
         executor_of(new_model(), "adamw", None, accumulate=3) as executor,
-        pytest.raises(ab.CheckpointError, match="accumulated, under another comm_mode"),
+        pytest.raises(ab.CheckpointError, match="accumulated, with another comm_mode"),
     ):
         executor.load(tmp_path)
 

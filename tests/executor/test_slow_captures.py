@@ -40,7 +40,7 @@ def test_a_slow_capture_says_once_what_is_being_captured(
         for _ in range(4):
             executor.run("critic", torch.ones(2, 4))
         assert executor.engine("critic") == "graph"
-    said = [record for record in caplog.records if "is being captured" in record.getMessage()]
+    said = [record for record in caplog.records if "capturing step" in record.getMessage()]
     assert [(record.name, record.levelno) for record in said] == [("anabranch", level)]
     assert "'critic'" in said[0].getMessage()
     assert "Sequential, 3 modules, 4 parameters" in said[0].getMessage()

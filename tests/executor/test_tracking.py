@@ -156,5 +156,5 @@ def test_what_is_no_loop_is_refused(over: object, error: type[Exception]) -> Non
 
 
 def test_a_label_is_a_text() -> None:
-    with pytest.raises(TypeError, match="label is a text"):
+    with pytest.raises(TypeError, match="label is a string"):
         Progress(True).track(3, label=3)  # type: ignore[call-overload]

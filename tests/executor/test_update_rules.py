@@ -164,7 +164,7 @@ def test_float16_steps_as_grad_scaler_does() -> None:
             assert_same(model, plain)
         assert scaler.get_scale() == 16384.0  # two steps overflowed
         assert (executor.step, executor.statistics().skipped_steps) == (6, 2)
-        assert (executor.engine(), executor.explain()) == ("tape", "float16 scales its loss, which the tape does")
+        assert (executor.engine(), executor.explain()) == ("tape", "precision='float16' scales the loss on the tape")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -409,7 +409,7 @@ def test_a_window_of_another_precision_is_refused(tmp_path: Any) -> None:
     with executor_of("float16") as executor, executor_of(None) as other:
         executor.run(batch=batch_of(0))
         executor.save(tmp_path)
-        with pytest.raises(ab.CheckpointError, match="accumulated, under another precision"):
+        with pytest.raises(ab.CheckpointError, match="accumulated, with another precision"):
             other.load(tmp_path)
 
 

@@ -33,7 +33,7 @@ def test_roles_announce_only_their_own_kind(keys: tuple[Path, Path]) -> None:
         with pytest.raises(Unauthorized, match=r"'parameters' may not announce ffn\.0"):
             shards.announce(["ffn.0"], HERE, ttl=30.0)
         for role in ("worker", "directory"):
-            with pytest.raises(Unauthorized, match="may not ask 'directory.announce'"):
+            with pytest.raises(Unauthorized, match="may not call 'directory.announce'"):
                 Directory(server.endpoint, role=role, keys=keys[0]).announce(["ffn.0"], HERE, ttl=30.0)
         assert experts.lookup(["ffn.0", "parameters.0"]) == {}
         experts.announce(["parametersX.0"], HERE, ttl=30.0)
@@ -62,7 +62,7 @@ def test_a_claim_lasts_until_it_is_announced_released_or_over(keys: tuple[Path, 
                 directory.claim(uids, "last", ttl=0.0)
         with pytest.raises(Unauthorized, match=r"'experts' may not announce parameters\.0"):
             experts.claim(["parameters.0"], "one", ttl=60.0)
-        with pytest.raises(Unauthorized, match="may not ask 'directory.claim'"):
+        with pytest.raises(Unauthorized, match="may not call 'directory.claim'"):
             Directory(server.endpoint, role="worker", keys=keys[0]).claim(["ffn.9"], "one", ttl=60.0)
 
 
@@ -71,7 +71,7 @@ def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys
     with DirectoryServer("tcp://127.0.0.1:0", keys=keys[0], clock=clock) as server:
         first, second = (Directory(server.endpoint, role="experts", keys=each) for each in keys)
         first.announce(["ffn.0"], HERE, ttl=30.0)
-        with pytest.raises(Unauthorized, match=r"ffn\.0 was announced under another certificate.*for 30 s yet"):
+        with pytest.raises(Unauthorized, match=r"ffn\.0 was announced with another certificate.*for 30 s more"):
             second.announce(["ffn.1", "ffn.0"], THERE, ttl=30.0)
         second.withdraw(["ffn.0"], HERE)
         # All or nothing; and the owner may move.
@@ -85,7 +85,7 @@ def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys
 @pytest.mark.parametrize(
     ("endpoint", "why"),
     [
-        ("unix:/etc/passwd", "a socket of one host"),
+        ("unix:/etc/passwd", "a socket on one host"),
         ("memory:0", "not an endpoint"),
         ("file:///etc/passwd", "not an endpoint"),
         ("tcp://0.0.0.0:7000", "where a server listens"),
@@ -114,9 +114,9 @@ def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys
         ("tcp://a..b:5", "names no host"),
         ("tcp://[]:5", "names no host"),
         ("tcp://" + 254 * "a" + ":5", "names no host"),
-        ("tcp://h\n:5", "characters that no endpoint has"),
-        ("tcp://10.0.0.1\x00:5", "characters that no endpoint has"),
-        ("tcp://h\x1b[2J:5", "characters that no endpoint has"),
+        ("tcp://h\n:5", "characters that are not allowed in an endpoint"),
+        ("tcp://10.0.0.1\x00:5", "characters that are not allowed in an endpoint"),
+        ("tcp://h\x1b[2J:5", "characters that are not allowed in an endpoint"),
     ],
 )
 def test_an_endpoint_that_others_cannot_reach_is_refused(keys: tuple[Path, Path], endpoint: str, why: str) -> None:
@@ -142,7 +142,7 @@ def test_an_endpoint_that_others_may_reach_is_taken(endpoint: str) -> None:
 def test_a_path_with_control_characters_is_refused_on_one_host_too(tmp_path: Path) -> None:
     with DirectoryServer() as server:
         directory = Directory(server.endpoint, role="experts")
-        with pytest.raises(ValueError, match="characters that no endpoint has"):
+        with pytest.raises(ValueError, match="characters that are not allowed in an endpoint"):
             directory.announce(["ffn.0"], f"unix:{tmp_path}/ex\npert", ttl=30.0)
 
 

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
     with ExpertServer([make()], checkpoint_dir=tmp_path) as server:
         train(RemoteExpert("ffn.0", server.endpoint), 1, seed=0)
     other = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
-    with pytest.raises(CheckpointError, match=r"ffn\.0 is of another module"):
+    with pytest.raises(CheckpointError, match=r"ffn\.0 belongs to another module"):
         ExpertServer([other], checkpoint_dir=tmp_path).__enter__()
 
 

@@ -148,7 +148,7 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
             ValueError,
             "another module",
         ),
-        (lambda: ExpertBackend("ffn.0", nn.Linear(2, 1), args_schema=[TensorSpec(1)]), SchemaError, "does not take"),
+        (lambda: ExpertBackend("ffn.0", nn.Linear(2, 1), args_schema=[TensorSpec(1)]), SchemaError, "does not accept"),
         (lambda: ExpertBackend("ffn.0", nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
         (lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=["x"]), SchemaError, "TensorSpec"),
         (
@@ -195,7 +195,7 @@ def test_what_steps_with_more_than_gradients_is_refused_at_the_start(
 
     module = nn.Linear(4, 4)
     given = make(module)
-    with pytest.raises(ValueError, match=f"ffn.0: a step {says}.*take another .* or override apply_gradients"):
+    with pytest.raises(ValueError, match=f"ffn.0: a step {says}.*use another .* or override apply_gradients"):
         ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
     Own("ffn.0", module, args_schema=[TensorSpec(4)], **given)  # type: ignore[arg-type]
 
@@ -245,7 +245,7 @@ def test_a_module_that_returns_other_rows_than_it_took_is_named(pair: bool, keep
     backend = ExpertBackend(
         "e.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(4)], keep_activations=keep
     )
-    says = rf"^e\.0's output {int(pair)}: expected 2 rows, as many as came in, got 1; "
+    says = rf"^e\.0's output {int(pair)}: expected 2 rows, as in the input, got 1; "
     with ExpertServer([backend]) as server:
         expert = RemoteExpert("e.0", server.endpoint)
         x = torch.ones(2, 4, requires_grad=True)
@@ -282,5 +282,5 @@ def test_a_batch_that_comes_back_with_other_rows_is_refused_to_each_caller(keep:
             join(thread)
     # Found for four rows, and then for each caller's two.
     assert [str(error).partition(";")[0] for error in refusals] == [
-        "e.0's output 0: expected 2 rows, as many as came in, got 1"
+        "e.0's output 0: expected 2 rows, as in the input, got 1"
     ] * 2

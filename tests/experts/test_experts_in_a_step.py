@@ -209,7 +209,7 @@ def test_an_expert_that_nobody_serves_is_named(engine: Engine) -> None:
     batch = torch.randn(3, 4), torch.randn(3, 1)
     with (
         ab.Executor({"train": step_of(model)}, engine=engine) as executor,
-        pytest.raises(NotFound, match=r"no server of 'nobody.0'"),
+        pytest.raises(NotFound, match=r"no server for 'nobody.0'"),
     ):
         executor.run("train", batch)
 

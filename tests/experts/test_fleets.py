@@ -173,7 +173,7 @@ def test_drawn_uids_are_different_repeatable_and_not_those_taken() -> None:
     assert sorted(draw_uids("ffn.[0:5].[0:3]", 15)) == sorted(UidPattern("ffn.[0:5].[0:3]"))
     free = {"ffn.7.7", "ffn.30.254"}
     assert set(draw_uids(pattern, 2, taken=lambda uids: set(uids) - free)) == free
-    with pytest.raises(ValueError, match="stands for 7905, of which 2 are not taken; widen a range"):
+    with pytest.raises(ValueError, match="matches 7905, of which 2 are free; widen a range"):
         draw_uids(pattern, 3, taken=lambda uids: set(uids) - free)
     huge = draw_uids("ffn.[0:4096].[0:4096].[0:4096]", 4, seed=0)
     assert len(set(huge)) == 4
@@ -203,7 +203,7 @@ def test_two_that_draw_before_either_announces_draw_different_uids(seed: int | N
         first, second = (make_experts([group], directory=Directory(names.endpoint)) for _ in range(2))
         drawn = {backend.uid for backend in (*first, *second)}
         assert drawn == set(UidPattern(group.uids))
-        with pytest.raises(ValueError, match="of which 0 are not taken"):
+        with pytest.raises(ValueError, match="of which 0 are free"):
             make_experts([group], directory=Directory(names.endpoint))
         with served(*first, directory=names.endpoint):
             assert set(Directory(names.endpoint).lookup(drawn)) == {backend.uid for backend in first}
@@ -307,25 +307,25 @@ WRONG = [
     ('gradient_reduction = "max"', "gradient_reduction is one of sum, mean, got 'max'"),
     ('compression = "zip"', "compression is one of float16, bfloat16, int8, got 'zip'"),
     ("module = 3", "module is a text, got 3"),
-    ('module = "nosuch"', "'nosuch' is not a module to serve"),
+    ('module = "nosuch"', "'nosuch' is not the name of a module to serve"),
     ('module = ".x:thing"', "'.x:thing' cannot be loaded"),
     ('module = "os:"', "'os:' cannot be loaded"),
     ('module = "nosuch:thing"', "'nosuch:thing' cannot be loaded: No module named 'nosuch'"),
     ('module = "fleet_modules:number"\nmodule_args = {}', "cannot be called with (4)"),
     ('module_args = "width"', "module_args is a table of values by name, got 'width'"),
     ("module_args = {width = 4}", "'ffn' cannot be called with (4, width=4)"),
-    ('optimizer = "nosuch"', "'nosuch' is not an optimizer here"),
+    ('optimizer = "nosuch"', "'nosuch' is not an optimizer"),
     ('optimizer = "sgd"\noptimizer_args = {speed = 3}', "'sgd' does not take {'speed': 3, 'lr': 0.001}"),
     ('optimizer = "torch.optim:LBFGS"', "a step of the optimizer, a LBFGS, needs closure"),
     ("optimizer_args = {momentum = 1.0}", "optimizer_args are for the optimizer, which is not named"),
-    ('scheduler = "nosuch"', "'nosuch' is not a scheduler; name a class of torch.optim.lr_scheduler"),
+    ('scheduler = "nosuch"', "'nosuch' is not a scheduler; use a class of torch.optim.lr_scheduler"),
     ('scheduler = "math"', "'math' is not a scheduler"),
     ('scheduler = "LRScheduler"', "'LRScheduler' is not a scheduler"),
     ('scheduler = "os:getcwd"', "'os:getcwd' does not take {}"),
     ('scheduler = "torch.optim:SGD"\nscheduler_args = {lr = 0.1}', "'torch.optim:SGD' does not take {'lr': 0.1}"),
     ('scheduler = "StepLR"', "'StepLR' does not take {}"),
-    ('optimizer = "sgd"\noptimizer_args = {lr = 0.1}', "lr is said by itself, not among optimizer_args"),
-    ('scheduler = "ReduceLROnPlateau"', "a ReduceLROnPlateau, which an update cannot step"),
+    ('optimizer = "sgd"\noptimizer_args = {lr = 0.1}', "lr is a separate argument, not part of optimizer_args"),
+    ('scheduler = "ReduceLROnPlateau"', "an LRScheduler that steps without a loss"),
     ('optimizer = "none"\nscheduler = "StepLR"', "there is no optimizer to schedule"),
     ("args_schema = 4", "args_schema is a list of inputs"),
     ("args_schema = [4]", "args_schema[0] is a table such as"),
@@ -334,11 +334,11 @@ WRONG = [
     ('args_schema = [{shape = [4], dtype = "real"}]', "args_schema[0]: dtype 'real' is not one of"),
     ("args_schema = [{shape = [4], size = 4}]", "args_schema[0] has 'size'; a tensor has shape, dtype,"),
     ("args_schema = [{shape = [4], pad = 1}]", "args_schema[0].pad is true or false, got 1"),
-    ("args_schema = [{shape = [5]}]", "the module does not take what its schema says"),
+    ("args_schema = [{shape = [5]}]", "the module does not accept the inputs of its schema"),
     ("kwargs_schema = [4]", "kwargs_schema is a table of values by name, got [4]"),
     ("count = 2", "count is at most the 1 uids of 'ffn.0', got 2"),
-    ("seed = 2", "seed draws uids, and count does not say how many"),
-    ('device = "abacus"', "no expert can live on 'abacus' here"),
+    ("seed = 2", "seed is for drawing uids, but there is no count"),
+    ('device = "abacus"', "no expert can run on 'abacus' here"),
 ]
 
 
@@ -372,7 +372,7 @@ def test_a_mistake_in_a_group_is_one_sentence_with_file_group_key_and_value(
         ("fleet.toml", "[[experts]]\nfeatures = 3", "group 1: has no uids"),
         ("fleet.toml", "[[experts]]\nuids = 3", "group 1 (3): uids is a text, got 3"),
         ("fleet.toml", '[[experts]]\nuids = "ffn"', "'ffn' is not a uid"),
-        ("fleet.toml", 'listen = "unix:x"\n' + GROUP, "'listen' stands beside the groups"),
+        ("fleet.toml", 'listen = "unix:x"\n' + GROUP, "'listen' is outside the groups"),
         ("fleet.toml", "uids = ", "is not TOML"),
         ("fleet.yaml", "a: [", "is not YAML"),
         ("fleet.yaml", "3", "got 3"),
@@ -383,7 +383,7 @@ def test_a_mistake_in_a_group_is_one_sentence_with_file_group_key_and_value(
         ),
         ("fleet.yaml", "- uids: ffn.0\n  module_args: {a: 1, a: 2}\n", "'a' is given twice in one table, in line 2"),
         ("fleet.yaml", "experts: []\nexperts: &all [uids: ffn.0, *all]\n", "'experts' is given twice"),
-        ("fleet.json", "[]", "does not say how it is written"),
+        ("fleet.json", "[]", "has no known format"),
         ("fleet.toml", GROUP + GROUP, "ffn.0 is in another group too"),
         ("fleet.toml", GROUP + 'module = "fleet_modules:misspelt"\nmodule_args = {}', "cannot be called with (4)"),
     ],
@@ -403,8 +403,8 @@ def test_a_file_that_is_no_fleet_says_what_it_should_be(tmp_path: Path, name: st
         ({"module": f"{HERE}:misspelt"}, "returned 'arg_schema', which is not an argument of ExpertBackend"),
         ({"module": f"{HERE}:number"}, "returned a int, not an nn.Module, nor a mapping"),
         ({"module": f"{HERE}:two"}, "the inputs of 'fleet_modules:two' are not known"),
-        ({"module": f"{HERE}:complete", "optimizer": "sgd"}, "another one is asked for"),
-        ({"module": f"{HERE}:complete", "lr": 0.1}, "returns an optimizer of its own; give lr to it"),
+        ({"module": f"{HERE}:complete", "optimizer": "sgd"}, "another one was requested"),
+        ({"module": f"{HERE}:complete", "lr": 0.1}, "returns its own optimizer; set lr there"),
     ],
 )
 def test_a_factory_that_does_not_fit_is_told(said: dict[str, object], says: str) -> None:
@@ -423,7 +423,7 @@ def test_yaml_without_its_extra_says_how_to_install_it(tmp_path: Path, monkeypat
         return real(name, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[yaml\]', or write it as TOML"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[yaml\]', or use TOML"):
         read_fleet(tmp_path / "fleet.yaml")
 
 
@@ -439,7 +439,7 @@ def test_yaml_without_its_extra_says_how_to_install_it(tmp_path: Path, monkeypat
         (["--uids", "ffn.0", "--features", "0"], "features is a whole number, 1 or more, got 0"),
         (["--uids", "ffn.[0:4]", "--count", "5"], "count is at most the 4 uids"),
         (["--config", "fleet.toml", "--lr", "0.1"], "--lr stands beside --config fleet.toml"),
-        (["--config", "fleet.ini"], "does not say how it is written"),
+        (["--config", "fleet.ini"], "has no known format"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_told(arguments: list[str], says: str) -> None:

@@ -340,7 +340,7 @@ def test_experts_that_have_no_weighted_mean_are_refused_by_name() -> None:
     modules = {"uneven.0": nn.Linear(4, 4), "uneven.1": nn.Linear(4, 5), "whole.0": Rounded(), "whole.1": Rounded()}
     backends = [ExpertBackend(uid, module, args_schema=[TensorSpec(4)]) for uid, module in modules.items()]
     with ExpertServer(backends, directory=directory):
-        for prefix, says in (("uneven", r"uneven.\d returns .* a mixture's experts return the same"),
+        for prefix, says in (("uneven", r"uneven.\d returns .* the experts of a mixture must return the same"),
                              ("whole", r"whole.\d returns torch.int64, which has no weighted mean")):  # fmt: skip
             with pytest.raises(SchemaError, match=says):
                 RemoteMixtureOfExperts(4, [2], directory, prefix, k_best=2)(torch.randn(3, 4))
@@ -392,7 +392,7 @@ def test_an_argument_that_is_no_number_is_named(name: str) -> None:
     [
         (torch.ones(2, 4), r"is torch.float64, .* got torch.float32; give x.to\(torch.float64\)"),
         (torch.ones(2, 4, dtype=torch.int64), "is torch.float64, .* got torch.int64"),
-        (torch.ones(2, 3, dtype=torch.float64), r"in_features=4 values for its gate, got shape \(2, 3\)"),
+        (torch.ones(2, 3, dtype=torch.float64), r"in_features=4, for its gate, got shape \(2, 3\)"),
         ([1.0], "the tensor that its gate sees, got a list"),
     ],
 )
@@ -724,7 +724,7 @@ def test_a_gradient_that_is_missing_says_what_would_do() -> None:
         output = moe(torch.randn(3, 4, dtype=torch.float64))
         for expert in experts.values():
             expert.fault = RuntimeError("gone")
-        with pytest.raises(BoundaryError, match="with backward_k_min=0 the step goes on"):
+        with pytest.raises(BoundaryError, match="with backward_k_min=0 the step continues"):
             output.sum().backward()
 
 

@@ -249,7 +249,7 @@ def test_one_that_answers_a_byte_at_a_time_meets_the_deadline_too(stack: ExitSta
     ("answer", "kind", "told"),
     [
         (b"$22\r\nredis_version:4.0.14\r\n\r\n", ProtocolError, "Redis 4.0.14 is too old for a directory; install 5.0"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is no Redis .*; check the port"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "is not Redis .*; check the port"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", Overloaded, "still loading"),
         (b"-READONLY You can't write against a read only replica.\r\n", RemoteError, "is a replica.*name the primary"),
         (b"-MOVED 3999 127.0.0.1:6381\r\n", RemoteError, "member of a cluster"),
@@ -325,12 +325,12 @@ def test_the_rights_that_its_user_needs(redis: RealRedis) -> None:
 )
 def test_addresses_that_are_none(wrong: str) -> None:
     pytest.importorskip("redis")
-    with pytest.raises(ValueError, match=r"is not an address of a Redis.*redis://HOST:PORT/DATABASE"):
+    with pytest.raises(ValueError, match=r"is not a Redis address.*redis://HOST:PORT/DATABASE"):
         RedisDirectory(wrong)
 
 
 def test_the_url_of_a_redis_is_no_endpoint() -> None:
-    with pytest.raises(ValueError, match=r"redis://db:1 is a Redis; use anabranch\.RedisDirectory"):
+    with pytest.raises(ValueError, match=r"redis://db:1 is a Redis server; use anabranch\.RedisDirectory"):
         Directory("redis://:secret@db:1")
 
 
@@ -357,7 +357,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "redis"]
 def test_what_only_this_host_can_reach_is_not_announced_to_others(stack: ExitStack) -> None:
     pytest.importorskip("redis")
     directory = RedisDirectory("redis://10.0.0.1:6379")
-    with pytest.raises(ValueError, match="is a socket of one host"):
+    with pytest.raises(ValueError, match="is a socket on one host"):
         directory.announce(UIDS, AT, ttl=60.0)
     with pytest.raises(ValueError, match="where a server listens"):
         directory.announce(UIDS, "tcp://0.0.0.0:7000", ttl=60.0)

@@ -75,8 +75,8 @@ EXPERTS = ["experts", "--uids", "ffn.0", "--features", "2"]
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([*EXPERTS, "--module", "nosuch"], 2, "not a module to serve"),
-        ([*EXPERTS, "--device", "abacus"], 2, "no expert can live on 'abacus' here"),
+        ([*EXPERTS, "--module", "nosuch"], 2, "not the name of a module to serve"),
+        ([*EXPERTS, "--device", "abacus"], 2, "no expert can run on 'abacus' here"),
         ([*EXPERTS, "--listen", "tcp://127.0.0.1:0"], 2, "TCP without certificates"),
         ([*EXPERTS, "--listen", "here"], 2, "'here' is not an endpoint"),
         ([*EXPERTS, "--listen", "tcp://192.0.2.1:0", "--insecure"], 1, "cannot listen on tcp://192.0.2.1:0"),

@@ -147,7 +147,7 @@ def test_nothing_is_sent_over_max_length_and_the_session_goes_on() -> None:
     with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(4) as session:
         session.step(torch.ones(1, 3, 8))
         requests = server.statistics().transport.requests["expert.session_step"]
-        with pytest.raises(SchemaError, match="3 positions, and 2 more exceed its max_length, 4"):
+        with pytest.raises(SchemaError, match="3 positions; 2 more exceed its max_length, 4"):
             session.step(torch.ones(1, 2, 8))
         assert server.statistics().transport.requests["expert.session_step"] == requests
         session.step(torch.ones(1, 1, 8))
@@ -165,9 +165,9 @@ def test_a_server_does_not_trust_callers_to_keep_max_length() -> None:
 @pytest.mark.parametrize(
     ("x", "says"),
     [
-        (torch.ones(3, 1, 8), "2 rows, this step has 3"),
-        (torch.ones(2, 0, 8), "at least, got 2 rows of 0"),
-        (torch.ones(0, 1, 8), "at least, got 0 rows of 1"),
+        (torch.ones(3, 1, 8), "2 rows, but this step has 3"),
+        (torch.ones(2, 0, 8), "at least one row and one position, got 2 rows of 0"),
+        (torch.ones(0, 1, 8), "at least one row and one position, got 0 rows of 1"),
         (torch.ones(2, 1, 7), r"expected \(rows, any, 8\) float32, got \(2, 1, 7\)"),
         (torch.ones(2, 8), r"expected \(rows, any, 8\)"),
         (torch.ones(2, 1, 8, dtype=torch.float64), "got .* float64"),
@@ -279,7 +279,7 @@ def test_a_server_that_came_back_says_that_the_session_is_gone(tmp_path: Path) -
     session = RemoteExpert("block.0", endpoint).session(8)
     with served(causal_backend(), listen=endpoint):
         session.step(torch.ones(1, 1, 8))
-    with served(causal_backend(), listen=endpoint), session, pytest.raises(NotFound, match="was started again since"):
+    with served(causal_backend(), listen=endpoint), session, pytest.raises(NotFound, match="has restarted since"):
         session.step(torch.ones(1, 1, 8))
 
 
@@ -303,7 +303,7 @@ def test_a_session_whose_server_came_back_elsewhere_is_gone_and_until_then_its_p
             session.step(torch.ones(1, 1, 8))
         with served(causal_backend(dtype=torch.float64), directory=directory):
             for _ in range(2):
-                with pytest.raises(SessionGone, match="was started again since"):
+                with pytest.raises(SessionGone, match="has restarted since"):
                     session.step(torch.ones(1, 1, 8))
             session.end()
 
@@ -406,11 +406,11 @@ def test_a_step_that_was_taken_is_not_answered_for_other_inputs() -> None:
         session.step(torch.ones(1, 1, 8))
         session._steps -= 1  # as if the answer had been lost
         session.length -= 1
-        with pytest.raises(SchemaError, match="step 1 was taken already, with other inputs"):
+        with pytest.raises(SchemaError, match="step 1 was already taken, with other inputs"):
             session.step(torch.zeros(1, 1, 8))
         session.step(torch.ones(1, 1, 8))
         session._steps += 3
-        with pytest.raises(SchemaError, match="step 5 came to a session that waits for step 2"):
+        with pytest.raises(SchemaError, match="received step 5, but the session expects step 2"):
             session.step(torch.zeros(1, 1, 8))
 
 
@@ -474,7 +474,7 @@ def test_a_server_without_room_says_so_until_another_session_has_ended(limits: S
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(16) as first, expert.session(16) as second:
             first.step(torch.ones(1, 2, 8))
-            with pytest.raises(Overloaded, match=r"1 sessions are open, with 16 tokens set aside and 256 bytes"):
+            with pytest.raises(Overloaded, match=r"1 sessions are open, with 16 tokens reserved and 256 bytes"):
                 second.step(torch.ones(1, 1, 8))
             first.end()
             assert second.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
@@ -518,7 +518,7 @@ def test_a_session_that_would_not_fit_alone_is_no_matter_of_waiting() -> None:
         expert = RemoteExpert("block.0", server.endpoint)
         with (
             expert.session(11) as session,
-            pytest.raises(SchemaError, match="2 rows of max_length 11 sets 22 tokens aside, over the 20 .* fewer rows"),
+            pytest.raises(SchemaError, match="2 rows of max_length 11 reserves 22 tokens, over the 20 .* fewer rows"),
         ):
             session.step(torch.ones(2, 1, 8))
         with expert.session(16) as session:

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_with_its_name_and_harms_nobody() -> None:
         ExpertBackend("two.0", Two(), args_schema=[two, TensorSpec(None, 4)])
     with pytest.raises(SchemaError, match="mask"):
         ExpertBackend("one.0", nn.Identity(), args_schema=[two])
-    with pytest.raises(SchemaError, match="must be that of the inputs"):
+    with pytest.raises(SchemaError, match="must equal that of the inputs"):
         ExpertBackend("half.0", Half(), args_schema=[two])
     for wrong in ({"pad": True}, {"shape": (None, None), "pad": True}):
         with pytest.raises(ValueError, match="needs one dimension that varies"):

@@ -98,7 +98,7 @@ def test_a_uid_that_every_job_finds_is_not_drawn_in_one(directories: Directories
 def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(directories: Directories) -> None:
     first, second = directories.of("one"), directories.of("two")
     first.announce([UID], HERE, ttl=30.0)
-    with pytest.raises(Unauthorized, match=r"ffn\.0 was announced under another certificate.*for (30|29) s yet"):
+    with pytest.raises(Unauthorized, match=r"ffn\.0 was announced with another certificate.*for (30|29) s more"):
         second.announce(["ffn.1", UID], THERE, ttl=30.0)
     second.withdraw([UID], HERE)
     assert second.lookup([UID, "ffn.1"]) == {UID: HERE}, "all or nothing"
@@ -134,24 +134,24 @@ def forged(path: Path, role: str, space_of: Path, *, ttl: float = 60.0, endpoint
 FORGERIES: dict[str, tuple[Callable[[bytes, dict[str, Path]], bytes], str]] = {
     "no entry": (lambda entry, keys: b"tcp://10.0.0.2:7000", "is not a signed entry"),
     "unsigned": (lambda entry, keys: b"", "is not a signed entry"),
-    "another endpoint": (lambda entry, keys: changed(entry, endpoint=THERE), "signature is not that"),
+    "another endpoint": (lambda entry, keys: changed(entry, endpoint=THERE), "signature was not made with"),
     "a longer time": (
         lambda entry, keys: changed(entry, expires=unpack(entry, SignedEntry).expires + 1),
-        "signature is not that",
+        "signature was not made with",
     ),
     "another's certificate": (
         lambda entry, keys: changed(
             entry, certificate=unpack(forged(keys["two"], "experts", keys["one"]), SignedEntry).certificate
         ),
-        "signature is not that",
+        "signature was not made with",
     ),
     "no certificate": (lambda entry, keys: changed(entry, certificate=b"x" * 500), "has no certificate"),
     "another authority": (lambda entry, keys: forged(keys["strange"], "experts", keys["one"]), "this job's authority"),
-    "another job": (lambda entry, keys: forged(keys["weekly"], "experts", keys["one"]), "is of job 'weekly'"),
-    "every job": (lambda entry, keys: forged(keys["every"], "experts", keys["one"]), "is of job '*'"),
+    "another job": (lambda entry, keys: forged(keys["weekly"], "experts", keys["one"]), "is for job 'weekly'"),
+    "every job": (lambda entry, keys: forged(keys["every"], "experts", keys["one"]), "is for job '*'"),
     "another role": (lambda entry, keys: forged(keys["two"], "worker", keys["one"]), "'worker' may not announce ffn.0"),
     "another uid": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], uid="ffn.1"), "signature is not"),
-    "over": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=0.001), "its time was over"),
+    "over": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=0.001), "it expired"),
     "for ever": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=1e9), "longer than a day"),
     "nowhere": (
         lambda entry, keys: forged(keys["two"], "experts", keys["one"], endpoint="tcp://0.0.0.0:1"),
@@ -172,7 +172,7 @@ def test_an_entry_that_somebody_wrote_into_redis_is_not_believed(
     time.sleep(0.002)  # that of a millisecond is over
     directories.put(entry)
     assert directories.of("one", "worker").lookup([UID]) == {}
-    assert f"the directory's entry of {UID} is not believed" in warned()
+    assert f"the directory's entry of {UID} is not trusted" in warned()
     assert why in warned()
     assert knows.lookup([UID]) == {UID: HERE}, "what it has seen holds until its time is over"
 
@@ -199,7 +199,7 @@ def test_an_old_entry_is_no_news(directories: Directories, warned: Callable[[], 
     assert knows.lookup([UID]) == {UID: THERE}
     directories.put(old)
     assert knows.lookup([UID]) == {UID: THERE}
-    assert "it is an old one again" in warned()
+    assert "it is a replayed old entry" in warned()
 
 
 def test_an_entry_whose_time_is_over_is_no_news_for_anybody(
@@ -210,7 +210,7 @@ def test_an_entry_whose_time_is_over_is_no_news_for_anybody(
     wait_until(lambda: not directories.redis.client().exists(directories.place))
     directories.put(old)
     assert directories.of("one", "worker").lookup([UID]) == {}
-    assert "its time was over" in warned()
+    assert "it expired" in warned()
 
 
 def test_a_redis_whose_clock_stands_still_keeps_nothing_alive(keys: dict[str, Path], warned: Callable[[], str]) -> None:

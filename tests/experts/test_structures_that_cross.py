@@ -284,7 +284,7 @@ class ReturnsOdd(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [("odd", "Odd cannot be made again"), ("keys", "text keys"), ("set", "returned set")]
+    ("value", "says"), [("odd", "Odd cannot be rebuilt"), ("keys", "string keys"), ("set", "returned set")]
 )
 def test_what_cannot_come_back_is_refused_where_it_is_served(value: str, says: str) -> None:
     with pytest.raises(SchemaError, match=says):

@@ -90,7 +90,7 @@ def test_queues_are_bounded_in_rows_and_in_bytes_but_take_one_request_of_any_siz
     answers: list[Outcome] = []
     pool = TaskPool(lambda x: [x], max_batch_size=10, max_queue_rows=5)
     pool.submit(task(8, answers))
-    with pytest.raises(Overloaded, match="8 rows and 32 bytes wait"):
+    with pytest.raises(Overloaded, match="8 rows and 32 bytes are queued"):
         pool.submit(task(1, answers))
     narrow = TaskPool(lambda x: [x], max_queue_bytes=16)
     narrow.submit(task(3, answers))

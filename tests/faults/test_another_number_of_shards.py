@@ -51,7 +51,7 @@ def test_state_of_another_number_of_shards_keeps_a_shard_from_starting_empty(
         with pytest.raises(CheckpointError) as caught:
             ParameterServer(after - 1, after, None, durability, directory, repair=repair)  # type: ignore[arg-type]
         names = ", ".join(f"shard-{shard}-of-{before}" for shard in range(before))
-        assert f"{directory} holds the state of another number of shards ({names})" in str(caught.value)
+        assert f"{directory} holds the state of a different number of shards ({names})" in str(caught.value)
         assert f"start with --shards {before}, or give another --checkpoint-dir" in str(caught.value)
         assert sorted(directory.iterdir()) == there  # and nothing was made
     assert list(pushed(directory, before, durability)) == [2.0] * 4
@@ -100,5 +100,5 @@ def test_state_without_a_readable_owner_file_is_taken_for_state(owner: bytes | N
     path.unlink()
     if owner is not None:
         path.write_bytes(owner)
-    with pytest.raises(CheckpointError, match="holds the state of another number of shards"):
+    with pytest.raises(CheckpointError, match="holds the state of a different number of shards"):
         ParameterServer(0, 2, None, "log", tmp_path)

@@ -163,7 +163,7 @@ def test_a_repair_of_the_only_checkpoint_is_said_and_for_good(
 ) -> None:
     """Every push was served, without a word and without a new checkpoint, so the next start was refused again."""
     harm(manifest_path(fresh, 1))
-    with pytest.raises(CheckpointError, match=r"(no checkpoint is whole|is gone).*--repair"):
+    with pytest.raises(CheckpointError, match=r"(no checkpoint is complete|is missing).*--repair"):
         Shard(fresh.parent)
     caplog.clear()
     with Shard(fresh.parent, repair=True) as client:
@@ -184,7 +184,7 @@ def test_a_repair_sets_a_damaged_checkpoint_aside_also_if_an_older_one_is_whole(
     name = newest_data(saved).name
     with Shard(saved.parent, repair=True) as client:
         assert value(client) == 6
-    assert "of its checkpoints [2] are damaged" in caplog.text
+    assert "[2] of its checkpoints are damaged" in caplog.text
     assert (saved / "set-aside" / name).exists()
     caplog.clear()
     with Shard(saved.parent) as client:
@@ -229,7 +229,7 @@ def test_a_file_in_the_place_of_the_folder_set_aside_is_named_and_nothing_is_mov
     make_zeros(newest_log(saved))
     before = {path.name for path in saved.iterdir()}
     (saved / "set-aside").touch()
-    with pytest.raises(CheckpointError, match="set-aside cannot be made.*remove what has its name"):
+    with pytest.raises(CheckpointError, match="set-aside cannot be created.*remove whatever has its name"):
         Shard(saved.parent, repair=True)
     (saved / "set-aside").unlink()
     assert {path.name for path in saved.iterdir()} >= before

@@ -135,7 +135,7 @@ def test_a_loss_that_nobody_can_count_is_told_as_unknown(
         shard.push_others()
         shard.die()
         shard.start()
-        with pytest.raises(RolledBack, match="nobody can tell how many of its") as told:
+        with pytest.raises(RolledBack, match="it is unknown how many of its") as told:
             push(client)
         assert told.value.lost is None
         assert value(client) == 4

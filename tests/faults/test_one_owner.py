@@ -34,7 +34,7 @@ def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durabil
 
     with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
         client.init("bias", (2,))
-        with pytest.raises(CheckpointError, match=rf"another server has it \(process {os.getpid()}\)"):
+        with pytest.raises(CheckpointError, match=rf"another server holds it \(process {os.getpid()}\)"):
             serve()
         client.push("bias", torch.ones(2))  # the first one serves on
     with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
@@ -92,9 +92,9 @@ def test_a_server_that_was_replaced_acknowledges_nothing_more(tmp_path: Path, mo
     read = [record.verb for record, _ in reader]
     second = PushLog(tmp_path, owner, reader.end)
     second.commit(second.append(Record("the second's", b"")), Deadline.after(5.0))
-    with pytest.raises(CheckpointError, match="another server has taken this directory over"):
+    with pytest.raises(CheckpointError, match="another server has taken over this directory"):
         first.commit(first.append(Record("woken up", b"")), Deadline.after(5.0))
-    with pytest.raises(CheckpointError, match="taken this directory over"):
+    with pytest.raises(CheckpointError, match="taken over this directory"):
         first.append(Record("again", b""))
     second.close()
     owner.close()

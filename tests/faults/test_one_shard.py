@@ -173,7 +173,7 @@ class OneShard(RuleBasedStateMachine):
     @precondition(up)
     @rule()
     def a_second_server(self) -> None:
-        with pytest.raises(CheckpointError, match="another server has it"):
+        with pytest.raises(CheckpointError, match="another server holds it"):
             self.make()
 
     @precondition(lambda self: not self.alive and not self.damaged)

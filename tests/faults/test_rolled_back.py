@@ -70,7 +70,7 @@ def test_a_bare_client_is_told_how_many_of_its_pushes_are_gone_and_goes_on(tmp_p
         shard.die()
         shard.start()
         assert value(reader) == 5  # it has lost nothing
-        with pytest.raises(RolledBack, match="3 pushes of this client are gone") as told:
+        with pytest.raises(RolledBack, match="3 pushes of this client are lost") as told:
             push(client)
         assert told.value.lost == 3
         with pytest.raises(ab.BoundaryError) as also:
@@ -153,7 +153,7 @@ def test_every_worker_of_a_job_is_told_once_any_push_is_gone(consistency: str, t
         shard.die()
         shard.start()
         for worker, lost in ((first, 2), (second, 2 if consistency == "bsp" else 0)):
-            with pytest.raises(RolledBack, match="it stands at step 2 of its life [0-9a-f]+") as told:
+            with pytest.raises(RolledBack, match="it is at step 2 of its life [0-9a-f]+") as told:
                 worker.push_many({"t": (ONE, torch.ones(1, 2))}, step=4)
             assert told.value.lost == lost
     shard.die()
@@ -247,7 +247,7 @@ def test_the_log_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> N
     ours, others = two_shards(tmp_path)
     log = max(ours.glob("log-*"))
     log.write_bytes((others / log.name).read_bytes())
-    with pytest.raises(CheckpointError, match="the push log is damaged.*is of another log"):
+    with pytest.raises(CheckpointError, match="the push log is damaged.*belongs to another log"):
         start_again(tmp_path)
 
 
@@ -281,7 +281,7 @@ def test_nothing_is_acknowledged_that_would_not_be_found_again(harm: Callable[[P
         client.init_table(SPEC, SGD)
         push(client, 3)
         harm(max(tmp_path.glob("shard-*/log-*")))
-        with pytest.raises(CheckpointError, match=r"nothing more is acknowledged here: put it back"):
+        with pytest.raises(CheckpointError, match=r"nothing more is acknowledged here: restore it"):
             push(client)
     shard.die()
 

@@ -72,7 +72,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 def test_a_boundary_stays_in_its_process() -> None:
     far = Scale()
     graph = ab.capture(lambda x: far.call_whole(x)[0].sum(), torch.ones(2, 2))
-    with pytest.raises(ValueError, match="is of this process"):
+    with pytest.raises(ValueError, match="belongs to this process"):
         graph.to_torch_export()
-    with pytest.raises(ValueError, match="is of this process"):
+    with pytest.raises(ValueError, match="belongs to this process"):
         graph.save("never.safetensors")

@@ -42,7 +42,7 @@ def test_a_compiled_step_trains_as_the_eager_loop_does_but_for_rounding() -> Non
 def test_passes_that_would_not_be_applied_are_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="compile=True runs no joint graph that 1 passes could improve"):
+    with pytest.raises(ValueError, match="compile=True has no joint graph to which 1 passes could apply"):
         StepProgram(model, lambda m, x: m(x).sum(), [optimizer], passes=[lambda graph: graph], compile=True)
 
 

@@ -217,7 +217,7 @@ def test_an_optimizer_that_branches_on_its_steps_is_named_and_steps_by_itself() 
 
     said: list[str] = []
     assert all(map(torch.equal, run("auto"), run("tape")))
-    assert "RAdam.step does what a graph cannot" in said[0]
+    assert "RAdam.step does something that a graph cannot" in said[0]
 
 
 def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:

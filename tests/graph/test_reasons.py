@@ -55,11 +55,11 @@ def branches(model: nn.Module, x: Tensor) -> Any:
 
 
 REASONS = {
-    branches: "it calls torch.cond, and which functions that runs",
-    forks: "puts the state of torch's random numbers back",
-    writes_outside: "changes a variable that lives outside of it",
+    branches: "it calls torch.cond, and which functions it runs",
+    forks: "restores torch's random state",
+    writes_outside: "changes a variable outside it",
     defines: "it defines a class in the middle of the step",
-    hashes: "PyTorch does not capture what it does",
+    hashes: "PyTorch cannot capture it",
     reads_clock: r"it calls time\.time\(\), which PyTorch does not capture",
 }
 

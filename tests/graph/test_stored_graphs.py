@@ -116,7 +116,7 @@ def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Graph.load(path)
     path.write_bytes(b"nothing")
-    with pytest.raises(ab.CheckpointError, match="holds no whole graph"):
+    with pytest.raises(ab.CheckpointError, match="does not hold a complete graph"):
         Graph.load(path)
     ab.capture(lambda x: x.sin(), torch.ones(2)).save(path)
     data = path.read_bytes()

@@ -421,7 +421,7 @@ def test_code_that_asks_whether_it_is_compiled_takes_the_tapes_step_and_is_refus
     with ab.Executor(step, engine="graph") as executor:
         assert torch.equal(executor.run(batch=x)["loss"], expected)
         with pytest.raises(
-            CaptureError, match="the graph's bits were not those of the tape, whose step was taken: the loss"
+            CaptureError, match="the graph was not bitwise equal to the tape, whose step was kept: the loss"
         ):
             executor.run(batch=x)
 

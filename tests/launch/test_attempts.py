@@ -21,8 +21,8 @@ def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(t
     codes, told = [1, 1, 0, 1], list[str]()
     assert run_attempts(lambda number: outcome(codes[number], log), 3, told.append).exit_code == 0
     assert [line.partition("; ")[2] for line in told] == [
-        "starting the job again (1 of 3)",
-        "starting the job again (2 of 3)",
+        "restarting the job (1 of 3)",
+        "restarting the job (2 of 3)",
     ]
     assert run_attempts(lambda number: outcome(codes[number], log), 1, told.append).exit_code == 1
     stopped = dataclasses.replace(outcome(1, log), timed_out=True)
@@ -55,7 +55,7 @@ def test_workers_find_which_attempt_theirs_is(tmp_path: Path) -> None:
     found = launch(script, log_dir=tmp_path, tell=told.append, max_restarts=1, seconds=200)
     assert found.exit_code == 0
     assert (tmp_path / "worker-0.log").read_text() == "life 0\nlife 1\n"
-    assert told[-1].endswith("starting the job again (1 of 1)")
+    assert told[-1].endswith("restarting the job (1 of 1)")
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_job_whose_server_rolled_back_is_started_again_from_its_last_whole_che
     assert "RolledBack: this shard came back without changes that it had acknowledged" in "".join(logs)
     last = json.loads(logs[0].splitlines()[-1])
     assert (last["life"], last["first"]) == (1, 4)
-    assert "starting the job again (1 of 1)" in told[-1]
+    assert "restarting the job (1 of 1)" in told[-1]
 
 
 ROLLED_BACK = """

@@ -374,7 +374,7 @@ print(json.dumps([outcome.exit_code, told]))
     code, told = json.loads(said)
     assert code == 0, (tmp_path / "worker-0.log").read_text()
     assert "expert 0" in told[0]
-    assert told[0].endswith("started again (1 of 3)")
+    assert told[0].endswith("restarted (1 of 3)")
     assert told[1].startswith("starting plain processes, which takes longer: the fork server ")
     assert [(tmp_path / f"expert-{life}").read_text().split()[1] for life in range(2)] == ["True", "False"]
 

@@ -110,10 +110,10 @@ def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Pa
     ("arguments", "told"),
     [
         (["--directory", "redis://10.0.0.1:6379"], "give --host"),
-        (["--directory", "redis://127.0.0.1:port"], "is not an address of a Redis"),
-        (["--directory", "tcp://10.0.0.1:7001"], "asks for certificates; name theirs in ANABRANCH_KEYS"),
+        (["--directory", "redis://127.0.0.1:port"], "is not a Redis address"),
+        (["--directory", "tcp://10.0.0.1:7001"], "requires certificates; name their folder in ANABRANCH_KEYS"),
         (["--directory", "nonsense"], "'nonsense' is not an endpoint"),
-        (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray has no use for it"),
+        (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray does not use it"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(script: Script, arguments: list[str], told: str) -> None:
@@ -128,7 +128,7 @@ def test_a_redis_that_does_not_answer_is_told_before_anything_starts(script: Scr
     path = script("raise SystemExit(3)")
     found = CliRunner().invoke(_app, ["run", "--directory", "redis://:secret@127.0.0.1:1", str(path)])
     assert found.exit_code == 1
-    assert "no Redis answers there" in found.output
+    assert "no Redis server answers there" in found.output
     assert "secret" not in found.output
 
 

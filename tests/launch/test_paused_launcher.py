@@ -96,5 +96,5 @@ def test_a_job_goes_on_while_its_launcher_is_paused(
     if number == signal.SIGSTOP:
         assert (shown, told) == (everything, "")
     else:
-        assert "the launcher is paused and the job goes on" in told
+        assert "the launcher is paused and the job continues" in told
         assert shown[-1] == "the end"

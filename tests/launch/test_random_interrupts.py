@@ -73,5 +73,5 @@ def test_ctrl_c_ends_a_worker_that_still_waits_to_meet_the_others(
         job.send_signal(signal.SIGINT)
         _, told = job.communicate(60.0)
         assert job.wait() == 130
-    assert told == "anabranch: SIGINT: stopping the workers (once more kills them)\n"
+    assert told == "anabranch: SIGINT: stopping the workers (send it again to kill them)\n"
     assert "KeyboardInterrupt" in (tmp_path / "worker-0.log").read_text()

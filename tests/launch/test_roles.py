@@ -158,9 +158,9 @@ wait_for("go")
     assert outcome.first_failure is None
     assert (tmp_path / "expert-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
     assert [line.partition("; ")[2] for line in told] == [
-        "started again (1 of 2)",
+        "restarted (1 of 2)",
         "started again in 0.5 s (2 of 2)",
-        "the job goes on without it",
+        "the job continues without it",
     ]
     assert all(line.startswith("expert 0 (pid ") and "SIGKILL" in line for line in told)
 
@@ -348,7 +348,7 @@ def test_keys_that_the_environment_names_are_the_jobs(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (["--host", "127.0.0.1"], "this job has none"),
-        (["--servers", "1", "--host", "0.0.0.0"], "nobody can connect to"),
+        (["--servers", "1", "--host", "0.0.0.0"], "cannot be connected to"),
         (["--servers", "1", "--host", "203.0.113.7"], "not an address of this machine"),
         (["--experts", "1", "--host", "no such host"], "not an address of this machine"),
     ],
@@ -410,7 +410,7 @@ print(json.dumps({{"same": again == learned, "calls": mixture.statistics().calls
     assert result.results[0]["same"] is True
     assert len(result.told) == 1
     assert "was killed by SIGKILL" in result.told[0]
-    assert result.told[0].endswith("started again (1 of 3)")
+    assert result.told[0].endswith("restarted (1 of 3)")
 
 
 @pytest.mark.parametrize("durability", few(["none", "log"], "log"))
@@ -430,7 +430,7 @@ with ab.ParameterClient() as client:
     if durability == "log":
         assert result.check().results[0] == {"sum": 20.0}
         assert "parameters 0" in result.told[0]
-        assert result.told[0].endswith("started again (1 of 3)")
+        assert result.told[0].endswith("restarted (1 of 3)")
         return
     assert result.first_failed == "parameters 0"
     assert result.told == ("parameters 0 failed; stopping the worker",)

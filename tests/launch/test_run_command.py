@@ -60,7 +60,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["run", "pkg.absent"], "for a module give -m"),
         (["run", "-m", "http.absent"], "there is no module 'http.absent'"),
         (["run", "-m", "absent.module"], "there is no module 'absent'"),
-        (["run", "-m", "http.server.x"], "'http.server' is a module and no package"),
+        (["run", "-m", "http.server.x"], "'http.server' is a module, not a package"),
         (["run", "-m", "anabranch"], "'anabranch' is a package without a __main__.py"),
         (["run", "-m", "train.py"], "there is no module 'train'"),
         (["run", "--workers", "0", __file__], "1"),
@@ -95,8 +95,8 @@ def test_options_behind_the_script_are_the_script_s_and_that_is_said(script: Scr
     done = run(prints, "--workers", 2, "--servers=1")
     assert done.stdout == "1 ['--workers', '2', '--servers=1']\n"
     for option in ("--workers", "--servers"):
-        assert f"{option} stands behind {prints}, so the script gets it" in done.stderr
-    assert "stands behind" not in run("--workers", 2, prints, "--workers", 2).stderr
+        assert f"{option} comes after {prints}, so the script gets it" in done.stderr
+    assert "comes after" not in run("--workers", 2, prints, "--workers", 2).stderr
 
 
 @pytest.mark.parametrize(

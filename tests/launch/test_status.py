@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
 
 def test_the_newest_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(ValueError, match="no job of yours"):
+    with pytest.raises(ValueError, match="you have no running job"):
         latest_job()
     for name, started in (("anabranch-logs-b", 5.0), ("anabranch-logs-a", 9.0), ("else", 11.0)):
         (tmp_path / name).mkdir()

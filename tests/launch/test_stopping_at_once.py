@@ -149,7 +149,7 @@ def test_a_key_pressed_twice_kills_however_fast_the_fingers_were(script: Script,
             for rank in range(2):
                 wait_until(lambda rank=rank: "ready" in (tmp_path / f"worker-{rank}.log").read_text())
             os.write(ours, b"\x03")
-            told += read_until(ours, b"once more kills them")
+            told += read_until(ours, b"send it again to kill them")
             os.write(ours, b"\x03")
             told += read_until(ours, b"killing the workers")
             assert b"SIGINT again" in told

@@ -57,7 +57,7 @@ def test_a_worker_that_not_even_sigkill_ends_is_given_up_and_named(
     os.write(box.notify, b"x")
     Supervisor([cast(RoleProcess, worker)], box, patience=Patience(stop=0.05, drain=0.05), tell=told.append).run()
     assert worker.sent == [signal.SIGTERM, signal.SIGKILL]
-    assert told[-1].startswith("rank 3 (pid 4711) does not die of SIGKILL")
+    assert told[-1].startswith("rank 3 (pid 4711) does not die from SIGKILL")
 
 
 class Compiling(Undying):

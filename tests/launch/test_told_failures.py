@@ -71,7 +71,7 @@ def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tm
         _, told = job.communicate(60.0)
         assert job.wait() == 130
     assert "Traceback" not in told
-    assert told.splitlines()[0] == "anabranch: SIGINT: stopping the workers (once more kills them)"
+    assert told.splitlines()[0] == "anabranch: SIGINT: stopping the workers (send it again to kill them)"
     assert told.splitlines()[1].startswith(
         f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step "
     )
@@ -83,7 +83,7 @@ def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
     assert done.returncode == 1
     assert done.stderr.count("ValueError: bad row 17") == 1
     assert "rank 0" in done.stderr.splitlines()[-2]
-    assert "What it wrote is above" in done.stderr
+    assert "Its output is above" in done.stderr
 
 
 def test_those_that_failed_alike_are_folded(script: Script) -> None:
@@ -104,7 +104,7 @@ def test_those_that_lost_the_same_server_are_folded_and_blame_no_worker(script: 
     done = run("--workers", 2, script(lost))
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    assert "What it wrote is above" in done.stderr
+    assert "Its output is above" in done.stderr
     assert "anabranch: rank 1 failed alike; the logs are in " in done.stderr
     assert "lost rank" not in done.stderr
 

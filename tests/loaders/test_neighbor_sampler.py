@@ -162,8 +162,8 @@ def test_an_executor_trains_on_it_and_resumes(tmp_path: Path) -> None:
         ({"fanouts": [0]}, ValueError, "each at least 1, or -1 for all"),
         ({"batch_size": 0}, ValueError, "batch_size is a number of seeds"),
         ({"seeds": [3]}, ValueError, "seeds are ids of 2 nodes"),
-        ({"seeds": [1, 1]}, ValueError, "names a node twice"),
-        ({"rank": 1}, ValueError, "rank is one of 1 workers"),
+        ({"seeds": [1, 1]}, ValueError, "contains a node twice"),
+        ({"rank": 1}, ValueError, "rank is from 0 to below world_size=1"),
     ],
 )
 def test_mistakes(change: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -128,7 +128,7 @@ def test_without_a_place_to_keep_it_a_kernel_is_compiled_all_the_same(monkeypatc
         return real(*args, **options)
 
     monkeypatch.setattr(_compiling.numba, "njit", nowhere)
-    with pytest.warns(RuntimeWarning, match="in each process anew: cannot cache function"):
+    with pytest.warns(RuntimeWarning, match="each process compiles the kernels again: cannot cache function"):
         kernel = _compiling.compiled(lambda x: x + x)
     assert kernel(2.0) == 4.0
 

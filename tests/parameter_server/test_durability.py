@@ -335,7 +335,9 @@ def test_a_flipped_bit_is_damage_if_anything_valid_lies_behind_it(written: tuple
     whole = path.read_bytes()
     for at in range(begin + 2 * size, begin + 3 * size):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(CheckpointError, match=rf"log-00000001 at byte {begin + 2 * size}: .*1 whole records lie"):
+        with pytest.raises(
+            CheckpointError, match=rf"log-00000001 at byte {begin + 2 * size}: .*1 complete records follow"
+        ):
             records(path.parent)
     assert path.stat().st_size == len(whole)
 
@@ -354,7 +356,7 @@ def test_a_log_that_ends_before_what_was_durable_is_damaged(written: tuple[Path,
             list(LogReader(path.parent, known=known))
     for damage in (lambda: path.write_bytes(b""), path.unlink):
         damage()
-        with pytest.raises(CheckpointError, match="4 acknowledged changes behind record 0"):
+        with pytest.raises(CheckpointError, match="4 acknowledged changes after record 0"):
             list(LogReader(path.parent, known=known))
 
 
@@ -372,11 +374,11 @@ def test_a_missing_or_foreign_file_is_damage(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="log-00000002 is missing"):
         records(mine)
     shutil.copy(tmp_path / "other" / "log-00000002", mine)
-    with pytest.raises(CheckpointError, match="is of another log"):
+    with pytest.raises(CheckpointError, match="belongs to another log"):
         records(mine)
     (mine / "log-00000002").write_bytes(second)
     (mine / "log-00000001").unlink()
-    with pytest.raises(CheckpointError, match="begins with record 2, and no checkpoint holds those before"):
+    with pytest.raises(CheckpointError, match="begins with record 2, and no checkpoint holds the earlier ones"):
         records(mine)
 
 
@@ -391,7 +393,7 @@ def test_a_repair_keeps_what_comes_before_the_damage_and_sets_the_rest_aside(
         reader = LogReader(path.parent, known=owner.found, repair=True)
         assert [record.verb for record, _ in reader] == ["v0"]
         reader.repair()
-        assert "3 acknowledged changes behind record 1 cannot be read" in caplog.text
+        assert "3 acknowledged changes after record 1 cannot be read" in caplog.text
         assert (path.parent / "set-aside" / path.name).read_bytes() == whole
         with PushLog(path.parent, owner, reader.end) as log:
             log.append(Record("after", b""))
@@ -420,7 +422,7 @@ def test_logs_written_before_are_read_and_gone_on_from(tmp_path: Path) -> None:
     whole = bytearray(torn.read_bytes())
     whole[40] ^= 1
     torn.write_bytes(whole)
-    with pytest.raises(CheckpointError, match="log-00000001 at byte 0: .*checksum, and 2 whole records lie behind"):
+    with pytest.raises(CheckpointError, match="log-00000001 at byte 0: .*checksum, and 2 complete records follow"):
         records(tmp_path)
 
 
@@ -466,7 +468,7 @@ def test_a_record_that_finds_no_room_is_cut_off_and_the_next_one_follows(tmp_pat
     with PushLog(tmp_path) as log:
         log.append(Record("first", b""))
         for _ in range(2):
-            with on_fault_point(fail), pytest.raises(CheckpointError, match="No space left.* tried again"):
+            with on_fault_point(fail), pytest.raises(CheckpointError, match="No space left.* will be retried"):
                 log.append(Record("second", b"facts"))
         log.commit(log.append(Record("third", b"")), Deadline.after(60.0))
     assert records(tmp_path) == ["first", "third"]
@@ -480,7 +482,7 @@ def test_a_file_that_cannot_be_begun_leaves_the_old_one(tmp_path: Path, monkeypa
         log.append(Record("first", b""))
         with monkeypatch.context() as patch:
             patch.setattr(push_log, "write_all", refuse)
-            with pytest.raises(CheckpointError, match="no new log file can be begun"):
+            with pytest.raises(CheckpointError, match="no new log file can be started"):
                 log.rotate()
         log.append(Record("second", b""))
         log.rotate()
@@ -495,7 +497,7 @@ def test_a_disk_that_fails_to_sync_is_said_and_nothing_more_is_taken(tmp_path: P
 
     with PushLog(tmp_path) as log:
         position = log.append(Record("first", b""))
-        with on_fault_point(fail), pytest.raises(CheckpointError, match="Input/output error.* start this server again"):
+        with on_fault_point(fail), pytest.raises(CheckpointError, match="Input/output error.* restart this server"):
             log.commit(position, Deadline.after(60.0))
         with pytest.raises(CheckpointError, match="Input/output error"):
             log.append(Record("second", b""))

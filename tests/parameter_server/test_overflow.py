@@ -90,7 +90,7 @@ def test_a_push_that_would_overflow_changes_nothing_and_is_counted(
     make(client, rule)
     push(client, 1.0)
     before = state(client, rule)
-    with pytest.raises(NonFinite, match="(second|bias) (is|are) finite, and what"):
+    with pytest.raises(NonFinite, match="(second|bias) (is|are) finite, but the updated"):
         push(client, **given)
     assert same(before, state(client, rule))
     assert sum(server.statistics().refused_values.values()) == 1

@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (lambda: torch.eye(2).to_sparse(), r"sparse_push, or tensor.to_dense\(\)"),
     "quantised": (quantised, r"tensor.dequantize\(\)"),
     "nested": (nested, r"to_padded_tensor"),
-    "meta": (lambda: torch.ones(2, 2, device="meta"), r"has no numbers"),
+    "meta": (lambda: torch.ones(2, 2, device="meta"), r"has no values"),
 }
 
 

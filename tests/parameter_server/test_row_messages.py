@@ -157,7 +157,7 @@ def test_a_shard_that_did_not_go_on_from_where_it_was_knows_of_nothing_known(tmp
             with ParameterClient(["memory:one"], transport=network) as other:
                 for _ in range(5):  # beyond where it was
                     other.push_many({"t": (ids[2:3], ones)})
-            with pytest.raises(RolledBack, match="3 pushes of this client are gone"):
+            with pytest.raises(RolledBack, match="3 pushes of this client are lost"):
                 client.pull_many({"t": ids}, known={"t": first.versions})
             again = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
             assert again.positions.tolist() == [0, 1, 2, 3]
@@ -288,7 +288,7 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
         return torch.zeros(count, dtype=torch.int16)
 
     for part, more, said in [
-        (PullPart("t", 3, 2, 2), [ages(2)], "of which 2 are to come with state and 2"),
+        (PullPart("t", 3, 2, 2), [ages(2)], "of which 2 should come with state and 2"),
         (PullPart("t", 3, 4), [], "of which 4"),
         (PullPart("t", 3, 0, 2), [], "2 tensors expected"),
         (PullPart("t", 3, 0, 2), [ages(3)], r"ages of 2 known rows expected, got \(3,\)"),

@@ -275,7 +275,7 @@ def test_state_of_other_meaning_is_another_layout() -> None:
     )
     assert momentum.states == centered.states
     assert not momentum.same_layout(centered)
-    with pytest.raises(ValueError, match="would need another table"):
+    with pytest.raises(ValueError, match="needs another table"):
         RowTable(TableSpec("t", 8, 4), momentum).rule = centered
 
 

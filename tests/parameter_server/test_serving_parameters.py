@@ -79,5 +79,5 @@ def test_a_directory_of_another_number_of_shards_is_refused_in_a_line(tmp_path: 
         client.init("bias", (1,))
     done = programs.run(SERVE, "serve", "parameters", "--shards", "2", *kept)
     assert done.returncode == 1
-    assert "holds the state of another number of shards (shard-0-of-1)" in done.stderr
+    assert "holds the state of a different number of shards (shard-0-of-1)" in done.stderr
     assert "Traceback" not in done.stderr

@@ -182,7 +182,7 @@ def test_only_tables_that_are_alike_make_a_group() -> None:
         RowTable(TableSpec("b", None, 4), rule),
         RowTable(TableSpec("b", 10, 4), rule, kernels_kind="plain"),
     ):
-        with pytest.raises(ValueError, match="one width, dtype and rule"):
+        with pytest.raises(ValueError, match="one width, dtype and optimizer rule"):
             TableGroup([fixed, other])
 
 

@@ -130,7 +130,7 @@ def test_backward_twice_with_retain_graph(schedule: str, checkpoint: str):
         y = pipe(x)
         y.sum().backward(retain_graph=True)
         (y**2).sum().backward()
-        with pytest.raises(RuntimeError, match="second time"):
+        with pytest.raises(RuntimeError, match="second backward"):
             y.sum().backward()
     expected = plain(x)
     expected.sum().backward(retain_graph=True)
@@ -144,7 +144,7 @@ def test_gradients_of_gradients_are_refused_not_taken_for_constants():
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     with Pipe(model, [1, 1], chunks=2) as pipe:
         y = pipe(x)
-        with pytest.raises(RuntimeError, match="no gradients of gradients"):
+        with pytest.raises(RuntimeError, match="does not compute gradients of gradients"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
         y.sum().backward()
     assert x.grad is not None

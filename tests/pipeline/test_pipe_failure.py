@@ -223,7 +223,7 @@ def test_a_stage_that_waits_past_the_deadline_says_for_whom():
         ({"balance": [1, 1]}, ValueError, r"balance=\[1, 1\] sums to 2, but the module has 4 children"),
         ({"balance": [5, -1]}, ValueError, "at least 1 layer"),
         ({"balance": []}, ValueError, "at least 1 layer"),
-        ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe take 2 devices, got 1"),
+        ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe need 2 devices, got 1"),
         ({"chunks": 0}, ValueError, "at least 1, got 0"),
         ({"checkpoint": "sometimes"}, ValueError, "got 'sometimes'"),
         ({"schedule": "2F2B"}, ValueError, "schedule is 'GPipe', '1F1B', .* got '2F2B'"),
@@ -232,14 +232,14 @@ def test_a_stage_that_waits_past_the_deadline_says_for_whom():
         ({"balance": [2.0, 2.0]}, TypeError, r"balance=\[2.0, 2.0\] is not a list"),
         ({"devices": "cpu"}, TypeError, r"got 'cpu'; say \['cpu', ...\]"),
         ({"schedule": None}, TypeError, "schedule is a name or what make_schedule makes, got None"),
-        ({"schedule": make_schedule("GPipe", 3, 2)}, ValueError, "for 3 stages, the balance makes 2"),
+        ({"schedule": make_schedule("GPipe", 3, 2)}, ValueError, "for 3 stages, but the balance makes 2"),
         (
             {"schedule": "Interleaved1F1B", "devices": ["cpu"] * 3},
             ValueError,
             r"2 is not a multiple of 3 ranks; use one",
         ),
         ({"seed": "abc"}, TypeError, "seed is a whole number, got 'abc'"),
-        ({"process_group": -100}, ValueError, "not a group that this process is a rank of"),
+        ({"process_group": -100}, ValueError, "this process is not a rank of process_group="),
         ({"module": nn.Linear(2, 2)}, TypeError, "splits a nn.Sequential, got Linear"),
         ({"module": nn.Sequential()}, ValueError, "empty"),
         ({"module": nn.Sequential(nn.LazyLinear(3), nn.Tanh())}, ValueError, "0.weight has no shape yet"),
@@ -283,7 +283,7 @@ def test_the_same_layer_twice_is_refused_unless_it_has_no_state():
     [
         (torch.zeros(()), None, "have no rows"),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, None, r"a \(2, 3\), b \(3,\)"),
-        (torch.zeros(4, 3), torch.zeros(3, 3), "the target has 3 rows, the batch 4"),
+        (torch.zeros(4, 3), torch.zeros(3, 3), "the target has 3 rows, but the batch has 4"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused_with_their_shapes(x: object, target: object, message: str):
@@ -303,5 +303,5 @@ def test_a_keyword_that_no_layer_takes_is_refused():
 
 def test_a_loss_that_is_not_one_number_is_refused():
     module, x, target = model_and_batch()
-    with Pipe(module, [2, 2]) as pipe, pytest.raises(ValueError, match="one number a microbatch"):
+    with Pipe(module, [2, 2]) as pipe, pytest.raises(ValueError, match="one number per microbatch"):
         pipe.step(x, target, loss=lambda y, t: y - t)

@@ -145,7 +145,7 @@ def test_keywords_beside_skips():
     [
         (lambda pipe, x: pipe(x, x, masks=x), TypeError, "no layer's forward has a parameter named 'masks'"),
         (lambda pipe, x: pipe(x, x, others=x), TypeError, "Join, got 2 inputs by position"),
-        (lambda pipe, x: pipe(x, {"pair": (x, x)}, mask=x[:2]), ValueError, "'mask' has 2 rows, the batch 5"),
+        (lambda pipe, x: pipe(x, {"pair": (x, x)}, mask=x[:2]), ValueError, "'mask' has 2 rows, but the batch has 5"),
         (lambda pipe, x: pipe(x, {"pair": (x, x[:2])}), ValueError, "different numbers of rows"),
         (lambda pipe, x: pipe(NoChunk(x), 3.0), ValueError, "have no rows"),
         (lambda pipe, x: pipe(), ValueError, "have no rows"),

@@ -112,7 +112,7 @@ def test_a_first_layer_that_works_in_place_survives_recomputation():
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_change_in_place_of_what_also_goes_elsewhere_is_refused(checkpoint: str):
     """Unsplit, it changes what is popped, and gradients flow through it; a stage's graph knows nothing of that."""
-    refused = pytest.raises(RuntimeError, match="stage 1 changes its input in place, which is on its way to another")
+    refused = pytest.raises(RuntimeError, match="stage 1 changes its input in place, which is also sent to another")
     with Pipe(changing_model(), [2, 1, 2], chunks=2, checkpoint=checkpoint) as pipe, refused:
         pipe(torch.randn(4, 3, dtype=torch.float64))
     with Pipe(changing_model(), [3, 2], chunks=2, checkpoint=checkpoint) as pipe:
@@ -147,7 +147,7 @@ def test_a_batch_changed_before_its_backward_is_not_run_forward_again():
         x = torch.randn(4, 3)
         y = pipe(x)
         x.zero_()
-        with pytest.raises(RuntimeError, match="what stage 0 got was changed in place"):
+        with pytest.raises(RuntimeError, match="the input of stage 0 was changed in place"):
             y.sum().backward()
 
 

@@ -80,7 +80,9 @@ def test_a_schedule_of_ones_own_is_for_its_number_of_microbatches_unless_its_nam
             if fits:
                 assert pipe(x[:2]).shape == (2, 2)
             else:
-                with pytest.raises(ValueError, match="'mine' is for 3 microbatches, this batch makes 2; give batches"):
+                with pytest.raises(
+                    ValueError, match="'mine' is for 3 microbatches, but this batch makes 2; give batches"
+                ):
                     pipe(x[:2])
 
 
@@ -120,7 +122,7 @@ def test_held_bytes_are_those_of_activations_and_of_inputs_kept_to_run_again():
     assert simulate(schedule, activation_bytes=[10, 100]).peak_bytes == (30, 300)
     lowered = schedule.with_transfers(recompute={(j, i) for j in range(2) for i in range(3)})
     assert simulate(lowered, activation_bytes=[10, 100], input_bytes=[1, 2]).peak_bytes == (13, 106)
-    with pytest.raises(ValueError, match="given for 1 stages, the schedule has 2"):
+    with pytest.raises(ValueError, match="given for 1 stages, but the schedule has 2"):
         simulate(schedule, activation_bytes=[1])
 
 
@@ -159,14 +161,17 @@ def test_a_schedule_survives_a_file(tmp_path_factory: pytest.TempPathFactory, sc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "holds no schedule"),
-        ("not json", "holds no schedule"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 actions of 2"),
+        ("{}", "does not hold a schedule"),
+        ("not json", "does not hold a schedule"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 of 2 actions"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["B0.0","F0.0"]]}', "before its F"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0","F0.0"]]}', "twice"),
         ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["Q0.0"]]}', "not an action"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F1.0"]]}', "lies outside"),
-        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[1],"actions":[["F0.0","B0.0"]]}', "its stage on rank 1"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F1.0"]]}', "is out of range"),
+        (
+            '{"name":"x","stages":1,"microbatches":1,"rank_of":[1],"actions":[["F0.0","B0.0"]]}',
+            "its stage is on rank 1",
+        ),
         (
             '{"name":"x","stages":2,"microbatches":2,"rank_of":[0,1],"actions":'
             '[["F0.0","B0.0","F0.1","B0.1"],["F1.0","F1.1","B1.1","B1.0"]]}',

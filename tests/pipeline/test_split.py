@@ -321,7 +321,7 @@ def test_a_buffer_between_modules_is_changed_once_a_microbatch(example: Tensor |
 
 
 def test_a_buffer_that_one_part_changes_is_not_read_in_another():
-    with pytest.raises(CaptureError, match=r"calls is changed in place, and the parts \[0, 1\] use it"):
+    with pytest.raises(CaptureError, match=r"calls is changed in place, but it is used by the parts \[0, 1\]"):
         split(Counting(late=True), ["b"], example=torch.zeros(2, 3))
 
 
@@ -458,9 +458,9 @@ def of_numpy(model, x):
         (appends, "sets its attribute 'seen'"),
         (rebinds, "sets its attribute 'count'"),
         (draws, "draws random numbers from Python's"),
-        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) gives a Linear to apply"),
-        (by_closure, r"test_split.py:\d+ \(by_closure\) gives a function to"),
-        (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a transform of torch.func"),
+        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) passes a Linear to apply"),
+        (by_closure, r"test_split.py:\d+ \(by_closure\) passes a function to"),
+        (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a torch.func transform"),
         (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -477,9 +477,9 @@ def test_code_that_cannot_be_split_is_named(between, message: str):
         (Frame(nothing), ["c"], "'c' is not called"),
         (Language(), ["h"], "'h' is a ModuleList, which is never called"),
         (Language(), ["h.9"], "no submodule 'h.9'"),
-        (Language(), ["h.2", "h.1"], "not in the order they run: 'h.1' runs before 'h.2'"),
-        (Language(), ["h.1", "h.1"], "names each submodule that begins a stage once"),
-        (Language(), [], "names each submodule that begins a stage once"),
+        (Language(), ["h.2", "h.1"], "not in execution order: 'h.1' runs before 'h.2'"),
+        (Language(), ["h.1", "h.1"], "must name at least one submodule that starts a stage"),
+        (Language(), [], "must name at least one submodule that starts a stage"),
     ],
     ids=lambda value: str(value) if isinstance(value, list) else "",
 )
@@ -523,9 +523,9 @@ def test_a_call_that_goes_another_way_than_the_example_is_refused():
             return x @ self.a.weight if weight else x
 
     parts = split(Either(), ["b"], example=torch.zeros(1, 2))
-    with pytest.raises(CaptureError, match="'a' is called by part 1, but it lies in part 0"):
+    with pytest.raises(CaptureError, match="'a' is called by part 1, but it is in part 0"):
         parts(torch.zeros(1, 2), late=True)
-    with pytest.raises(CaptureError, match=r"a.weight is read by part 1, where it does not lie"):
+    with pytest.raises(CaptureError, match=r"a.weight is read by part 1, which does not hold it"):
         parts(torch.zeros(1, 2), weight=True)
 
 

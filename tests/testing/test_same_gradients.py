@@ -62,7 +62,7 @@ def test_a_remote_expert_is_the_module_that_it_calls():
 def test_what_differs_is_named():
     model, other = pair(Detached)
     x = torch.randn(5, 3)
-    with pytest.raises(AssertionError, match="the gradient of input 0: .* apart"):
+    with pytest.raises(AssertionError, match="the gradient of input 0: they differ by"):
         assert_same_gradients(model, other, x)
     _, other = pair()
     with torch.no_grad():
@@ -70,5 +70,5 @@ def test_what_differs_is_named():
     with pytest.raises(AssertionError, match="output y: 1 apart"):
         assert_same_gradients(model, other, x)
     assert_same_gradients(model, other, x, tolerance=10.0)
-    with pytest.raises(ValueError, match="no parameter has a name in both"):
+    with pytest.raises(ValueError, match="no parameter name is in both"):
         assert_same_gradients(model, nn.Linear(3, 2), x)

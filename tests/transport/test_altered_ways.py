@@ -34,7 +34,7 @@ OLD_FAILURE = bytes.fromhex(
     "414e4252010400001a000000000000000000000028bd568995a96e6f745f666f756e64ab6e6f207375636820756964a0a090"
 )
 OLD_BEAT = bytes.fromhex("414e42520105000002000000000000000000000030066ee59190")
-REFUSAL = "speaks version 1 of the protocol, this side 2; update one"
+REFUSAL = "uses version 1 of the protocol, this side version 2; update one"
 
 
 def soon() -> Deadline:
@@ -440,5 +440,5 @@ def test_an_old_server_is_refused_in_one_sentence(said: bytes, tmp_path: Path) -
 
 
 def test_bytes_of_something_else_are_told_so_before_a_whole_preamble_came() -> None:
-    with pytest.raises(ProtocolError, match="something else"):
+    with pytest.raises(ProtocolError, match="another protocol"):
         reader().advance(Bytes(b"HTTP/1.1 400"))  # type: ignore[arg-type]

@@ -533,7 +533,7 @@ def test_a_draining_server_finishes_what_it_has_and_declines_the_rest() -> None:
         thread = in_thread(lambda: answers.append(client.call(Request(server.endpoint, "gate"), soon())))
         gate.wait_for(1)
         assert not server.drain(0.01)
-        with pytest.raises(PeerLost, match="leaving"):
+        with pytest.raises(PeerLost, match="shutting down"):
             client.call(Request(server.endpoint, "echo"), soon())
         gate.calls[0].reply(payload=b"done")
         assert server.drain(60.0)

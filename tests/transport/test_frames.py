@@ -216,7 +216,7 @@ def request_with(*tensors: TensorHeader) -> bytes:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"HTTP/1.1 200 OK\r\n" + bytes(20), "something else"),
+        (b"HTTP/1.1 200 OK\r\n" + bytes(20), "another protocol"),
         (signed(5, b"\x91\x90", version=3), "version 3"),
         (signed(9, b""), "kind 9"),
         (signed(2, bytes((64 << 10) + 1)), "over the limit"),
@@ -229,7 +229,7 @@ def request_with(*tensors: TensorHeader) -> bytes:
         (signed(2, request_with(TensorHeader(9, (2,), 0, 8)), bytes(7)), "the body 7"),
         (signed(2, request_with(TensorHeader(9, (2,), 0, 4)), bytes(4)), "should be 8 bytes"),
         (signed(2, request_with(TensorHeader(9, (2,), 4, 8)), bytes(12)), "should be 8 bytes at 0"),
-        (signed(2, request_with(TensorHeader(99, (2,), 0, 8)), bytes(8)), "no dtype"),
+        (signed(2, request_with(TensorHeader(99, (2,), 0, 8)), bytes(8)), "not the number of a dtype"),
         (signed(2, request_with(TensorHeader(9, (1,) * 9, 0, 4)), bytes(4)), "does not decode"),
         (signed(2, request_with(*[TensorHeader(9, (0,), 0, 0)] * 65)), "does not decode"),
         (signed(2, request_with(TensorHeader(9, (0, 1 << 40, 1 << 40), 0, 0))), "strides"),
@@ -306,7 +306,7 @@ def test_what_no_frame_carries_is_refused_before_it_leaves() -> None:
 
 def test_a_payload_of_another_type_is_a_protocol_error() -> None:
     assert unpack(pack([1, 2]), list[int]) == [1, 2]
-    with pytest.raises(ProtocolError, match="no list"):
+    with pytest.raises(ProtocolError, match="not a list"):
         unpack(pack(["one"]), list[int])
     with pytest.raises(ProtocolError):
         unpack(b"\xc1", list[int])

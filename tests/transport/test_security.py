@@ -142,7 +142,7 @@ def test_a_peer_without_tls_is_told_so_at_once(keys: Path) -> None:
     with (
         Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
         Client(insecure=True) as client,
-        pytest.raises(Unauthorized, match="peers with certificates alone"),
+        pytest.raises(Unauthorized, match="only TLS 1.3 with certificates"),
     ):
         client.call(Request(server.endpoint, "echo"), soon())
 

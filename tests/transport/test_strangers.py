@@ -78,7 +78,7 @@ def test_those_who_are_known_have_room_of_their_own(keys: Path) -> None:
         silent(server, 1),
     ):
         assert first.call(Request(server.endpoint, "echo"), soon())
-        with pytest.raises(Overloaded, match="has its 1 connections"):
+        with pytest.raises(Overloaded, match="already has 1 connections"):
             second.call(Request(server.endpoint, "echo"), soon())
         assert first.call(Request(server.endpoint, "echo"), soon())
 

@@ -81,7 +81,7 @@ def test_the_longest_wait_comes_first_with_its_step_and_in_words(tmp_path: Path)
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     notes = trace_of(tmp_path, complete=False)["notes"]
-    assert "parameters 0 had no room for 5 spans" in notes
+    assert "parameters 0 dropped 5 spans" in notes
     assert "the run ended before all of its steps were recorded" in notes
 
 
@@ -181,7 +181,7 @@ def test_a_file_that_ends_in_the_middle_is_shown_as_far_as_it_goes(before: str, 
     (tmp_path / "cut.json").write_text(before + ",\n".join([json.dumps(SPAN)] * 3)[:-9])
     found = read_trace(tmp_path / "cut.json")
     assert len(found["lanes"][0]["spans"]) == 2 * 5
-    assert found["notes"] == ["the file ends in the middle: what comes before is shown"]
+    assert found["notes"] == ["the file is truncated: the complete part is shown"]
 
 
 def test_a_packed_trace_is_a_trace(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
     [
         ("absent.json", None, "there is no"),
         ("text.json", "{}", "is not a trace in Chrome's format"),
-        ("graph.safetensors", "nonsense", "no graph that Graph.save wrote"),
+        ("graph.safetensors", "nonsense", "nor a graph written by Graph.save"),
         ("folder", "", "there is no job.json in"),
     ],
 )

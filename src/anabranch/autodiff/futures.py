@@ -1,4 +1,4 @@
-"""A callback's value that is not there yet: told from tensors, and waited for with a bound."""
+"""Futures returned by callbacks: recognised, and waited for with a time limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operatio
                     raise  # the work's own TimeoutError, not ours
                 if deadline.expired():
                     raise deadline.error(peer=peer, operation=operation) from None
-    # torch's futures know no timeout: look until the deadline, then ask for what is there already.
+    # torch's futures know no timeout: look until the deadline, then request what is there already.
     pause = 1e-5
     while not future.done():
         if deadline.expired():
@@ -51,11 +51,11 @@ def _only_tensor(value: object) -> Tensor:
     several = value if isinstance(value, list | tuple) else [value]
     if len(several) == 1 and isinstance(several[0], Tensor):
         return several[0]
-    raise TypeError(f"a callback's future gives a tensor, or a list of one as collectives do, got {value!r}")
+    raise TypeError(f"a callback's future returns a tensor, or a list of one tensor like collectives, got {value!r}")
 
 
 _GRACE = 1.0
-"""Seconds that a failed sweep waits for work its callbacks have begun: the far side may be waiting for us too."""
+"""Seconds that a failed sweep waits for work its callbacks have begun: the remote side may be waiting for us too."""
 
 
 def abandon(values: Iterable[object], error: BaseException) -> None:

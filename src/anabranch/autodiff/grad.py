@@ -40,7 +40,7 @@ def get_grad_managers() -> list[Grad]:
 
 
 class Grad:
-    """One differentiation session: entered, told what to differentiate by, called once with the roots.
+    """One differentiation session: enter it, name the tensors to differentiate by, call it once with the roots.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> with Grad().wrt(x, callback=lambda tensor, grad: print(grad)) as grad:
@@ -65,10 +65,10 @@ class Grad:
         if name is None:
             name = next(made for number in _numbers if (made := f"grad_{number}") not in _by_name)
         elif name in _by_name:
-            raise ValueError(f"a live session is called {name!r}; leave it first, or choose another name")
+            raise ValueError(f"an open session is already called {name!r}; leave it first, or choose another name")
         self._name = name
         self._inputs: list[Tensor | GradientEdge] = []
-        self._leaves: list[Tensor] = []  # those of them that are made to require a gradient until the session ends
+        self._leaves: list[Tensor] = []  # those on which requires_grad is set until the session ends
         self._given: dict[int, Tensor | weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
@@ -169,12 +169,12 @@ class Grad:
 
     def _check_unused(self) -> None:
         if self._used:
-            raise RuntimeError(f"session {self._name!r} has been used; a session sweeps once, make a new one")
+            raise RuntimeError(f"session {self._name!r} has been used; a session runs one backward, make a new one")
 
     def __enter__(self) -> Self:
         self._check_unused()
         if self._saving is not None:
-            raise RuntimeError(f"session {self._name!r} is entered already")
+            raise RuntimeError(f"session {self._name!r} is already entered")
         sessions.begin(self)
         self._saving = sessions.save_to_tape()
         self._saving.__enter__()

@@ -1,11 +1,11 @@
-"""``GradManager``: a training loop's gradients, each handed to callbacks the moment it is final.
+"""``GradManager``: passes each gradient of a training loop to callbacks as soon as it is final.
 
 ::
 
     attach ──> record ──> forward ──> backward ┌ sweep: grad final ─> callback ─> callback ─┐ ──> .grad
                                                └ ............ grad final ─> callback ─> ... ┘ afterwards
 
-During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce under way), so what a
+During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce in progress), so what a
 parameter gets is known only afterwards. The engine itself is torch's, unchanged: with no callback attached
 ``backward`` is ``torch.autograd.backward``.
 """
@@ -99,8 +99,8 @@ class GradManager:
 
         Args:
             tensors: a tensor or an iterable of them, of a floating or complex dtype.
-            callbacks: one or several, called as ``callback(tensor, grad)`` in order: each returns the gradient to go
-                on with, a future of it, or ``None`` to keep what it was given.
+            callbacks: one or several, called as ``callback(tensor, grad)`` in order: each returns the gradient to
+                continue with, a future of it, or ``None`` to keep what it was given.
 
         Raises:
             TypeError: a value that is not a tensor, or a tensor of integers; a callback that cannot be called.
@@ -141,7 +141,7 @@ class GradManager:
             RuntimeError: it is recording already.
         """
         if self._recording:
-            raise RuntimeError("this GradManager is recording already; call backward() or release() first")
+            raise RuntimeError("this GradManager is already recording; call backward() or release() first")
         self._recording = True
         sessions.begin(self)
         if self._unprepared:
@@ -195,7 +195,7 @@ class GradManager:
         """Sweeps back from ``y``, runs the callbacks, then accumulates into ``.grad``, and ends the session.
 
         When a callback raises, the sweep ends there, no ``.grad`` is changed, futures returned so far are cancelled or
-        waited for briefly, and the exception goes on to the caller.
+        waited for briefly, and the exception continues to the caller.
 
         Args:
             y: the roots, ones that require no gradient are ignored; ``None`` for a rank that has none.
@@ -208,7 +208,7 @@ class GradManager:
             DeadlineExceeded: a callback's future had no result within ``timeout`` seconds.
         """
         if not self._recording:
-            raise RuntimeError("this GradManager is not recording: its session was never begun, or has been used")
+            raise RuntimeError("this GradManager is not recording: its session was not started, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
             if self.tokens.exits:
@@ -252,7 +252,7 @@ class GradManager:
             slot.aside = self._sweep.set_grad_aside(leaf)
 
     def _resolve(self) -> list[Tensor]:
-        """Collect the callbacks' last results, every future waited for, before anything is written."""
+        """Wait for all futures and collect the callbacks' final results, before anything is written."""
         deadline: Deadline | None = None
         results: list[Tensor] = []
         for value in self._sweep.values:

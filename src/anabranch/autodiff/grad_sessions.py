@@ -7,7 +7,7 @@ it, and must itself be recorded if an outer session watches:
 - ``create_graph`` if a session that began earlier, and is not a sibling of the sweeping one, is recording.
 
 For the same reason the memory of the tape is freed when the last of the sessions that overlap has ended. Boundary
-operations hand their tokens to every session that records: a rank whose loss lies elsewhere starts its
+operations hand their tokens to every session that records: a rank whose loss is elsewhere starts its
 backward from them, and a sweep towards given tensors must not pass by what ends at a boundary.
 """
 
@@ -131,7 +131,7 @@ def boundary_exit(token: Tensor) -> Tensor:
 def boundary_entry() -> Tensor:
     """Return a token that requires a gradient, for an operation that brings in a value and has no other such input.
 
-    A sweep reaches the operation whatever it is asked for.
+    Every backward reaches the operation, whatever its inputs are.
     """
     token = torch.empty((), requires_grad=True)
     for session in live():

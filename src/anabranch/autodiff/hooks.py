@@ -10,7 +10,7 @@ copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` t
 cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
 set aside at (1), or (2) would add to it. Results of operations have (1) alone.
 
-Hooks are set once and stay from step to step; outside a sweep of their own they do nothing. All tensors with the same
+Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
 processor's cache, and on small models fetching one object a parameter costs as much as the hook itself.
 """
@@ -44,7 +44,7 @@ __all__ = [
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Any], Gradient | None]"
-"""``callback(tensor, gradient)`` returns the gradient to go on with, a future of it, or ``None`` to keep it."""
+"""``callback(tensor, gradient)`` returns the gradient to continue with, a future of it, or ``None`` to keep it."""
 
 
 class Sweep:
@@ -80,8 +80,8 @@ class Sweep:
         if len(self.tensors) != self._distinct:
             if len({id(tensor) for tensor in self.tensors}) != len(self.tensors):
                 raise RuntimeError(
-                    "the gradient of a tensor arrived twice in one sweep, as it does when torch.utils.checkpoint runs "
-                    "with use_reentrant=True; pass use_reentrant=False"
+                    "the gradient of a tensor arrived twice in one backward, as happens when torch.utils.checkpoint "
+                    "runs with use_reentrant=True; pass use_reentrant=False"
                 )
             self._distinct = len(self.tensors)
 
@@ -162,13 +162,13 @@ def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]
 def watch_node(
     node: Node, call: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
 ) -> RemovableHandle:
-    """Call with the final gradients of a node's outputs before it runs; what is returned replaces them."""
+    """Call with the final gradients of a node's outputs before it runs; the result replaces them."""
     return node.register_prehook(call)
 
 
 @contextmanager
 def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
-    """Collect what the modules return while the block runs, under the names given.
+    """Collect the modules' outputs while the block runs, by the given names.
 
     >>> layer = nn.Identity()
     >>> with record_outputs({"layer": layer}) as outputs:

@@ -1,4 +1,4 @@
-"""One call of an ``autograd.Function`` with a graph of its own, cut off from the graph around it.
+"""One call of an ``autograd.Function`` with its own graph, cut off from the graph around it.
 
 ::
 
@@ -39,7 +39,7 @@ class IsolatedCall:
         for out in self.__dict__.get("outputs", ()):
             if out is not None:
                 return getattr(out.grad_fn, name)
-        raise AttributeError(f"the isolated call has no context, for no output has a gradient: there is no {name!r}")
+        raise AttributeError(f"the isolated call has no context because no output has a gradient: there is no {name!r}")
 
     def backward(
         self, gradients: Sequence[Tensor | None], *, retain: bool = False, create: bool = False
@@ -62,7 +62,7 @@ class IsolatedCall:
 
 
 def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]) -> tuple[IsolatedCall, object]:
-    """Run the Function on ``args``, of which those ``wanted`` get gradients; returns its graph, and what it returned.
+    """Run the Function on ``args``, of which those ``wanted`` get gradients; return its graph and its outputs.
 
     Raises:
         TypeError: ``func`` is no ``autograd.Function`` class.
@@ -83,8 +83,8 @@ def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]
         returned = func.apply(*given)  # type: ignore[no-untyped-call]
     if versions != [_version(arg) for arg in given]:
         raise RuntimeError(
-            f"{func.__name__} changes an argument in place (mark_dirty), which a call with a graph of its own cannot "
-            "hand on; let it return a new tensor"
+            f"{func.__name__} changes an argument in place (mark_dirty), which a call with its own graph cannot "
+            "pass on; let it return a new tensor"
         )
     outputs = returned if isinstance(returned, tuple) else (returned,)
     places = [index for index, want in enumerate(wanted) if want]
@@ -94,7 +94,7 @@ def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]
 def check_function(func: object) -> None:
     """Raise ``TypeError`` unless ``func`` is the class of an ``autograd.Function``."""
     if not (isinstance(func, type) and issubclass(func, Function)):
-        raise TypeError(f"what is called is the class of a torch.autograd.Function, got {func!r}")
+        raise TypeError(f"func must be a subclass of torch.autograd.Function, got {func!r}")
 
 
 def _version(arg: object) -> int | None:

@@ -41,7 +41,7 @@ class Whole(Protocol):
 
 
 def learn_forms(modules: Iterable[object]) -> None:
-    """Lets modules that return nested outputs ask the far side how they nest, before Dynamo reads their code."""
+    """Lets modules that return nested outputs ask the remote side how they nest, before Dynamo reads their code."""
     for module in modules:
         learn = getattr(type(module), "learn_form", None)
         if learn is not None:

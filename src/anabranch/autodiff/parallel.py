@@ -1,7 +1,7 @@
 """``map_with_parallel_backward``: calls of an ``autograd.Function`` that run at once, forward and backward.
 
 torch's engine runs one backward after another on a CPU thread, so the calls of a mixture's experts would wait for each
-other's answers. Here every call has a graph of its own, and one node joins them::
+other's answers. Here every call has its own graph, and one node joins them::
 
     x0 ─┐          ┌─ leaf ──> func ──> out ─┐
         ├─ _Join ──┤                         ├──> outputs      forward: all calls, then the node
@@ -93,10 +93,10 @@ def _check(args_per_call: Sequence[Sequence[object]], max_workers: int | None) -
         raise ValueError(f"max_workers is at least 1, got {max_workers}")
     for index, args in enumerate(args_per_call):
         if not isinstance(args, tuple | list):
-            raise TypeError(f"call {index} is given as a tuple of its arguments, got {type(args).__name__}")
+            raise TypeError(f"call {index} must be a tuple of its arguments, got {type(args).__name__}")
     counts = [len(args) for args in args_per_call]
     if len(set(counts)) > 1:
-        raise ValueError(f"all calls take equally many arguments, got {counts}")
+        raise ValueError(f"all calls must have the same number of arguments, got {counts}")
 
 
 def _as_tuple(returned: object) -> tuple[Tensor, ...]:

@@ -17,7 +17,8 @@ def check_differentiable(tensor: object) -> None:
         raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
     if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(
-            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating and complex do"
+            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating-point and "
+            "complex tensors do"
         )
 
 
@@ -66,6 +67,6 @@ def run_sweep(roots: list[Tensor], gradients: list[Tensor | None], retain: bool,
         torch.autograd.backward(roots, gradients, retain_graph=retain)
         return
     with warnings.catch_warnings():
-        # torch warns that .grad then keeps the graph alive: here the outer session asked for just that.
+        # torch warns that .grad then keeps the graph alive: here the outer session requested just that.
         warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
         torch.autograd.backward(roots, gradients, retain_graph=True, create_graph=True)

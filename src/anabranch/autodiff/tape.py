@@ -67,10 +67,12 @@ class Tape:
 
 def _unpack(cell: _Cell) -> Tensor:
     if not cell:
-        raise RuntimeError("what this graph saved was freed when its Grad session ended; sweep inside the session")
+        raise RuntimeError(
+            "the saved tensors of this graph were freed when its Grad session ended; run backward inside the session"
+        )
     tensor: Tensor
     tensor, version = cell  # type: ignore[assignment]
-    # torch itself checks only what is saved without hooks.
+    # torch itself checks only tensors saved without hooks.
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

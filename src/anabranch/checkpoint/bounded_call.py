@@ -1,4 +1,4 @@
-"""``bounded``: a call into code of others that may never come back, given up after a time without progress."""
+"""``bounded``: a call into third-party code that may hang, abandoned after a time without progress."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LONGEST_STRIDE = 1 << 30
 
 
 class NoProgress(Exception):
-    """A call was given up; it may still be at work, on a thread that nobody waits for."""
+    """A call was abandoned; it may still be running, on a thread that is no longer waited for."""
 
 
 class StoragePatience:
-    """The time of a call: some seconds, and those of ``size`` bytes on a slow connection; anew at each progress.
+    """The time of a call: some seconds, and those of ``size`` bytes on a slow connection; again at each progress.
 
     Args:
         seconds: for a call that moves nothing.
@@ -42,7 +42,7 @@ class StoragePatience:
         return self._seconds + self._size / _SLOWEST
 
     def moved(self) -> None:
-        """Note progress; who tells of it tells again before long."""
+        """Record progress; it must be reported regularly."""
         self._since = self._clock()
         self._size = min(self._size, _LONGEST_STRIDE)
 
@@ -57,7 +57,7 @@ class _Outcome(Generic[_T]):
 
 
 def bounded(call: Callable[[], _T], patience: StoragePatience) -> _T:
-    """Return what ``call`` does, or raise what it raises.
+    """Return the result of ``call``, or raise its exception.
 
     >>> bounded(lambda: 3, StoragePatience(60.0))
     3

@@ -1,4 +1,4 @@
-"""``fit``: does what was saved fit what it is loaded into? Every difference, in one message."""
+"""``fit``: checks that saved tensors fit those they are loaded into, with all differences in one message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
     >>> import torch
     >>> fit({"weight": torch.ones(2)}, {"weight": torch.ones(3), "bias": torch.ones(2)})
     Traceback (most recent call last):
-    anabranch.errors.CheckpointError: the checkpoint is of another model:
+    anabranch.errors.CheckpointError: the checkpoint belongs to another model:
       unexpected: bias (2,) float32
       differs: weight is (3,) float32 in the checkpoint, (2,) float32 here
 
     Args:
-        expected: what is there to be loaded into.
-        found: what the checkpoint has.
+        expected: the tensors to load into.
+        found: the checkpoint's tensors.
         what: what both are, for the message.
     """
     problems = [f"missing: {name} {_show(expected[name])}" for name in expected if name not in found]
@@ -35,7 +35,7 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
         if name in found and (found[name].shape != tensor.shape or found[name].dtype != tensor.dtype)
     ]
     if problems:
-        raise CheckpointError(f"the checkpoint is of another {what}:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"the checkpoint belongs to another {what}:\n  " + "\n  ".join(problems))
 
 
 def _show(tensor: Tensor) -> str:

@@ -54,7 +54,7 @@ def check_path(given: object, name: str = "path") -> Path:
         TypeError: it is none; names the argument and its value.
     """
     if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"{name} is a text or a pathlib.Path, got {given!r}")
+        raise TypeError(f"{name} is a string or a pathlib.Path, got {given!r}")
     return Path(given)
 
 
@@ -91,7 +91,7 @@ def complete_generations(directory: Path) -> list[int]:
 
 
 def all_generations(directory: Path) -> set[int]:
-    """Return the generations of which there is any file, be it a left-over."""
+    """Return the generations with any file, including remains of failed saves."""
     return {generation for _, generation in _ours(directory)}
 
 
@@ -99,13 +99,13 @@ def remove_generation(directory: Path, generation: int) -> None:
     """Remove every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
     doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
     for name in sorted(doomed, key=lambda name: not _MANIFEST.fullmatch(name)):
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder of such a name is nobody's to empty
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder with this name must not be emptied
             (directory / name).unlink()
         fault_point("checkpoint.removed")
 
 
 def set_aside(path: Path) -> Path:
-    """Move ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there.
+    """Move ``path`` into the folder ``set-aside`` next to it, with an unused name.
 
     Raises:
         CheckpointError: the folder cannot be made; nothing was moved.
@@ -115,8 +115,8 @@ def set_aside(path: Path) -> Path:
         aside.mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"{path.name} cannot be set aside: the folder {aside} cannot be made ({error.strerror}); remove what has "
-            "its name, and let this user write to the directory (chmod u+rwx)"
+            f"{path.name} cannot be set aside: the folder {aside} cannot be created ({error.strerror}); remove "
+            "whatever has its name, and let this user write to the directory (chmod u+rwx)"
         ) from error
     found, number = aside / path.name, 1
     while os.path.lexists(found):
@@ -134,7 +134,7 @@ def set_generation_aside(directory: Path, generation: int) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make ``directory`` and what is missing above it, durably."""
+    """Create ``directory`` and its missing parents, durably."""
     if directory.is_dir():
         return
     make_directory(directory.parent)
@@ -171,7 +171,7 @@ def claim(directory: Path) -> Iterator[None]:
         lock = FileLock(descriptor)
     except BlockingIOError:
         raise CheckpointError(
-            f"another process or thread is saving to {directory}; give each job a directory of its own, and save "
+            f"another process or thread is saving to {directory}; give each job its own directory, and save "
             "from one process of a job"
         ) from None
     with lock:

@@ -76,7 +76,7 @@ def check_group(group: object) -> str:
     """
     if not isinstance(group, str) or not _GROUP.fullmatch(group):
         raise ValueError(
-            f"a group of a checkpoint is named by letters, digits, '_', '-' and '.', at most 100 and not with '.' or "
+            "the name of a checkpoint group consists of letters, digits, '_', '-' and '.', at most 100, without '.' or "
             f"'-' first, got {group!r}"
         )
     return group
@@ -94,7 +94,7 @@ def pack(step: int, written: int, state: object, files: dict[str, FileRecord]) -
     data = _START + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _END
     if len(data) > LONGEST:
         raise ValueError(
-            f"the manifest would have {len(data)} bytes, and none is read that has more than {LONGEST}; keep long "
+            f"the manifest would have {len(data)} bytes, more than the allowed {LONGEST}; save long "
             "values of the state as tensors of a group"
         )
     return data
@@ -109,7 +109,7 @@ def load(path: Path) -> Manifest:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LONGEST:
-            raise CheckpointError(f"{path.name} has {size} bytes, and no manifest has more than {LONGEST}")
+            raise CheckpointError(f"{path.name} has {size} bytes, more than the {LONGEST} of any manifest")
         return unpack(file.read(size))
 
 
@@ -121,12 +121,12 @@ def unpack(data: bytes) -> Manifest:
     """
     body = data[_BODY : -len(_END)]
     if data != _START + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _END:
-        raise CheckpointError("the manifest is damaged, it does not match its checksum")
+        raise CheckpointError("the manifest is damaged: it does not match its checksum")
     try:
         fields = json.loads(body, object_pairs_hook=unique_keys)
         if isinstance(fields, dict) and isinstance(fields.get("format"), int) and fields["format"] > _FORMAT:
             raise CheckpointError(
-                f"the manifest has format {fields['format']} and this version reads up to {_FORMAT}; update anabranch"
+                f"the manifest has format {fields['format']}, but this version reads up to {_FORMAT}; update anabranch"
             )
         manifest = msgspec.convert(fields, Manifest)
         for group in manifest.files:
@@ -144,5 +144,5 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} appears twice")
     return found

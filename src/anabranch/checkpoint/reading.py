@@ -1,7 +1,7 @@
 """``read`` and ``read_newest``: the newest generation that is whole, to the last bit.
 
-A save that was killed leaves files without a manifest, which are not a checkpoint and are passed over in silence. A
-generation that has a manifest and does not match it is damaged: it is passed over with a warning in the log of
+A save that was killed leaves files without a manifest, which are not a checkpoint and are skipped in silence. A
+generation that has a manifest and does not match it is damaged: it is skipped with a warning in the log of
 ``anabranch.checkpoint`` that says which and why, and the one before is taken. One that this user may not read is not
 a damaged one: nothing is taken in its place.
 """
@@ -34,11 +34,11 @@ _log = logging.getLogger("anabranch.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One whole generation on disk; its tensors are read when asked for.
+    """One whole generation on disk; its tensors are read when requested.
 
     Attributes:
         step: how far training was.
-        state: what was saved beside the tensors.
+        state: the saved state other than tensors.
         path: the directory, or that of a storage.
         generation: its serial number there; ``read(path, generation=...)`` finds this one again.
     """
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = None) -> Checkpoint:
-    """Return the newest whole checkpoint in the directory ``path`` itself.
+    """Return the newest complete checkpoint in the directory ``path`` itself.
 
     >>> import tempfile, torch
     >>> from anabranch.checkpoint import write
@@ -87,7 +87,7 @@ def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = Non
 
     Args:
         path: the directory or URL that ``write`` was given.
-        generation: this one and no other. Then the bytes of the tensors are not read before ``tensors`` asks for them:
+        generation: this one and no other. Then the bytes of the tensors are not read before ``tensors`` requests them:
             for the ranks of a job that follow the choice of the first.
 
     Raises:
@@ -109,7 +109,7 @@ def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = Non
 
 
 def read_newest(path: str | os.PathLike[str] | Storage) -> Checkpoint | None:
-    """Return the newest whole checkpoint in the directory ``path`` or in any directory under it.
+    """Return the newest complete checkpoint in the directory ``path`` or in any directory under it.
 
     Of each directory its newest whole generation counts, and of these the one with the highest step (clocks differ
     between hosts, steps do not). ``None`` if there is none at all.
@@ -125,7 +125,7 @@ def read_newest(path: str | os.PathLike[str] | Storage) -> Checkpoint | None:
     10
 
     Raises:
-        CheckpointError: there are checkpoints and every one is damaged, which starting afresh would hide; or a file or
+        CheckpointError: there are checkpoints and every one is damaged, which starting again would hide; or a file or
             directory may not be read, in which the newest may be.
     """
     place = as_place(path)
@@ -189,10 +189,10 @@ def _newest_whole(directories: list[Path], mirror: Mirror | None = None) -> Chec
             continue
         for reason in reasons:
             told = reason if mirror is None else mirror.named(reason)
-            _log.warning("%s; taking generation %d in %s, step %d", told, generation, checkpoint.path, checkpoint.step)
+            _log.warning("%s; using generation %d in %s, step %d", told, generation, checkpoint.path, checkpoint.step)
         return checkpoint
     if reasons:
-        raise CheckpointError("no checkpoint is whole: " + "; ".join(reasons))
+        raise CheckpointError("no checkpoint is complete: " + "; ".join(reasons))
     return None
 
 

@@ -3,7 +3,7 @@
 ``open`` waits on a FIFO for a writer that never comes, with every signal held up until then. And what keeps a file from
 being opened is of two kinds. Nothing is there that can be read: the file is *lost*, or *damaged*. Or the file may be
 whole, and this process has no right to it, no descriptor or no memory left: it is ``Unreadable``, which no reader may
-take for damage, since what is passed over or set aside for it would be given up for nothing.
+take for damage, since what is skipped or set aside for it would be given up for nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.
 
 
 class Unreadable(CheckpointError):
-    """A file that is there and that this process cannot open, which tells nothing of what it holds."""
+    """A file that exists but cannot be opened by this process, so that its content is unknown."""
 
 
 def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open the regular file at ``path`` for reading, as ``open`` does, without waiting for anybody.
+    """Open the regular file at ``path`` for reading, like ``open``, without ever blocking.
 
     Raises:
         Unreadable: it may not be read by this user, or not now.
-        CheckpointError: it is not there, or is not a regular file; says what is there instead.
+        CheckpointError: it does not exist, or is not a regular file; says what it is.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -66,12 +66,12 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
     cure = "try again once the system can open it"
     if isinstance(error, PermissionError):
         cure = f"let user {os.geteuid()} read it, with chown or chmod"
-    return Unreadable(f"{path} cannot be read: {error.strerror}. It is not taken for damaged or lost: {cure}")
+    return Unreadable(f"{path} cannot be read: {error.strerror}. It is not treated as damaged or lost: {cure}")
 
 
 def _what_is_there(path: Path, error: OSError) -> str:
     if error.errno == errno.ENXIO:
         return "it is a socket or a device, not a regular file"
     if path.is_symlink():
-        return f"it is a link that leads to no file ({error.strerror})"
+        return f"it is a dangling link ({error.strerror})"
     return str(error.strerror)

@@ -1,4 +1,4 @@
-"""State as JSON, exactly: what a program remembers beside its tensors, written so that it comes back as it was.
+"""State as JSON, exactly: a program's non-tensor state, written so that it is restored unchanged.
 
 JSON alone forgets: ints as keys, tuples, bytes, infinities, whether a dict was ordered. What it cannot say is written
 as an object with one key that starts with ``$``::
@@ -116,7 +116,7 @@ def join(state: object, tensors: Mapping[str, Tensor]) -> Any:
         if not isinstance(value, TensorName):
             return value
         if value.name not in tensors:
-            raise CheckpointError(f"the state at {_show(path)} names the tensor {value.name!r}, which is not there")
+            raise CheckpointError(f"the state at {_show(path)} names the tensor {value.name!r}, which does not exist")
         return tensors[value.name]
 
     return _replace(state, tensor, ())
@@ -124,7 +124,9 @@ def join(state: object, tensors: Mapping[str, Tensor]) -> Any:
 
 def _replace(value: object, function: Callable[[object, _Path], object], path: _Path) -> object:
     if len(path) > _DEEPEST:
-        raise ValueError(f"the state at {_show(path)} is nested deeper than {_DEEPEST}; flatten it, or undo the cycle")
+        raise ValueError(
+            f"the state at {_show(path)} is nested deeper than {_DEEPEST}; flatten it, or remove the cycle"
+        )
     if type(value) in (list, tuple):
         items = [_replace(item, function, (*path, index)) for index, item in enumerate(_iterable(value))]
         return items if type(value) is list else tuple(items)
@@ -136,12 +138,14 @@ def _replace(value: object, function: Callable[[object, _Path], object], path: _
 
 def _encode(value: object, path: _Path) -> object:
     if len(path) > _DEEPEST:
-        raise ValueError(f"the state at {_show(path)} is nested deeper than {_DEEPEST}; flatten it, or undo the cycle")
+        raise ValueError(
+            f"the state at {_show(path)} is nested deeper than {_DEEPEST}; flatten it, or remove the cycle"
+        )
     encoder = _ENCODERS.get(type(value))
     if encoder is None:
         raise ValueError(
             f"the state at {_show(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-            "does not keep; make it None, bool, int, float, str, bytes, or a list, tuple or dict of them, and put "
+            "does not support; use None, bool, int, float, str, bytes, or a list, tuple or dict of them, and put "
             "tensors into a group"
         )
     return encoder(value, path)
@@ -157,7 +161,7 @@ def _encode_text(value: object, path: _Path) -> object:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"the state at {_show(path)} is text with half a surrogate pair, {value!r}; encode it to bytes"
+            f"the state at {_show(path)} is a string with half a surrogate pair, {value!r}; encode it to bytes"
         ) from None
     return value
 
@@ -248,7 +252,7 @@ def _iterable(value: object) -> Iterable[object]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
+        raise TypeError(f"expected a string, got {type(value).__name__}")
     return value
 
 

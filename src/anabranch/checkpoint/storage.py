@@ -53,7 +53,7 @@ class Storage:
         url: as ``fsspec`` takes it; ``str()`` and messages leave a user and password in it out.
 
     Raises:
-        ValueError: no file system has such a URL.
+        ValueError: no file system supports this URL.
         ModuleNotFoundError: the file system's package is not installed.
         NoAnswer: from the methods, if the store does not answer.
     """
@@ -72,7 +72,7 @@ class Storage:
         except ImportError as error:
             raise ModuleNotFoundError(f"{self} cannot be reached: {error}", name=error.name) from None
         except ValueError as error:
-            raise ValueError(f"{self} is not a place to save to: {error}; give a folder or a URL of fsspec") from None
+            raise ValueError(f"{self} cannot be saved to: {error}; give a folder or a URL of fsspec") from None
 
     def __str__(self) -> str:
         return re.sub(r"://[^/@]*@", "://", self.url)
@@ -90,7 +90,7 @@ class Storage:
         return self
 
     def child(self, path: str) -> Storage:
-        """Return the directory that lies at ``path``, one of ``find``'s."""
+        """Return the directory that is at ``path``, one of ``find``'s."""
         below = path.removeprefix(self.root).strip("/")
         return Storage(f"{self.url}/{below}") if below else self
 
@@ -124,7 +124,7 @@ class Storage:
             self._files.invalidate_cache()
             size, sent = self._files.info(self._path(name))["size"], file.stat().st_size
             if size != sent:
-                raise OSError(f"{sent} bytes were sent and {size} are there")
+                raise OSError(f"{sent} bytes were sent, but {size} are stored")
 
         fault_point("checkpoint.upload")
         self._ask(f"upload {name} to", upload, patience=patience)
@@ -169,14 +169,14 @@ class Storage:
             return bounded(ask, patience or StoragePatience(self._seconds))
         except NoProgress as error:
             raise NoAnswer(
-                f"cannot {what} {self}: {error}; look whether the store can be reached, or allow it more in "
+                f"cannot {what} {self}: {error}; check that the store is reachable, or allow more time in "
                 f"{SECONDS_VARIABLE}"
             ) from None
 
     # A generation as a whole.
 
     def generations(self) -> set[int]:
-        """Return the generations of which there is any file, be it a left-over."""
+        """Return the generations with any file, including remains of failed saves."""
         return {number for name in self.names() if (number := generation_of(name)) is not None}
 
     def complete(self) -> list[int]:
@@ -194,7 +194,7 @@ class Storage:
                 self.put(data_path(folder, group, local), data_path(folder, group, generation).name)
             self.put(manifest_path(folder, local), manifest)
         except NoAnswer:
-            raise  # what was sent may still arrive; left-overs go with the next save
+            raise  # a transfer may still complete; the next save removes the remains
         except Exception:
             with suppress(CheckpointError):
                 self._remove(generation)
@@ -247,7 +247,7 @@ def as_place(given: object, name: str = "path") -> Place:
 
 
 class Mirror:
-    """A temporary folder with what was downloaded; it is removed with the last checkpoint that was read from it."""
+    """A temporary folder for downloads; it is removed with the last checkpoint read from it."""
 
     def __init__(self, top: Storage) -> None:
         self._folder = tempfile.mkdtemp(prefix="anabranch-checkpoint-")
@@ -256,7 +256,7 @@ class Mirror:
         self._places: dict[Path, Storage] = {}
 
     def manifests(self, *, below: bool, generation: int | None = None) -> list[Path]:
-        """Download the manifests of the directory, and of those ``below`` it; return the folders they lie in."""
+        """Download the manifests of the directory, and of those ``below`` it; return the folders they are in."""
         found = self._top.find() if below else {self._top.root: self._top.names()}
         for number, (path, names) in enumerate(sorted(found.items())):
             folder = Path(self._folder, f"{number}")

@@ -169,11 +169,11 @@ def _check_writable(name: object, tensor: object, group: str) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(
-            f"tensor {name!r} of group {group!r} is {kind}; keep the dense tensors it is made of, such as its indices "
+            f"tensor {name!r} of group {group!r} is {kind}; save the dense tensors it consists of, such as its indices "
             "and values"
         )
     if tensor.is_meta:
-        raise ValueError(f"tensor {name!r} of group {group!r} is on the meta device and has no values to keep")
+        raise ValueError(f"tensor {name!r} of group {group!r} is on the meta device and has no values to save")
     if tensor.dtype not in SAFETENSORS_NAMES:
         raise ValueError(
             f"tensor {name!r} of group {group!r} is {tensor.dtype}, which safetensors cannot hold; view or convert it"
@@ -208,7 +208,8 @@ def _compare(path: Path, name: str, record: FileRecord, checksum: int) -> None:
     expected = record.tensors[name].crc32
     if checksum != expected:
         raise CheckpointError(
-            f"{path.name}: tensor {name!r} is damaged, its checksum is {checksum:08x} and was {expected:08x} when saved"
+            f"{path.name}: tensor {name!r} is damaged, its checksum is {checksum:08x}, but was {expected:08x} when "
+            "saved"
         )
 
 
@@ -216,7 +217,9 @@ def _empty(path: Path, name: str, entry: _Entry) -> Tensor:
     try:
         return torch.empty(entry.shape, dtype=_FROM_NAME[entry.dtype])
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{path.name}: no tensor {name!r} can have the shape {entry.shape}: {error}") from error
+        raise CheckpointError(
+            f"{path.name}: the tensor {name!r} cannot have the shape {entry.shape}: {error}"
+        ) from error
 
 
 def _read_header(file: BinaryIO, path: Path, record: FileRecord) -> dict[str, _Entry]:
@@ -225,7 +228,7 @@ def _read_header(file: BinaryIO, path: Path, record: FileRecord) -> dict[str, _E
     """
     size = os.fstat(file.fileno()).st_size
     if size != record.bytes:
-        raise CheckpointError(f"{path.name} has {size} bytes and had {record.bytes} when saved")
+        raise CheckpointError(f"{path.name} has {size} bytes, but had {record.bytes} when saved")
     if not 8 <= record.header_bytes <= min(size, _LONGEST_HEADER + 8):
         raise CheckpointError(f"{path.name} cannot have a header of {record.header_bytes} bytes: it has {size} in all")
     header = bytearray(record.header_bytes)
@@ -238,7 +241,7 @@ def _read_header(file: BinaryIO, path: Path, record: FileRecord) -> dict[str, _E
     _check_tiles(entries, path, size - len(header))
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in record.tensors.items()}
     if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != described:
-        raise CheckpointError(f"{path.name} holds other tensors than the manifest says")
+        raise CheckpointError(f"{path.name} holds different tensors than the manifest says")
     return entries
 
 
@@ -263,7 +266,7 @@ def _parse_header(text: bytes, path: Path) -> dict[str, _Entry]:
 
 
 def _check_tiles(entries: Mapping[str, _Entry], path: Path, data_bytes: int) -> None:
-    """Every byte of the data belongs to exactly one tensor, and every tensor has the bytes its shape asks for."""
+    """Every byte of the data belongs to exactly one tensor, and every tensor has the bytes its shape requires."""
     reached = 0
     for name, entry in entries.items():
         if entry.dtype not in _FROM_NAME or any(size < 0 for size in entry.shape):
@@ -271,9 +274,9 @@ def _check_tiles(entries: Mapping[str, _Entry], path: Path, data_bytes: int) -> 
         needed = math.prod(entry.shape) * _FROM_NAME[entry.dtype].itemsize
         if entry.begin != reached or entry.end - entry.begin != needed:
             raise CheckpointError(
-                f"{path.name}: tensor {name!r} of shape {entry.shape} takes {needed} bytes from {reached} on, and the "
+                f"{path.name}: tensor {name!r} of shape {entry.shape} takes {needed} bytes from {reached} on, but the "
                 f"header says bytes {entry.begin} to {entry.end}"
             )
         reached = entry.end
     if reached != data_bytes:
-        raise CheckpointError(f"{path.name}: its tensors take {reached} bytes and it holds {data_bytes}")
+        raise CheckpointError(f"{path.name}: its tensors take {reached} bytes, but it holds {data_bytes}")

@@ -108,7 +108,7 @@ def write(
             _remove_old(directory, keep)
     except OSError as error:
         raise CheckpointError(
-            f"cannot save step {step} to {directory}: {error}; what was saved there before is untouched"
+            f"cannot save step {step} to {directory}: {error}; earlier checkpoints there are unchanged"
         ) from error
     report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
     return manifest
@@ -121,7 +121,7 @@ def _upload(storage: Storage, groups: Mapping[str, Group], state: object, step: 
             name = storage.upload(Path(folder), 1, list(groups), keep)
     except (CheckpointError, OSError) as error:
         raise CheckpointError(
-            f"cannot save step {step} to {storage}: {error}; what was saved there before is untouched"
+            f"cannot save step {step} to {storage}: {error}; earlier checkpoints there are unchanged"
         ) from error
     return storage.child(f"{storage.root}/{name}"), size
 

@@ -1,6 +1,6 @@
 """The command line, ``anabranch``: one file a command, each a thin layer over the package that does the work.
 
-What it is not: a second way to do anything. Open ``run.py`` first.
+It adds no functionality of its own. Open ``run.py`` first.
 """
 
 import signal

@@ -67,6 +67,6 @@ def main() -> None:
     """Run the command that ``sys.argv`` names, and exit with its code."""
     open_standard_streams()
     if len(sys.argv) > 1 and (given := sys.argv[1]).endswith(".py"):
-        say(f"anabranch: {given!r} is a script and no command; start it with: anabranch run {shlex.quote(given)}")
+        say(f"anabranch: {given!r} is a script, not a command; start it with: anabranch run {shlex.quote(given)}")
         sys.exit(2)
     _app(prog_name="anabranch")

@@ -1,4 +1,4 @@
-"""The end of a job, as the terminal is told of it: what failed first, and where its log is."""
+"""The report on the terminal at the end of a job: the first failure and its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ITS_OWN = r"after [\d.]+ s|at attempt \d+"
 
 
 def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
-    """Say what failed first, who only followed, and where the newest checkpoint lies."""
+    """Print the first failure, the failures that followed from it, and the path of the newest checkpoint."""
     first = outcome.first_failure
     if first is not None:
         failures = [exit_ for exit_ in outcome.exits if not exit_.well and not exit_.stopped]
@@ -38,7 +38,7 @@ def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
 
 
 def _lost(failure: Exit, first: Exit) -> bool:
-    """Tell whether it follows from the first; where that one has lost a server itself, it lost no worker."""
+    """Return True if it follows from the first; if that one lost a server itself, it lost no worker."""
     return failure.blames_a_worker() or (failure.blames_another() and not first.blames_another())
 
 
@@ -51,7 +51,7 @@ def _show_failure(failure: Exit) -> None:
     words = failure.last_words()
     # Rank 0's own words have been shown as it wrote them; those about another rank were held back.
     if words and failure.who == "rank 0" and not failure.blames_a_worker():
-        tell(f"{failure.describe()}. What it wrote is above")
+        tell(f"{failure.describe()}. Its output is above")
     else:
         tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
         if words:
@@ -62,7 +62,7 @@ def _show_failure(failure: Exit) -> None:
 def _show_checkpoint(folder: Path) -> None:
     try:
         found = status_of(folder)
-    except ValueError:  # the folder was removed meanwhile, or the disk is full
+    except ValueError:  # the folder was removed, or the disk is full
         return
     steps = next((role.steps for role in found.roles if role.name == "worker 0"), None)
     if found.saved is not None:
@@ -70,5 +70,5 @@ def _show_checkpoint(folder: Path) -> None:
 
 
 def tell(line: str) -> None:
-    """Say a line of the launcher's own, on stderr."""
+    """Print a line of the launcher on stderr."""
     say(f"anabranch: {line}")

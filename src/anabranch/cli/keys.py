@@ -17,11 +17,11 @@ __all__ = ["keys"]
 
 def keys(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write; made with mode 0700.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="The folder to write to; created with mode 0700.", show_default=False)
     ],
     days: Annotated[float, typer.Option(min=0.0, metavar="N", help="How long the certificates are valid.")] = 365.0,
     job: Annotated[
-        str, typer.Option(metavar="NAME", help="The job they are good for; `*` is every job of the authority.")
+        str, typer.Option(metavar="NAME", help="The job for which they are valid; `*` is every job of the authority.")
     ] = EVERY_JOB,
     authority: Annotated[
         Path | None,
@@ -40,6 +40,6 @@ def keys(
             typer.echo(path)
     if job == EVERY_JOB:
         say(
-            "anabranch: these certificates are good for every job of this authority ('*'); "
-            "--job NAME makes them good for one"
+            "anabranch: these certificates are valid for every job of this authority ('*'); "
+            "--job NAME makes them valid for one only"
         )

@@ -15,7 +15,7 @@ __all__ = ["told_plainly"]
 
 @contextmanager
 def told_plainly(param_hint: str | None = None) -> Iterator[None]:
-    """Turn a mistake in what was given into exit code 2, and what the machine or a peer refused into 1."""
+    """Turn a user's mistake into exit code 2, and a refusal by the machine or a peer into 1."""
     try:
         yield
     except ValueError as error:

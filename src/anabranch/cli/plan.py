@@ -1,4 +1,4 @@
-"""``anabranch plan``: what a step of a script would exchange and cost, without training."""
+"""``anabranch plan``: the traffic and cost of a step of a script, without training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def plan(
     module: IsModule = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to plan for.")] = 1,
     servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers.")] = 0,
-    experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many processes serve experts.")] = 0,
+    experts: Annotated[int, typer.Option(min=0, metavar="N", help="How many expert processes.")] = 0,
 ) -> None:
-    """Print where each parameter of SCRIPT would live, what a step exchanges, and how long it should take.
+    """Print where each parameter of SCRIPT would be kept, what a step exchanges, and its estimated time.
 
     SCRIPT is started as by `anabranch run`, up to its first training step. There the workers measure the machine and
     its links for a moment, look at the first batch, print the plan and end: nothing is trained.

@@ -39,29 +39,29 @@ def run(
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to start.")] = 1,
     servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers to start.")] = 0,
     experts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How many more processes run SCRIPT to serve experts.")
+        int, typer.Option(min=0, metavar="N", help="How many additional processes run SCRIPT to serve experts.")
     ] = 0,
     durability: Annotated[
-        Durability, typer.Option(help="What comes back when a parameter server dies; `none` ends the job.")
+        Durability, typer.Option(help="What is restored when a parameter server dies; `none` ends the job.")
     ] = "none",
     host: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Let servers and experts listen on TCP at this address of the machine, under certificates; by default "
-            "on Unix sockets.",
+            help="Address of this machine where servers and experts listen on TCP, with certificates; by default they "
+            "use Unix sockets.",
             show_default=False,
         ),
     ] = None,
     engine: Annotated[
         Literal["local", "ray"],
-        typer.Option(help="Where the processes run: on this machine, or on the nodes of a Ray cluster."),
+        typer.Option(help="Run the processes on this machine, or on the nodes of a Ray cluster."),
     ] = "local",
     address: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="The head node of the Ray cluster; by default RAY_ADDRESS, or a cluster of this machine.",
+            help="The head node of the Ray cluster; by default RAY_ADDRESS, or a cluster on this machine.",
             show_default=False,
         ),
     ] = None,
@@ -69,7 +69,7 @@ def run(
         str | None,
         typer.Option(
             metavar="JSON",
-            help='What each role asks of Ray, such as \'{"worker": {"CPU": 2, "GPU": 1}}\'; roles are worker, '
+            help='Ray resources of each role, such as \'{"worker": {"CPU": 2, "GPU": 1}}\'; roles are worker, '
             "server, expert.",
             show_default=False,
         ),
@@ -77,16 +77,20 @@ def run(
     spawn: Annotated[
         bool,
         typer.Option(
-            "--spawn", help="Start every process anew, instead of forking them from one that has imported torch."
+            "--spawn", help="Start every process from scratch instead of forking it from one that has imported torch."
         ),
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Start a job that fails again, from its last whole checkpoint.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Restart a failed job this many times, from its last complete checkpoint."
+        ),
     ] = 0,
     service_restarts: Annotated[
         str,
         typer.Option(
-            metavar="N/SECONDSs", help="Start a server or expert that dies again, N times in any SECONDS, and pause."
+            metavar="N/SECONDSs",
+            help="Restart a server or expert that dies, up to N times in any SECONDS, after a pause.",
         ),
     ] = "3/600s",
     checkpoint_seconds: Annotated[
@@ -96,8 +100,8 @@ def run(
         str | None,
         typer.Option(
             metavar="ENDPOINT",
-            help="Announce the experts in this directory, and find others' there: endpoints of `anabranch serve "
-            "directory`, or the URL of a Redis. By default the job has one of its own.",
+            help="Announce the experts in this directory, and look others up there: endpoints of `anabranch serve "
+            "directory`, or a Redis URL. By default the job has its own.",
             show_default=False,
         ),
     ] = None,
@@ -107,7 +111,7 @@ def run(
             metavar="DIR",
             file_okay=False,
             writable=True,
-            help="Keep each process's output here, as ROLE-RANK.log. Without it logs are kept only after a failure.",
+            help="Keep each process's output here, as ROLE-RANK.log. By default logs are kept only after a failure.",
             show_default=False,
         ),
     ] = None,
@@ -115,15 +119,19 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Record what every process does and waits for, and write it here at the end, for ui.perfetto.dev.",
+            help="Record a trace of all processes and write it here at the end, for ui.perfetto.dev.",
             show_default=False,
         ),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Draw no picture of the job below rank 0's output on a terminal.")
+        bool, typer.Option("--plain", help="Do not draw the status of the job below rank 0's output on a terminal.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the errors of all processes, also where one only follows another.")
+        bool,
+        typer.Option(
+            "--verbose",
+            help="Show the errors of all processes, including those that only follow from another.",
+        ),
     ] = False,
 ) -> None:
     """Run SCRIPT in N processes that form one torch.distributed job, with the servers it uses.
@@ -132,7 +140,7 @@ def run(
     it says how far the job is and how each process is. When a process fails, its rank and traceback are shown and the
     others stopped; Ctrl-C stops all. No process is left behind.
 
-    An expert process that dies is started again, and the job goes on meanwhile with those that answer.
+    An expert process that dies is restarted, and the job continues meanwhile with those that answer.
 
     Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """
@@ -235,7 +243,7 @@ def _check_engine(engine: str, **given: object) -> None:
     for name in others:
         if given[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
-            raise typer.BadParameter(f"--engine {engine} has no use for it; {cure}", param_hint=f"--{name}")
+            raise typer.BadParameter(f"--engine {engine} does not use it; {cure}", param_hint=f"--{name}")
 
 
 def _ask_directory(directory: str, experts: int, host: str | None) -> None:
@@ -247,10 +255,10 @@ def _ask_directory(directory: str, experts: int, host: str | None) -> None:
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:
-    """Say that an option stands behind the script, if it was not given before it."""
+    """Warn about an option after the script, if it was not given before it."""
     for name, absent in missing.items():
         if absent and any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
-            tell(f"{name} stands behind {script}, so the script gets it; options of `anabranch run` stand before it")
+            tell(f"{name} comes after {script}, so the script gets it; options of `anabranch run` go before the script")
 
 
 def _log_directory(wanted: Path | None) -> Path:
@@ -266,6 +274,6 @@ def _log_directory(wanted: Path | None) -> Path:
 
 
 def _can_draw() -> bool:
-    """Tell whether the terminal, if there is one, understands more than text."""
+    """Return True if there is a terminal that supports more than text."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding == "utf8"

@@ -12,12 +12,12 @@ Script = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT",
-        help="The Python file, or with -m module, every worker and expert runs.",
+        help="The Python file, or with -m the module, that every worker and expert runs.",
         show_default=False,
     ),
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
+    typer.Argument(metavar="ARGS", help="Arguments for the script, passed in sys.argv unchanged.", show_default=False),
 ]
-IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, found as `python -m` finds it.")]
+IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["directory", "experts", "parameters", "serve"]
 
-serve = typer.Typer(help="One long-lived service: it prints 'listening on ENDPOINT' first, and drains on SIGTERM.")
+serve = typer.Typer(help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on SIGTERM.")
 """The commands under ``anabranch serve``."""
 
 
@@ -40,13 +40,13 @@ _Listen = Annotated[
     typer.Option(metavar="ENDPOINT", help="unix:PATH or tcp://HOST:PORT; by default a new socket.", show_default=False),
 ]
 _Keys = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Certificates, as `anabranch keys` makes.", show_default=False)
+    Path | None, typer.Option(metavar="DIR", help="Certificates, from `anabranch keys`.", show_default=False)
 ]
 _Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Serve counts for Prometheus at http://HOST:PORT/metrics; :PORT is the loopback.",
+        help="Serve Prometheus metrics at http://HOST:PORT/metrics; :PORT is on the loopback address.",
         show_default=False,
     ),
 ]
@@ -56,13 +56,13 @@ _Heartbeat = Annotated[
     typer.Option(
         min=0.001,
         metavar="S",
-        help="Seconds between signs of life to who waits for an answer; a silence of twice that is taken for a loss.",
+        help="Seconds between heartbeats to waiting clients; after twice that without one, a peer counts as lost.",
     ),
 ]
 
 
 def _said(metavar: str, says: str) -> typer.models.OptionInfo:
-    """Return an option whose absence means that nothing is said."""
+    """Return an option that is unset by default."""
     option: typer.models.OptionInfo = typer.Option(metavar=metavar, help=says, show_default=False)
     return option
 
@@ -74,8 +74,10 @@ _JSON = "JSON"
 def experts(
     context: typer.Context,
     uids: Annotated[str | None, _said("PATTERN", "Such as ffn.[0:4].[0:8].")] = None,
-    count: Annotated[int | None, _said("N", "Draw N of them at random, that the directory does not list.")] = None,
-    seed: Annotated[int | None, _said("N", "Of the draws.")] = None,
+    count: Annotated[
+        int | None, _said("N", "Serve N of them, drawn at random from those the directory does not list.")
+    ] = None,
+    seed: Annotated[int | None, _said("N", "Seed of the draws.")] = None,
     config: Annotated[
         Path | None, _said("FILE", "A fleet in TOML or YAML: groups of experts, with these options as their keys.")
     ] = None,
@@ -85,46 +87,54 @@ def experts(
             "NAME", "ffn (the default), nop, or pkg.mod:function, which returns a module or ExpertBackend's arguments."
         ),
     ] = None,
-    module_args: Annotated[str | None, _said(_JSON, "The function's arguments; without, it gets the features.")] = None,
+    module_args: Annotated[str | None, _said(_JSON, "The function's arguments; by default the features.")] = None,
     features: Annotated[int | None, _said("N", "The last size of an expert's input; by default 512.")] = None,
     args_schema: Annotated[
         str | None, _said(_JSON, 'The positional inputs, such as [{"shape": ["any", 512], "dtype": "float32"}].')
     ] = None,
     kwargs_schema: Annotated[str | None, _said(_JSON, "The keyword inputs, by name.")] = None,
-    outputs_schema: Annotated[str | None, _said(_JSON, "The output; by default found by running the module.")] = None,
+    outputs_schema: Annotated[
+        str | None, _said(_JSON, "The output; by default determined by running the module.")
+    ] = None,
     compression: Annotated[
         Literal["float16", "bfloat16", "int8"] | None,
-        typer.Option(help="How floating values travel.", show_default=False),
+        typer.Option(help="How floating-point values are sent.", show_default=False),
     ] = None,
     optimizer: Annotated[
         str | None, _said("NAME", "sgd, adam (the default), adamw, adagrad, none, or pkg.mod:class.")
     ] = None,
-    optimizer_args: Annotated[str | None, _said(_JSON, 'Its further arguments: {"weight_decay": 0.01}.')] = None,
+    optimizer_args: Annotated[str | None, _said(_JSON, 'Its other arguments: {"weight_decay": 0.01}.')] = None,
     lr: Annotated[float | None, _said("X", "The learning rate; by default 0.001.")] = None,
     scheduler: Annotated[
         str | None, _said("NAME", "A class of torch.optim.lr_scheduler, such as StepLR, or pkg.mod:function.")
     ] = None,
     scheduler_args: Annotated[str | None, _said(_JSON, 'Its arguments: {"step_size": 1000}.')] = None,
-    clip_grad_norm: Annotated[float | None, _said("X", "Bound of the gradients' global norm.")] = None,
+    clip_grad_norm: Annotated[float | None, _said("X", "Clip the global norm of the gradients to this.")] = None,
     gradient_reduction: Annotated[
         Literal["sum", "mean"] | None,
         typer.Option(
-            help="How the gradients of a batch's requests make an update; by default sum.", show_default=False
+            help="How the gradients of the requests in a batch are combined; by default sum.", show_default=False
         ),
     ] = None,
-    keep_activations: Annotated[int | None, _said("N", "Rows whose activations wait for their backward.")] = None,
-    device: Annotated[str | None, _said("D", "Where the experts live; by default cpu.")] = None,
-    min_batch_size: Annotated[int | None, _said("N", "Rows below which a batch waits for more.")] = None,
-    max_batch_size: Annotated[int | None, _said("N", "Rows of a batch; by default 4096.")] = None,
+    keep_activations: Annotated[int | None, _said("N", "Rows whose activations are kept for their backward.")] = None,
+    device: Annotated[str | None, _said("D", "The device of the experts; by default cpu.")] = None,
+    min_batch_size: Annotated[
+        int | None, _said("N", "The fewest rows of a batch; a smaller one waits for more.")
+    ] = None,
+    max_batch_size: Annotated[int | None, _said("N", "The most rows of a batch; by default 4096.")] = None,
     timeout: Annotated[float | None, _said("S", "Seconds after which a smaller batch runs anyway.")] = None,
-    max_queue_rows: Annotated[int | None, _said("N", "Rows that may wait; by default 16 batches.")] = None,
-    max_queue_bytes: Annotated[int | None, _said("N", "Bytes that may wait; by default 1 GiB.")] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, metavar="N", help="Inference sessions open at a time.")] = 1024,
+    max_queue_rows: Annotated[int | None, _said("N", "The most rows in the queue; by default 16 batches.")] = None,
+    max_queue_bytes: Annotated[int | None, _said("N", "The most bytes in the queue; by default 1 GiB.")] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, metavar="N", help="The most open inference sessions.")] = 1024,
     max_session_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Positions that all sessions may grow to.")
+        int, typer.Option(min=1, metavar="N", help="The most positions of all sessions together.")
     ] = 1 << 20,
-    max_session_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Bytes of all their caches.")] = 4 << 30,
-    checkpoint_dir: Annotated[Path | None, _said("DIR", "Where experts are saved and found again.")] = None,
+    max_session_bytes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The most bytes of their caches together.")
+    ] = 4 << 30,
+    checkpoint_dir: Annotated[
+        Path | None, _said("DIR", "The directory where experts are saved and loaded from.")
+    ] = None,
     directory: Annotated[str | None, _said("ENDPOINT", "The directory to announce them in, or a Redis URL.")] = None,
     listen: _Listen = None,
     keys: _Keys = None,
@@ -169,7 +179,9 @@ def _groups(options: dict[str, Any], config: Path | None) -> list[ExpertGroup]:
     if config is not None:
         if said:
             flag = "--" + next(iter(said)).replace("_", "-")
-            raise ValueError(f"{flag} stands beside --config {config}, which describes the experts; write it there")
+            raise ValueError(
+                f"{flag} cannot be used with --config {config}, which describes the experts; write it there"
+            )
         return read_fleet(config)
     if "uids" not in said:
         raise ValueError("which experts? name them with --uids, such as --uids 'ffn.[0:4]', or in a file with --config")
@@ -217,20 +229,20 @@ def parameters(
     shard: Annotated[int, typer.Option(min=0, metavar="I", help="Which shard this is.")] = 0,
     shards: Annotated[int, typer.Option(min=1, metavar="N", help="How many shards there are.")] = 1,
     durability: Annotated[
-        Literal["none", "checkpoint", "log"], typer.Option(help="What comes back when the shard is started again.")
+        Literal["none", "checkpoint", "log"], typer.Option(help="What is restored when the shard is restarted.")
     ] = "none",
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where the shard keeps it; needs --durability.", show_default=False),
+        typer.Option(metavar="DIR", help="Where the shard stores it; needs --durability.", show_default=False),
     ] = None,
     checkpoint_seconds: Annotated[
-        float, typer.Option(min=0.001, metavar="S", help="Write a checkpoint so often.")
+        float, typer.Option(min=0.001, metavar="S", help="How often to write a checkpoint.")
     ] = 300.0,
     repair: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="Keep the valid part of a damaged log or checkpoint, say what is lost, set the rest aside, and serve.",
+            help="Keep the valid part of a damaged log or checkpoint, report the loss, set the rest aside, and serve.",
         ),
     ] = False,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads that share the work of a request.")] = 1,
@@ -249,14 +261,14 @@ def parameters(
     if durability != "none" and checkpoint_dir is None:
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
     if repair and durability == "none":
-        raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs what lies there")
+        raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs the files there")
     if checkpoint_dir is not None and durability == "none":
         raise typer.BadParameter(
             f"--checkpoint-dir {checkpoint_dir} keeps nothing without --durability: give --durability log or "
             "--durability checkpoint, or leave it out"
         )
     if shard >= shards:
-        raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
+        raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
     _show_compiling()
     compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with told_plainly():

@@ -18,7 +18,7 @@ def say(text: str) -> None:
     except OSError:
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            os.dup2(nowhere, 2)  # what is buffered goes there, too, when the process ends
+            os.dup2(nowhere, 2)  # buffered output goes there, too, at process exit
             os.close(nowhere)
 
 

@@ -24,28 +24,30 @@ _EVERY = 1.0  # seconds between two looks
 def status(
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB", help="Its log folder; by default that of your newest job.", show_default=False),
+        typer.Argument(
+            metavar="JOB", help="The job's log folder; by default that of your newest job.", show_default=False
+        ),
     ] = None,
     address: Annotated[
         list[str] | None,
         typer.Option(
             "--address",
             metavar="ENDPOINT",
-            help="Ask the server that listens there, unix:PATH or tcp://HOST:PORT, in place of a job; may be repeated.",
+            help="Ask the server at this endpoint, unix:PATH or tcp://HOST:PORT, instead of a job; may be repeated.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it until the job ends, or Ctrl-C.")] = False,
     keys: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Certificates for --address, as `anabranch keys` makes.", show_default=False),
+        typer.Option(metavar="DIR", help="Certificates for --address, from `anabranch keys`.", show_default=False),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Ask at TCP addresses without certificates.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Use TCP without certificates.")] = False,
 ) -> None:
-    """Show the processes of a job on this machine: which run, which are frozen or gone, and who waits for whom.
+    """Show the processes of a job on this machine: which run, which are frozen or gone, and which wait for which.
 
-    Exit code: 0, 1 if --address does not answer, or 2 if there is no such job.
+    Exit code: 0, 1 if --address does not answer, or 2 if the job does not exist.
     """
     if address and job is not None:
         raise typer.BadParameter("name a job or --address, not both", param_hint="JOB")

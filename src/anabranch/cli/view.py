@@ -30,9 +30,11 @@ def view(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the page there, in place of serving it.", show_default=False),
+        typer.Option(
+            "--out", metavar="FILE", help="Write the page to this file instead of serving it.", show_default=False
+        ),
     ] = None,
-    port: Annotated[int, typer.Option(help="Where to serve, on this machine alone; 0: any that is free.")] = 0,
+    port: Annotated[int, typer.Option(help="The port, on this machine only; 0 is any free port.")] = 0,
 ) -> None:
     """Show a run in a browser: what processes exchanged, the loss and the pace, timelines, waits; or a graph.
 
@@ -84,5 +86,5 @@ def _graph(path: Path) -> str:
     try:
         graph = Graph.load(path)
     except CheckpointError as error:
-        raise ValueError(f"{path} is not a trace, and no graph that Graph.save wrote: {error}") from error
+        raise ValueError(f"{path} is neither a trace nor a graph written by Graph.save: {error}") from error
     return page_of("graph", path.name, graph_data(graph))

@@ -19,7 +19,7 @@ A parameter that first turns out to have a sparse gradient in a dense bucket is 
 alike, and has ``SparseGradient`` of its own from then on; a table whose gradient turns out dense moves the other way.
 
 The first bucket can carry a *header*, a few more numbers to be summed over the workers: on small models the latency of
-a message of its own would cost more than all the gradients do.
+its own message would cost more than all the gradients do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from anabranch.events import report
 __all__ = ["GradientBuckets", "bucket_bytes", "carries_header", "in_buckets"]
 
 _BUCKET_BYTES = 8 << 20
-_FLAGS = 2  # numbers a parameter beside its gradient
+_FLAGS = 2  # numbers per parameter beside its gradient
 
 
 def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
@@ -63,7 +63,7 @@ def carries_header(buckets: list[list[tuple[str, Tensor]]]) -> bool:
 
 
 def bucket_bytes(members: list[tuple[str, Tensor]], header: int) -> int:
-    """Return the bytes that each worker hands to the all-reduce of a bucket with ``header`` numbers beside it."""
+    """Return the bytes that each worker passes to the all-reduce of a bucket with ``header`` extra numbers."""
     elements = sum(parameter.numel() for _, parameter in members) + _FLAGS * len(members) + header
     return elements * summing_dtype(members[0][1]).itemsize
 
@@ -109,12 +109,12 @@ class _DenseBucket:
         return len(self.arrived) == len(self.parameters)
 
     def put(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one a parameter."""
+        """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one per parameter."""
         self.taken.append((index, gradient))
         return None if self._widened else self.slots[index]
 
     def copy(self, weight: float) -> None:
-        """Add what was taken, times ``weight``, to the window's sums."""
+        """Add the collected gradients, times ``weight``, to the window's sums."""
         if not self.taken:
             return
         added = [(self.slots[index], gradient) for index, gradient in self.taken if index in self.written]
@@ -137,7 +137,7 @@ class _DenseBucket:
         self.sparse[index].add(gradient, weight)
 
     def launch(self, workers: Workers, step: int | None) -> None:
-        """Fill what is missing with zeros, set the flags and start the all-reduce."""
+        """Fill missing gradients with zeros, set the flags and start the all-reduce."""
         count = len(self.parameters)
         if len(self.written) == count and not self.sparse:
             self._flags.copy_(self._all_dense)
@@ -177,11 +177,11 @@ class GradientBuckets:
         parameters: name and parameter, in the model's order, the same on every worker.
         workers: the group to sum over; ``None`` accumulates over runs only.
         sparse: names of the parameters known to have sparse gradients.
-        header: how many numbers of the caller's the first bucket carries beside the gradients.
+        header: the number of extra values of the caller in the first bucket.
         bucket_bytes: a bucket is closed once it holds that many.
 
     Attributes:
-        carries_header: whether there is such a bucket: one of float32 or float64, so that the numbers are not rounded.
+        carries_header: whether there is a bucket for them: of float32 or float64, so that they are not rounded.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class GradientBuckets:
             return sparse if dense is None else dense
         return dense + sparse
 
-    # The sums of a window under way, for a checkpoint in the middle of it.
+    # The sums of a window in progress, for a checkpoint in the middle of it.
 
     def sums(self) -> dict[str, Tensor]:
         """Return this worker's sums of the open window, by parameter; sparse sums stay sparse."""

@@ -1,6 +1,6 @@
 """Sums over the workers, and tensors sent between them, as operations that can be differentiated to any order.
 
-Every rank has a loss of its own; what is differentiated is their sum. So the gradient of a sum over ranks is the sum
+Every rank has its own loss; what is differentiated is their sum. So the gradient of a sum over ranks is the sum
 over ranks of the gradients, and the gradient of what was sent comes back from where it went::
 
     rank 0   x ──> send ──(token)          forward: a header, then the tensor ──>
@@ -97,7 +97,7 @@ def recv(rank: int, token: Tensor | None = None, *, timeout: float = _TIMEOUT) -
 
     Args:
         rank: a rank of the job other than this one.
-        token: what a ``send`` before this returned: then a backward that reaches this reaches that too.
+        token: the result of an earlier ``send``: then a backward that reaches this one reaches that too.
         timeout: seconds that the operation may take, and its backward.
 
     Returns:
@@ -114,7 +114,7 @@ def recv(rank: int, token: Tensor | None = None, *, timeout: float = _TIMEOUT) -
     _check_peer("recv", rank)
     received = _receive(_Line(rank, timeout), token)
     if received is None:
-        raise ProtocolError("'no gradient' came where a tensor was expected", peer=f"rank {rank}", operation="recv")
+        raise ProtocolError("received 'no gradient' where a tensor was expected", peer=f"rank {rank}", operation="recv")
     return received
 
 
@@ -129,7 +129,9 @@ def _check_peer(operation: str, rank: int) -> None:
     _check_initialized(operation)
     mine, count = dist.get_rank(), dist.get_world_size()
     if not 0 <= rank < count or rank == mine:
-        raise ValueError(f"{operation} is between two ranks of the {count}; this is {mine}, the other was {rank}")
+        raise ValueError(
+            f"{operation} needs another one of the {count} ranks; this is rank {mine}, the other was {rank}"
+        )
 
 
 def _check_sendable(tensor: Tensor) -> None:
@@ -159,7 +161,7 @@ class _Reduction:
         return tensor
 
     def scale(self, tensor: Tensor) -> Tensor:
-        """Return the mean, in place, of what is the sum, if that is asked for."""
+        """Turn the sum into the mean in place, if requested."""
         return tensor.div_(dist.get_world_size(self.group)) if self.op == "mean" else tensor
 
 
@@ -253,7 +255,7 @@ class _Line:
             or not 0 <= ndim <= _MOST_DIMENSIONS
             or (kind == _TENSOR and dtype not in DTYPES)
         ):
-            raise ProtocolError(f"no header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
+            raise ProtocolError(f"not the header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
         if kind == _NOTHING:
             return None
         tensor = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=_device())

@@ -19,7 +19,7 @@ _registered_by: int | None = None
 
 
 def destroy_group_at_exit() -> None:
-    """Destroy the process group when this process ends, if nobody has until then; call it as often as you like.
+    """Destroy the process group at process exit unless it has been destroyed; may be called repeatedly.
 
     Functions that were given to ``atexit`` later run before that, with the group in place.
     """

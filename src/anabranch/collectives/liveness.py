@@ -85,7 +85,7 @@ class Peers:
             raise self._watch.explain(error, ranks, operation, deadline) from None
 
     def _meet(self, ranks: Sequence[int]) -> None:
-        """Watches those of ``ranks`` that have left their identity."""
+        """Watch those of ``ranks`` that have registered."""
         if self._known.issuperset(ranks):
             return
         with self._lock:
@@ -123,7 +123,7 @@ _of_group: tuple[weakref.ref[dist.ProcessGroup], Peers] | None = None
 
 
 def peers_of_job() -> Peers:
-    """Those of the default process group; made anew after that was."""
+    """Those of the default process group; made again after that was."""
     global _of_group
     group = dist.group.WORLD
     assert group is not None
@@ -180,7 +180,7 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
         PeerLost: the rank died or froze.
         DeadlineExceeded: ``timeout`` seconds have passed; the connection is of no more use.
     """
-    if dist.get_backend() == "nccl":  # its waits are for the stream of the thread that waits, and look at nobody
+    if dist.get_backend() == "nccl":  # its waits are for the waiting thread's stream and check no peer
         found: list[_T] = []
 
         def move_at_once(_: float) -> bool:

@@ -34,7 +34,7 @@ def summing_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def sparse_bytes(longest: int, row: int, dtype: torch.dtype) -> int:
-    """Return the bytes that each worker hands over: the counts, then ids and rows of ``row`` numbers, padded.
+    """Return the bytes that each worker passes on: the counts, then ids and rows of ``row`` numbers, padded.
 
     >>> sparse_bytes(3, 4, torch.float32)
     96
@@ -145,7 +145,7 @@ class SparseGradient:
         ).coalesce()
 
     def clear(self) -> None:
-        """Forgets what was taken."""
+        """Discard the collected rows."""
         self._parts.clear()
         self.has_dense = False
         self._merged = self._counts = self._pending = None

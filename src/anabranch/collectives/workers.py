@@ -2,9 +2,9 @@
 
 Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here the thread that waits
 does so half a heartbeat at a time, checks in between that all ranks are there, and raises ``PeerLost`` with the rank. A
-collective that was not done when ``work.wait(timeout)`` gave up goes on undisturbed (only a point-to-point wait breaks
-its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the interpreter's
-lock to let go of it, and ends the process if the interpreter is gone by then.
+collective that was not done when ``work.wait(timeout)`` gave up continues undisturbed (only a point-to-point wait
+breaks its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the
+interpreter's lock to let go of it, and ends the process if the interpreter is gone by then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
 class Pending:
-    """A collective under way; ``finish`` returns when its tensors hold the result."""
+    """A collective in progress; ``finish`` returns when its tensors hold the result."""
 
     __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_operation", "_step", "_work", "_workers")
 
@@ -78,7 +78,7 @@ class Workers:
     """A process group whose waits are bounded and name the missing ranks; a context manager.
 
     Args:
-        group: the process group; ``None`` is the job's, initialised here from the usual environment when nobody has.
+        group: the process group; ``None`` is the job's, initialised from the usual environment if necessary.
         device: where the tensors live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
         heartbeat: seconds between two checks of the other ranks.
@@ -108,7 +108,7 @@ class Workers:
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only its members use it")
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
         self.size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0
@@ -190,7 +190,7 @@ class Workers:
         return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
-        """Copy rank 0's tensors over everyone's, all under way at once."""
+        """Copy rank 0's tensors over everyone's, all in progress at once."""
         for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
             pending.finish()
 
@@ -215,7 +215,7 @@ class Workers:
         flow: spans.Flow = "meet", f"{self._name}/{number}"
         spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
-    # Waits, and what they end with.
+    # Waits and their outcomes.
 
     def check_present(self) -> None:
         """Check that every rank is still there, for a caller that waits for the others in another way.
@@ -266,7 +266,7 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End what was started here: the beats, and the process group if it was initialised here."""
+        """Stop the beats, and destroy the process group if it was initialised here."""
         if self._beats is not None:
             self._beats.close()
         if self._has_left_work or self._watch.has_lost:

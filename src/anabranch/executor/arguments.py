@@ -1,4 +1,4 @@
-"""The arguments of ``Executor`` beside its steps, checked: each mistake is named before anything is started."""
+"""Checks the arguments of ``Executor`` other than its steps, before anything is started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_log_path(path: str | os.PathLike[str] | None) -> Path | None:
         return None
     found = check_path(path, "log_path")
     if not found.parent.is_dir():
-        raise ValueError(f"log_path={path!r} lies in no directory that is there; make {found.parent}")
+        raise ValueError(f"log_path={path!r} is in a directory that does not exist; create {found.parent}")
     return found
 
 
@@ -53,6 +53,6 @@ def _check_state(state: object) -> None:
         raise TypeError(f"state is a dict of objects by name, got {type(state).__name__}")
     for name, value in (state or {}).items():
         if not isinstance(name, str):
-            raise TypeError(f"state names objects by texts, got {name!r}")
+            raise TypeError(f"the names in state are strings, got {name!r}")
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(f"state {name!r} is a {type(value).__name__} without state_dict and load_state_dict")

@@ -6,7 +6,7 @@
                                v         │
     cuda:1:                 [ encoder ]──┘          devices={"encoder": "cuda:1"}
 
-A placed module takes its inputs from wherever they are and hands its outputs back to the device around it, so the rest
+The inputs of a placed module are moved to its device and its outputs back to the surrounding device, so the rest
 of the model need not know. The tape records the transfers, and a captured graph has them as nodes.
 """
 
@@ -28,7 +28,7 @@ class DevicePlacement:
 
     Args:
         models: whose modules are meant.
-        devices: device by a module's qualified name; of names that lie in one another each counts for its own part.
+        devices: device by a module's qualified name; of names that are in one another each counts for its own part.
         optimizers: whose state moves along.
 
     Raises:
@@ -63,7 +63,7 @@ class DevicePlacement:
 
     @staticmethod
     def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
-        """Return the device that batches are moved to: that of the modules that were not placed."""
+        """Return the device for batches: that of the modules that were not placed."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in devices):
@@ -71,7 +71,7 @@ class DevicePlacement:
         return tensors[0][1].device if tensors else torch.device("cpu")
 
     def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
-        """Move what lies in the module of this name, and in no other placed one within it."""
+        """Move the contents of the module of this name, without other placed modules inside it."""
         device = self._wanted[name]
         for inner, module in modules.items():
             if self._prefix(f"{inner}.") == name:
@@ -86,7 +86,7 @@ class DevicePlacement:
         self._undo.enter_context(move_at_edges(modules[name], device, around))
 
     def _prefix(self, name: str) -> str | None:
-        """Return the nearest placed module that the module or parameter of this name lies in."""
+        """Return the nearest placed module that the module or parameter of this name is in."""
         return max((prefix for prefix in self._wanted if name.startswith(f"{prefix}.")), key=len, default=None)
 
     def _check_shared(self, model: nn.Module) -> None:
@@ -97,8 +97,9 @@ class DevicePlacement:
             other, there = places.setdefault(parameter, (name, device))
             if there != device:
                 raise ValueError(
-                    f"devices= puts {other!r} and {name!r}, which are one parameter, on {there or 'the home device'} "
-                    f"and {device or 'the home device'}; place the modules that share it together"
+                    f"devices= puts {other!r} and {name!r}, which are the same parameter, on "
+                    f"{there or 'the home device'} and {device or 'the home device'}; place the modules that share it "
+                    "together"
                 )
 
     def _move_optimizer_state(self) -> None:

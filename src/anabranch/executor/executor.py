@@ -1,6 +1,6 @@
 """``Executor``: a program of named steps, run on every worker of a job.
 
-The file is long because it is the users' whole interface, most of it docstrings: each method hands on to a part.
+The file is long because it is the whole public interface, mostly docstrings: each method delegates to a part.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ _T = TypeVar("_T")
 
 
 class Executor:
-    """Runs named training and evaluation steps, alone or with the other workers of a ``torch.distributed`` job.
+    """Runs named training and evaluation steps, in one process or with the other workers of a ``torch.distributed``
+    job.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss(model, batch):
@@ -76,55 +77,56 @@ class Executor:
     >>> result["loss"].shape
     torch.Size([])
 
-    With a ``comm_mode`` every worker passes its own shard of the batch, of any number of rows, and all end with the
-    parameters that one worker would have got from the whole batch. Rank 0's parameters are everyone's from the start;
-    buffers stay each worker's own.
+    With a ``comm_mode`` every worker passes its own shard of the batch, with any number of rows, and all get the
+    parameters that one worker would get from the whole batch. At the start, rank 0's parameters are broadcast; buffers
+    stay separate on each worker.
 
-    On servers are those of the job (``anabranch run --servers N``, ``ANABRANCH_SERVERS``); a worker alone needs none,
-    and runs the same in its own process. While the executor lives, a table that is only looked up is replaced by a
-    stand-in without memory, and is not a parameter of the model; a dense parameter on the servers has a copy here.
+    The servers are those of the job (``anabranch run --servers N``, ``ANABRANCH_SERVERS``); a single worker needs none,
+    and does the same in its own process. While the executor is open, a table that is only looked up is replaced by a
+    placeholder without memory, and is not a parameter of the model; a dense parameter on the servers has a local copy.
 
     Args:
-        steps: steps by name, or a lone one, called ``"default"``.
+        steps: steps by name, or a single one, called ``"default"``.
         comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
-            averaged over the rows of all workers; ``"PS"``: every parameter lives on the servers; ``"Hybrid"``:
-            embedding tables do, everything else is all-reduced; ``"auto"``: the one of these in which a step should be
-            quickest on this machine, measured before the first training run, printed by rank 0 with the reason.
+            averaged over the rows of all workers; ``"PS"``: every parameter is on the servers; ``"Hybrid"``: embedding
+            tables are, everything else is all-reduced; ``"auto"``: the mode with the fastest estimated step on this
+            machine, measured before the first training run, printed by rank 0 with the reason.
         engine: how training steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures the step at once, for
             each kind of batch, and runs it as generated code, or raises ``CaptureError``; ``"auto"`` is the tape until
-            a graph has shown on your batches that it gives the same bits and is quicker.
-        compile: hand the captured graph to Inductor, which rounds differently; not with ``engine="tape"``.
+            a graph has been shown on your batches to be bitwise equal and faster.
+        compile: compile the captured graph with Inductor, which rounds differently; not with ``engine="tape"``.
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
         consistency: how the workers' pushes to the servers are ordered. ``"bsp"``: merged, one optimizer step for all;
-            ``"ssp:K"``: each counts as it comes, and no worker is more than K steps ahead of the slowest; ``"asp"``:
-            each counts as it comes. If nothing is all-reduced, workers under the last two also run without waiting for
-            one another: the loss returned is the worker's own, and its epochs end by themselves.
+            ``"ssp:K"``: each is applied on arrival, and no worker is more than K steps ahead of the slowest; ``"asp"``:
+            each is applied on arrival. If nothing is all-reduced, workers under the last two also do not wait for each
+            other: the loss returned is the worker's own, and its epochs end independently.
         cache: how the rows of tables are cached here; ``None`` reads them from the servers.
-        row_compression: how rows of tables, and their gradients, are rounded on their way from and to the servers:
-            ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers; one above
-            4.5e18 is then ``NonFinite``. Ids and dense parameters never are.
-        prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also ask for its rows.
-        use_sparse_pull: ``False`` holds whole tables here and refreshes all of them before each step.
+        row_compression: how rows of tables, and their gradients, are rounded when sent from and to the servers:
+            ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers, where one
+            above 4.5e18 raises ``NonFinite``. Ids and dense parameters are never rounded.
+        prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also request its rows.
+        use_sparse_pull: ``False`` keeps whole tables on the workers and refreshes all of them before each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
-        process_group: the workers; the job's by default, initialised here when nobody has.
+        process_group: the workers; the job's by default, initialised if it is not yet.
         devices: places modules, by their qualified names, on devices until the executor is closed:
-            ``{"encoder": "cuda:1"}``. A transfer stands at each edge; the rest of the model stays where it is.
+            ``{"encoder": "cuda:1"}``. Tensors are transferred at each edge; the rest of the model stays where it is.
         seed: seeds torch's generators with ``seed + rank``, once.
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
-        heartbeat: seconds between two looks at whether they are still there.
-        capture_after: ``engine="auto"`` tries its graph after exactly so many runs of a step, and keeps it if its bits
-            are right, whatever the clock says; ``None`` lets the clock decide.
-        state: further objects of yours by name, saved with every checkpoint (as they are on rank 0) and loaded on
-            every worker: anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and
-            tensors, such as a ``torch.optim.swa_utils.AveragedModel``.
-        sinks: where the numbers of each optimizer step go: ``anabranch.observe.TensorBoardSink``, ``PrometheusSink``,
+        heartbeat: seconds between two checks that they are alive.
+        capture_after: ``engine="auto"`` tries its graph after exactly this many runs of a step, and keeps it if it is
+            bitwise equal, even if it is slower; by default (``None``) only a faster one is kept.
+        state: your own objects by name, saved with every checkpoint (with rank 0's state) and loaded on every worker:
+            anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and tensors, such as
+            a ``torch.optim.swa_utils.AveragedModel``.
+        sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
+        ``PrometheusSink``,
             or any ``anabranch.observe.Sink``. Closed with the executor.
 
     Raises:
-        ValueError, TypeError: an argument that is not one of the above, models or optimizers that differ between the
-            workers, or what servers cannot do: an optimizer, a dtype, ``max_norm``; names it and what would do.
-        PeerLost, DeadlineExceeded: the other workers did not come.
+        ValueError, TypeError: an invalid argument, models or optimizers that differ between the workers, or something
+            that servers do not support: an optimizer, a dtype, ``max_norm``; the error names it and the fix.
+        PeerLost, DeadlineExceeded: the other workers did not arrive.
     """
 
     _trace: RunTrace | None = None
@@ -277,7 +279,7 @@ class Executor:
         return Workers(group, device=next(iter(devices)), timeout=timeout, heartbeat=heartbeat)
 
     def _serves_any(self) -> bool:
-        """Return True if something of the model lives on the servers, be it on another stage's rank."""
+        """Return True if any part of the model is on the servers, also if it is on another stage's rank."""
         if self._grid is None:
             return self._routes.served
         mine = b"served" if self._routes.served else b""
@@ -288,7 +290,7 @@ class Executor:
         return {name: self._engines.evaluator_for(name, step) for name, step in steps if isinstance(step, EvalStep)}
 
     def _take_to_servers(self) -> RemotePart:
-        """Move what the routes say to the servers, before any step has run."""
+        """Move parameters to the servers according to the routes, before any step has run."""
         remote = self._make_remote(self._routes)
         for runner in self._runners.values():
             runner.remote = RemoteWindow(remote, runner.step)
@@ -297,7 +299,7 @@ class Executor:
         return remote
 
     def _ask_ahead(self, remote: RemotePart) -> None:
-        """Let steps ask for the rows of their loaders' next batches once they have read their own."""
+        """Let steps request the rows of their loaders' next batches once they have read their own."""
         if self._asks_ahead:
             for name in self._runners.keys() & self._batches.loaders.keys():
                 self._runners[name].between = partial(self._ask_for_next, name, remote)
@@ -310,28 +312,27 @@ class Executor:
     # Plans.
 
     def plan(self, name: str | None = None, batch: Structure | None = None) -> Plan:
-        """Return what a step moves across each boundary and what it should cost; every worker calls it.
+        """Return the plan of a step: its traffic across each boundary and its estimated cost; every worker calls it.
 
         ::
 
             print(executor.plan())  # a table of at most 80 columns
 
-        All workers measure their machine and its links for a moment, and run the batch forward and backward a few times
-        without training: parameters, buffers, generators, servers and experts are as before. What a loss or a model
-        of yours counts or prints, it counts and prints then, too. A cache of rows is not reckoned with: it can only
-        save bytes.
+        All workers briefly measure their machine and its links, and run the batch forward and backward a few times
+        without training: parameters, buffers, generators, servers and experts are unchanged. If your loss or model
+        counts or prints, it does so in these runs too. Row caches are ignored: they can only save bytes.
 
         Args:
             name: of a training step; by default the first one.
-            batch: this worker's shard of a usual batch; by default the next one of the step's loader, which stays the
-                next. Without any, time to compute and lookups are left out, and ``plan.notes`` says so.
+            batch: this worker's shard of a usual batch; by default the next one of the step's loader, without consuming
+                it. Without a batch, compute time and lookups are not included, and ``plan.notes`` says so.
 
         Returns:
             The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``.
 
         Raises:
             ValueError: no such training step, or a ``Pipe``'s with experts, or with parameters on servers.
-            PeerLost, DeadlineExceeded: the other workers did not come.
+            PeerLost, DeadlineExceeded: the other workers did not arrive.
         """
         self._check_open()
         if name is None:
@@ -347,7 +348,7 @@ class Executor:
             return self._planner.plans(name, step, batch, {self.comm_mode: self._routes})[self.comm_mode]
 
     def _look_first(self, *, auto: bool, cache: Cache | None) -> None:
-        """Have the first training run's batch looked at, if a mode is to be chosen, or ``anabranch plan`` runs this."""
+        """Inspect the first training run's batch if a mode has to be chosen, or ``anabranch plan`` runs this."""
         file = os.environ.get(PLAN_VARIABLE)
         alone = self._workers is None or self._workers.size == 1
         undecided = auto and not alone and bool(job().servers)
@@ -366,10 +367,10 @@ class Executor:
             raise SystemExit(0)
 
     def _choose_mode(self, name: str, batch: Structure | None, cache: Cache | None) -> Plan | None:
-        """Take the mode whose step should be quickest, the same on all workers; return its plan."""
+        """Choose the mode with the fastest estimated step, the same on all workers; return its plan."""
         assert self._workers is not None
         plans: dict[CommMode, Plan] = {}
-        choice = ModeChoice("AllReduce", "the window that a checkpoint left open goes on as it was")
+        choice = ModeChoice("AllReduce", "an accumulation window that a checkpoint left open continues unchanged")
         if not any(runner.window()[0] for runner in self._runners.values()):
             possible = modes_possible(self._routes_in, self._steps, cache)
             plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)
@@ -399,12 +400,12 @@ class Executor:
             batch: this worker's shard: a nested structure of tensors that agree in rows (dim 0), numpy arrays or
                 scipy.sparse matrices; ``None`` takes the next batch of the step's loader.
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
-                output), ``"<parameter>.grad"`` (as the optimizer got it; not of what lives on servers),
-                ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was passed
-                over), ``"rows"`` (of this worker's batch, a tensor of no dimensions), ``"learning_rates"`` (that the
-                run was made with, float64, one a parameter group in the optimizers' order; ``None`` from an
-                ``EvalStep``); by default all that the step returns. What the step itself returns under such a name,
-                or a submodule of that name, goes first.
+                output), ``"<parameter>.grad"`` (as the optimizer got it; not of parameters on servers),
+                ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was
+                skipped), ``"rows"`` (of this worker's batch, a tensor of no dimensions), ``"learning_rates"`` (of the
+                run, float64, one per parameter group in the optimizers' order; ``None`` from an ``EvalStep``); by
+                default everything that the step returns. A result of the step or a submodule with such a name takes
+                precedence.
             as_numpy: return numpy arrays.
 
         Returns:
@@ -414,9 +415,9 @@ class Executor:
         Raises:
             ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is not a
                 scalar; no parameter has changed.
-            NonFinite: a gradient holds NaN or an infinity, and the step is not one that passes over it
+            NonFinite: a gradient holds NaN or an infinity, and the step does not skip it
                 (``TrainStep(skip_nonfinite=True)``); no parameter has changed, on any worker.
-            PeerLost, DeadlineExceeded: another worker died, froze or did not come.
+            PeerLost, DeadlineExceeded: another worker died, froze or did not arrive.
         """
         self._check_open()
         step = self._step(name)
@@ -448,7 +449,7 @@ class Executor:
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
 
     def batch_num(self, name: str = "default") -> int:
-        """Batches in an epoch of the step's loader: the longest's over all workers.
+        """Return the number of batches in an epoch of the step's loader: the maximum over all workers.
 
         Raises:
             ValueError: the step has no loader, or it has no length.
@@ -479,14 +480,14 @@ class Executor:
         return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
 
     def explain(self, name: str = "default") -> str:
-        """One sentence: why the step's last run was on the engine that ``engine(name)`` says."""
+        """Return the reason, in one sentence, why the step's last run used the engine ``engine(name)``."""
         self._step(name)
         if name in self._evaluators:
             return self._evaluators[name].explain()
         return self._runners[name].engine.explain()
 
     def graph(self, name: str = "default") -> Graph:
-        """Return the graph that the last run of the step ran, forward to optimizers.
+        """Return the graph of the step's last run, from forward to optimizers.
 
         Raises:
             RuntimeError: it has not run as one graph.
@@ -504,11 +505,11 @@ class Executor:
         return self._running.step
 
     def routes(self) -> Routes:
-        """Return the place of every parameter, and the reason; ``print`` shows a table."""
+        """Return where every parameter is kept, and the reason; ``print`` shows a table."""
         return self._routes
 
     def statistics(self) -> Statistics:
-        """Count since this executor was made."""
+        """Return the counts since this executor was created."""
         workers = self._workers
         tables = {} if self._remote is None else self._remote.loads()
         return Statistics(
@@ -533,7 +534,7 @@ class Executor:
         return counts | {f"table {name}": loads.bytes for name, loads in tables.items()}, tables
 
     def record_loads(self) -> Statistics:
-        """Count since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""
+        """Return the counts since the last call, print them, and append them to ``log_path`` as a line of JSON."""
         now = self.statistics()
         difference = now.since(self._reported)
         self._reported = now
@@ -547,10 +548,10 @@ class Executor:
     # Stopping together.
 
     def request_stop(self) -> None:
-        """Asks all workers to stop after a run that all of them make; may be called from a signal handler.
+        """Request that all workers stop after the same run; may be called from a signal handler.
 
-        The request travels with the next training run, so that every worker sees ``stopping`` after the same one and
-        can save with the others::
+        The request is sent with the next training run, so that ``stopping`` becomes true on every worker after the same
+        run and all can save together::
 
             signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
             while not executor.stopping:
@@ -568,16 +569,16 @@ class Executor:
     # Checkpoints.
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> None:
-        """Save everything that training goes on from, whole or not at all; every worker calls it.
+        """Save the state of training, completely or not at all; every worker calls it.
 
         Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
-        number generators, the positions of the bound loaders, batches fetched ahead not counted, and what was given as
-        ``state``. The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of
-        storage that fsspec reaches (extra ``storage``), such as ``s3://bucket/run``.
+        number generators, the positions of the loaders without prefetched batches, and the objects given as ``state``.
+        The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of storage that fsspec reaches
+        (extra ``storage``), such as ``s3://bucket/run``.
 
-        With ``wait=False`` a copy is taken in memory, and written while training goes on; of at most two at a time. A
-        failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, and ``"save"`` is
-        told of there.
+        With ``wait=False`` the state is copied in memory and written while training continues, at most two at a time. A
+        failure is raised by the next ``save``, ``finish_saves``, ``load``, ``resume`` or ``close``, which also call the
+        ``"save"`` callbacks.
 
         Raises:
             CheckpointError: it could not be written, or one before it; raised on every worker.
@@ -594,7 +595,7 @@ class Executor:
             self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
 
     def finish_saves(self) -> None:
-        """Return once everything that ``save(wait=False)`` has begun is written; every worker calls it.
+        """Wait until all saves started by ``save(wait=False)`` are written; every worker calls it.
 
         Raises:
             CheckpointError: one could not be written; raised on every worker.
@@ -610,13 +611,13 @@ class Executor:
             self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continues from the newest whole checkpoint in ``path``; any number of workers may. Every worker calls it.
+        """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
 
         Random number generators are restored if the number of workers is the one that saved.
 
         Raises:
-            CheckpointError: there is none, none is whole, or it does not fit: names every tensor that is missing,
-                unexpected, or of another shape or dtype. Nothing has been changed then.
+            CheckpointError: there is none, none is complete, or it does not fit: names every tensor that is missing,
+                unexpected, or has another shape or dtype. Nothing has been changed.
         """
         self._check_open()
         folder = as_place(path)
@@ -626,10 +627,10 @@ class Executor:
         self._watching.loaded(self.step, folder)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
-        """Load the newest whole checkpoint in ``path`` or under it; ``False`` if there is none. Every worker calls it.
+        """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.
 
         Raises:
-            CheckpointError: there are some and none is whole, or the newest does not fit.
+            CheckpointError: none of the checkpoints is complete, or the newest does not fit.
         """
         self._check_open()
         folder = as_place(path)
@@ -649,16 +650,15 @@ class Executor:
     def track(self, over: Iterable[_T], label: str | None = None) -> Iterator[_T]: ...
 
     def track(self, over: int | Iterable[_T], label: str | None = None) -> Iterator[int] | Iterator[_T]:
-        """Return an iterator over ``over`` that shows on rank 0's stderr how far it is, how fast, and the time left.
+        """Return an iterator over ``over`` that shows its progress, speed and remaining time on rank 0's stderr.
 
         ::
 
             for _ in executor.track(range(800), "training"):
                 executor.run("train")
 
-        On a terminal, that of ``anabranch run`` too, one line is drawn again in its place, four times a second at
-        most, and what the script prints meanwhile goes above it; elsewhere a line is written every five seconds. Loops
-        may be tracked one inside the other.
+        On a terminal, also under ``anabranch run``, one line is redrawn in place, at most four times a second, and
+        output of the script goes above it; elsewhere a line is written every five seconds. Tracked loops may be nested.
 
         Args:
             over: anything to iterate over, with a total if it has a length, or a number of rounds.
@@ -683,7 +683,7 @@ class Executor:
     def on(self, event: Literal["restart"], fn: Callable[[RestartRecord], object]) -> Subscription: ...
 
     def on(self, event: str, fn: Callable[..., object]) -> Subscription:
-        """Call ``fn(record)`` at each ``event`` from now on, on this worker, on the thread that trains.
+        """Call ``fn(record)`` at each ``event`` from now on, on this worker, on the training thread.
 
         ::
 
@@ -692,14 +692,13 @@ class Executor:
         - ``"step"``: an optimizer step was taken (``StepRecord``), before ``run`` returns.
         - ``"save"``: ``save`` has written a checkpoint (``SaveRecord``).
         - ``"peer_lost"``: ``PeerLost`` is about to be raised here (``PeerLostRecord``).
-        - ``"restart"``: ``resume`` or ``load`` has a checkpoint again in a job that was started again, or a server
-          came back without changes it had acknowledged and ``RolledBack`` is about to be raised (``RestartRecord``).
+        - ``"restart"``: ``resume`` or ``load`` has loaded a checkpoint in a restarted job, or a server has lost
+          acknowledged changes and ``RolledBack`` is about to be raised (``RestartRecord``).
 
-        What ``fn`` raises goes to the caller of ``run`` or ``save``, with a note that names ``fn``; by then the step
-        was taken.
+        An exception in ``fn`` is raised by ``run`` or ``save``, with a note that names ``fn``; the step has been taken.
 
         Returns:
-            A subscription; ``remove()`` takes ``fn`` off.
+            A subscription; ``remove()`` removes ``fn``.
 
         Raises:
             ValueError: no such event.
@@ -719,30 +718,30 @@ class Executor:
                 for _ in range(20):
                     executor.run("train")
 
-            executor.trace("out.json", steps=20)  # the next 20 steps of a loop that stands elsewhere
+            executor.trace("out.json", steps=20)  # the next 20 steps of a loop elsewhere
 
-        The file has, of each worker, the steps with their forward, backward and optimizers, what crossed each boundary
-        with its peer and bytes, and the waits. It is written when the workers wait for each other: after the last of
-        ``steps``, or where the ``with`` ends, or the executor is closed before. Servers in other processes are not in
-        it: see ``anabranch run --trace``.
+        The file has the steps of each worker with their forward, backward and optimizers, the traffic across each
+        boundary with its peer and bytes, and the waits. It is written after the last of ``steps``, at the end of the
+        ``with``, or when the executor is closed, where the workers wait for each other. It does not contain servers in
+        other processes: see ``anabranch run --trace``.
 
         Args:
-            path: where, on the machine of rank 0; a file that is there is replaced.
-            steps: how many optimizer steps; ``None``: all to the end of the ``with``, or to ``close``. The first
-                250,000 spans of a worker are kept.
+            path: the file, on the machine of rank 0; an existing file is replaced.
+            steps: the number of optimizer steps; ``None``: all until the end of the ``with``, or until ``close``. The
+                first 250,000 spans of a worker are kept.
             operators: record PyTorch's operators on this thread, too, by ``torch.profiler``; they slow the steps down.
 
         Returns:
-            A context manager that ends the recording, if ``steps`` have not; recording has begun before it is entered.
+            A context manager that ends the recording if it has not ended; recording starts before it is entered.
 
         Raises:
             ValueError: fewer than 1 step, numbers that differ between the workers, or a path that cannot be written;
                 on every worker.
-            RuntimeError: a trace is being recorded already; or with ``operators``, another profiler is.
+            RuntimeError: a trace is already being recorded; or with ``operators``, another profiler is active.
         """
         self._check_open()
         if self._trace is not None:
-            raise RuntimeError("this executor records a trace already; give it the next one after its last step")
+            raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
         everyone = self._grid or self._workers
         with self._failures_told():
             self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)
@@ -781,10 +780,11 @@ class Executor:
             raise RuntimeError("this executor is closed")
 
     def close(self) -> None:
-        """End what was started here: loaders' threads, watching the other workers, the process group if made here.
+        """Stop everything started by this executor: loaders' threads, monitoring of the other workers, its process
+        group.
 
-        Dense parameters whose home is on servers are then here as they were trained, and so are tables of servers in
-        this process; tables of other servers stay there. Every worker calls it.
+        Then the model holds the trained dense parameters from servers, and the tables of servers in this process;
+        tables of other servers stay there. Every worker calls it.
         """
         self._end(clean=True)
 

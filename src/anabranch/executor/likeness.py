@@ -3,9 +3,9 @@
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
 are. Each worker describes its models and optimizers in lines of text; the lines are exchanged once and compared.
 
-Compared is what the update is made of: the class of an optimizer, the names in each group, and the settings of the
-group that are plain values. Left out are flags that choose among implementations of one update, and the learning rates
-of later steps, which are the schedulers' business.
+It compares everything that determines the update: the class of an optimizer, the names in each group, and the settings
+of the group that are plain values. Left out are flags that choose among implementations of one update, and the learning
+rates of later steps, which are the schedulers' business.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
     )  # fmt: skip
     _compare(
         "optimizers", [text[2] for text in everyone],
-        "each worker applies the averaged gradients by itself, so make the same optimizers with the same groups and "
+        "each worker applies the averaged gradients itself, so make the same optimizers with the same groups and "
         "settings on all of them",
     )  # fmt: skip
 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
-    """Copy rank 0's parameters over everyone's, but for tables, whose rows come from the servers."""
+    """Copy rank 0's parameters over everyone's, except for tables, whose rows come from the servers."""
     by_row = {route.tensor for route in routes.at(Place.ROWS)}
     unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
     with torch.no_grad():
-        # What is sent is memory, so a parameter with gaps, or in another order, is sent as a copy.
+        # Memory is sent, so a parameter with gaps, or in another order, is sent as a copy.
         sent = [parameter.detach().contiguous() for parameter in unique]
         workers.broadcast(sent, operation="broadcast of parameters")
         for parameter, value in zip(unique, sent, strict=True):

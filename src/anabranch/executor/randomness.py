@@ -1,4 +1,4 @@
-"""The process's random number generators as one value: to see whether something drew from them, and to put them back.
+"""The process's random number generators as one value: to detect draws and to restore them.
 
 There is one generator each of torch (CPU), Python and NumPy for the whole process, shared by all of its threads.
 """
@@ -16,7 +16,7 @@ __all__ = ["random_state", "restore_random_state", "same_random_state"]
 
 
 def random_state() -> dict[str, object]:
-    """Return the states of all of them, as values that a checkpoint keeps."""
+    """Return the states of all of them, as values for a checkpoint."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, object] = {
         "torch": torch.get_rng_state(),
@@ -30,7 +30,7 @@ def random_state() -> dict[str, object]:
 
 
 def restore_random_state(state: dict[str, object]) -> None:
-    """Put the generators back to ``state``; those of GPUs only where there are as many."""
+    """Restore the generators to ``state``; those of GPUs only if their number is the same."""
     torch.set_rng_state(cast(Tensor, state["torch"]))
     random.setstate(cast("tuple[object, ...]", state["python"]))
     kind, keys, position, has_gauss, gauss = cast("list[object]", state["numpy"])

@@ -159,8 +159,8 @@ def plan_routes(
             place = Place.WHOLE_TABLE
         if place is Place.ROWS and parameter in traced:
             raise ValueError(
-                f"{name} is a table of a model that split(at=...) cuts, whose code is traced with its parameters, and "
-                "one whose rows live on servers is not here; give split glue=, refresh the whole table with "
+                f"{name} is a table of a model that split(at=...) cuts, whose code is traced with its parameters, but "
+                "a table whose rows are on servers is not here; give split glue=, refresh the whole table with "
                 f"use_sparse_pull=False, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
             )
         routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule, optimizer))
@@ -226,13 +226,16 @@ def _place(
     if chosen == "PS":
         return Place.WHOLE, why or "comm_mode='PS'"
     shared = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in users)
-    return Place.WORKERS, why or ("a table that is more than looked up" if shared else "dense under Hybrid")
+    return Place.WORKERS, why or ("a table that is not only looked up" if shared else "dense under Hybrid")
 
 
 def _check_served(name: str, parameter: nn.Parameter, users: Iterable[tuple[nn.Module, str]]) -> None:
     cure = f"keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
     if parameter.dtype not in _SERVED:
-        raise ValueError(f"{name} is {parameter.dtype}; servers hold float32, float64, bfloat16 and float16. Or {cure}")
+        raise ValueError(
+            f"{name} is {parameter.dtype}; servers hold float32, float64, bfloat16 and float16; use one of them, or "
+            f"{cure}"
+        )
     for module, _ in users:
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
@@ -244,7 +247,7 @@ def _check_served(name: str, parameter: nn.Parameter, users: Iterable[tuple[nn.M
 def _rule(name: str, parameter: nn.Parameter, optimizers: list[torch.optim.Optimizer]) -> Callable[[], RowOptimizer]:
     if len(optimizers) > 1:
         raise ValueError(
-            f"{name} is held by {len(optimizers)} optimizers of different steps, and a parameter on the servers has "
+            f"{name} is held by {len(optimizers)} optimizers of different steps, but a parameter on the servers has "
             f"one; share one optimizer, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
         )
     try:
@@ -262,7 +265,7 @@ def _remote_embeddings(steps: Mapping[str, Step], use_sparse_pull: bool) -> list
             if not use_sparse_pull:
                 raise ValueError(
                     f"use_sparse_pull=False holds whole tables on the workers, and RemoteEmbedding {module.name!r} "
-                    "never lies whole on one; leave use_sparse_pull=True"
+                    "is never whole on one; leave use_sparse_pull=True"
                 )
             rows, width = module.spec.rows, module.spec.width
             size = (rows or 0) * width * module.spec.dtype.itemsize

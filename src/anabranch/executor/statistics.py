@@ -1,4 +1,4 @@
-"""Counts of what an executor has done, as a frozen record."""
+"""Counters of an executor, as a frozen record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TableLoads:
         pulls: messages that read it.
         pushes: messages that moved it.
         bytes: of ids, versions, rows and gradients, both ways.
-        hits: rows that were read without coming over: cached, and checked lately or unchanged; 0 without a cache.
+        hits: rows that were read without coming over: cached, and checked recently or unchanged; 0 without a cache.
         misses: rows that came over for the cache; 0 without one.
         evictions: rows that left the cache for others.
         wait_seconds: seconds spent waiting for the servers, those of a message about several shared between them.
@@ -41,7 +41,7 @@ class Statistics:
 
     Attributes:
         steps: optimizer steps.
-        skipped_steps: optimizer steps that were passed over, since a gradient was not finite.
+        skipped_steps: optimizer steps that were skipped, since a gradient was not finite.
         runs: runs of any step, by the step's name.
         rows: rows that this worker's training runs were given.
         bytes: bytes that this worker handed to collectives, and exchanged with the servers.

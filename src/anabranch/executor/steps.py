@@ -1,4 +1,4 @@
-"""The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` only looks.
+"""The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` does not.
 
 They are descriptions: checked when they are made, run by the executor, holding no state of their own.
 """
@@ -44,7 +44,7 @@ Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 
 
 class StepDescription:
-    """An object whose attributes are given once: graphs hold what they said when they were captured."""
+    """An object with immutable attributes, because captured graphs depend on them."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
@@ -57,13 +57,15 @@ class StepDescription:
 
 def _fixed(step: object, name: str) -> str:
     kind = type(step).__name__
-    return f"{name!r} of a {kind} cannot be changed, for graphs are made of it; make a new {kind} and a new Executor"
+    return (
+        f"{name!r} of a {kind} cannot be changed because graphs are made from it; make a new {kind} and a new Executor"
+    )
 
 
 class TrainStep(StepDescription):
     """One training step: forward, loss, backward, and the optimizers' update.
 
-    Its attributes, named as the arguments are, can be read and not changed: to train otherwise, make a new one.
+    Its attributes have the names of the arguments and are read-only: to change one, create a new step.
 
     >>> import torch
     >>> model = nn.Linear(4, 1)
@@ -75,40 +77,40 @@ class TrainStep(StepDescription):
 
     Args:
         model: the module whose parameters are trained.
-        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back, or a mapping
-            with ``"loss"`` (its other tensors are handed back), or an object with ``.loss``. For a ``Pipe``
+        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to return, or a mapping
+            with ``"loss"`` (its other tensors are returned), or an object with ``.loss``. For a ``Pipe``
             it is ``loss(output, target)``, a scalar, and batches are ``(x, target)``, ``(x, y, target)``, or a mapping
             of keyword inputs with the target under ``"target"``. A loss that is a module (or a method of one) with
-            parameters or buffers of its own is trained, saved and loaded beside the model, its names behind ``loss.``.
+            parameters or buffers of its own is trained, saved and loaded with the model, with the prefix ``loss.``.
         optimizer: one, or several over disjoint parameters of ``model``.
-        reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches weigh by
-            their rows; ``"sum"`` when it is a sum: their gradients add up.
-        scheduler: one or several, each of one of the optimizers; they step once an optimizer step.
+        reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches are
+            weighted by their rows; ``"sum"`` when it is a sum: gradients are added.
+        scheduler: one or several, each for one of the optimizers; they step once per optimizer step.
         clip_grad_norm: the largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` clips;
-            sparse gradients count and are clipped too.
+            sparse gradients are included.
         accumulate: optimizers and schedulers step on every ``accumulate``-th run.
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
         precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
             ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
-            passes over steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
-        skip_nonfinite: what becomes of a step whose gradients hold NaN or an infinity. ``False``: it raises
-            ``NonFinite`` and updates nothing; ``True``: it is passed over and counted, on all workers alike
-            (``Executor.statistics().skipped_steps``); ``None``: nobody looks, and it is applied as a plain loop would.
+            skips steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
+        skip_nonfinite: how to handle a step whose gradients hold NaN or an infinity. ``False``: it raises
+            ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers
+            (``Executor.statistics().skipped_steps``); ``None``: there is no check, and it is applied as in a plain
+            loop.
         clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
-        on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the gradients that
-            live here by their parameters' names, averaged over workers and accumulated batches, to read or to change
-            in place.
-        flush: what becomes of an accumulation window that the end of a bound loader's epoch leaves short: ``"keep"``
-            goes on with it in the next epoch, ``"step"`` lets the optimizers step on it after the epoch's last batch,
-            ``"drop"`` forgets it.
+        on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the local gradients
+            by parameter name, averaged over workers and accumulated batches, to read or to change in place.
+        flush: how to handle an accumulation window that is incomplete at the end of a loader's epoch: ``"keep"``
+            continues it in the next epoch, ``"step"`` takes an optimizer step after the epoch's last batch, ``"drop"``
+            discards it.
         activation_budget: the most memory that forward and backward may have allocated at once, in bytes or as
             ``"2GiB"``: activations and gradients, not parameters, optimizer state and batches. The step then runs as a
-            graph that computes as much again as it takes to fit.
+            graph that recomputes as much as necessary to fit.
 
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
         ValueError: a model without parameters, an optimizer of another model's parameters, two that share one, a
-            scheduler of none of the optimizers, a lazy layer that has not seen a batch, or a number out of range.
+            scheduler for none of the optimizers, a lazy layer without a shape, or a number out of range.
     """
 
     def __init__(
@@ -138,8 +140,8 @@ class TrainStep(StepDescription):
         _check_bound("clip_grad_value", clip_grad_value)
         if clip_grad_norm is not None and clip_grad_value is not None:
             raise ValueError(
-                "clip_grad_norm and clip_grad_value were both given; give one, and do the other in on_gradients, which "
-                "comes first"
+                "clip_grad_norm and clip_grad_value were both given; give one, and apply the other in on_gradients, "
+                "which runs first"
             )
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
@@ -147,19 +149,19 @@ class TrainStep(StepDescription):
             raise TypeError(f"rows is called as rows(batch), got {type(rows).__name__}")
         precision = choice("precision", precision, (None, "bfloat16", "float16"))
         if not isinstance(skip_nonfinite, bool | None):
-            raise TypeError(f"skip_nonfinite is True, False, or None to look at no gradients, got {skip_nonfinite!r}")
+            raise TypeError(f"skip_nonfinite is True, False, or None to check no gradients, got {skip_nonfinite!r}")
         if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
             what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
-            raise ValueError(f"activation_budget takes a graph, and {what} runs without one; leave one of them out")
+            raise ValueError(f"activation_budget needs a graph, but {what} runs without one; leave one of them out")
         if precision == "float16" and isinstance(model, Pipe):
             raise ValueError(
-                "precision='float16' scales the loss of a whole batch, and a Pipe has one a microbatch; "
+                "precision='float16' scales the loss of a whole batch, but a Pipe has one loss per microbatch; "
                 "use 'bfloat16', which needs no scale"
             )
         if precision == "float16" and (there := [name for name, part in model.named_modules() if _steps_there(part)]):
             raise ValueError(
                 f"precision='float16' scales the loss, and remote experts ({there[0] or 'the model'}) would step with "
-                "gradients that are scaled; use 'bfloat16', which needs no scale"
+                "scaled gradients; use 'bfloat16', which needs no scale"
             )
         if on_gradients is not None and not callable(on_gradients):
             raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
@@ -194,7 +196,7 @@ class TrainStep(StepDescription):
 class EvalStep(StepDescription):
     """One evaluation: the model in eval mode, without gradients, its modes restored afterwards.
 
-    Its attributes can be read and not changed, as a ``TrainStep``'s.
+    Its attributes are read-only, like those of a ``TrainStep``.
 
     >>> model = nn.Linear(4, 1)
     >>> step = EvalStep(model, lambda model, batch: {"prediction": model(batch)})
@@ -237,14 +239,14 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
 
 
 def _bytes(name: str, given: object) -> int:
-    """Return a size given as a number, or as a text such as ``"512MiB"``."""
+    """Return a size given as a number, or as a string such as ``"512MiB"``."""
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None
     unit = 1024 if found is not None and found[3] == "iB" else 1000
     size = 0 if found is None else int(float(found[1]) * unit ** " KMGT".index((found[2] or " ").upper()))
     if size < 1:
-        raise ValueError(f"{name} is a number of bytes above 0, or a text such as '2GiB' or '500MB', got {given!r}")
+        raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {given!r}")
     return size
 
 
@@ -261,7 +263,7 @@ def _check_not_of_torch(model: nn.Module, loss: object) -> None:
     kind = loss if hasattr(loss, "__name__") else type(loss)
     if not isinstance(model, Pipe) and kind.__module__ in ("torch.nn.modules.loss", "torch.nn.functional"):
         raise TypeError(
-            f"loss is called as loss(model, batch), and {name} takes an output and a target; write "
+            f"loss is called as loss(model, batch), but {name} takes an output and a target; write "
             f"lambda model, batch: criterion(model(batch[0]), batch[1]), where criterion is that {name}"
         )
 
@@ -279,10 +281,10 @@ def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise ValueError(
-                f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part, as fully_shard and "
-                "parallelize_module make them; an Executor's workers hold whole parameters. Give it the model before "
+                f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part (fully_shard, "
+                "parallelize_module); an Executor's workers hold whole parameters. Give it the model before "
                 "it is sharded: a Pipe puts its layers on several ranks, comm_mode='PS' its parameters on servers. Or "
-                "train the sharded model in a loop of your own"
+                "train the sharded model in your own loop"
             )
         if is_lazy(tensor):
             raise ValueError(
@@ -310,7 +312,10 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer {index} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if isinstance(optimizer, LBFGS):
-            raise ValueError("LBFGS evaluates the loss several times a step, which no TrainStep does; use another")
+            raise ValueError(
+                "LBFGS evaluates the loss several times per step, which a TrainStep does not support; use another "
+                "optimizer"
+            )
         for parameter in parameters_of(optimizer):
             if parameter not in names:
                 raise ValueError(
@@ -338,16 +343,18 @@ def _schedulers(
     schedulers = [] if given is None else _listed("scheduler", given, LRScheduler)
     for index, scheduler in enumerate(schedulers):
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError("ReduceLROnPlateau needs a metric that no training step has; step it yourself")
+            raise ValueError("ReduceLROnPlateau needs a metric, which a training step does not have; step it yourself")
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(f"scheduler {index} is a {type(scheduler).__name__}, not a torch LRScheduler")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
-            raise ValueError(f"scheduler {index} ({type(scheduler).__name__}) is of none of this step's optimizers")
+            raise ValueError(
+                f"scheduler {index} ({type(scheduler).__name__}) belongs to none of this step's optimizers"
+            )
     return tuple(schedulers)
 
 
 def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[str, Step]:
-    """Return ``steps`` by name; a lone step is called ``"default"``.
+    """Return ``steps`` by name; a single step is called ``"default"``.
 
     Raises:
         TypeError, ValueError: no steps, a name that is not a string, or a value that is not a step.
@@ -361,7 +368,7 @@ def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[
     found: dict[str, Step] = {}
     for name, step in steps.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"a step's name is a text that is not empty, got {name!r}")
+            raise TypeError(f"a step's name is a string that is not empty, got {name!r}")
         if not isinstance(step, TrainStep | EvalStep):
             raise TypeError(f"step {name!r} is a {type(step).__name__}, not a TrainStep or EvalStep")
         found[name] = step

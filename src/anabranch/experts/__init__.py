@@ -1,4 +1,4 @@
-"""Experts on the far side of a network: modules that train themselves, called as if they were here.
+"""Experts on the remote side of a network: modules that train themselves, called as if they were here.
 
 Not a parameter server: an expert's parameters never leave it. Open ``client/calls.py`` first: it draws the boundary
 operation. ``client`` and ``server`` are its two ends, ``directory.py`` finds experts by name, ``schema.py`` and

@@ -134,7 +134,7 @@ class _Table:
         """Refuse a uid announced by another owner; ``None`` is the user of this host, and may replace any."""
         if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
             left = self._entries[uid].expires - self._clock()
-            raise Unauthorized(f"{uid} was announced under another certificate, which has it for {left:.0f} s yet")
+            raise Unauthorized(f"{uid} was announced with another certificate, which holds it for {left:.0f} s more")
 
     def _alive(self, uid: str) -> bool:
         entry = self._entries.get(uid)
@@ -176,7 +176,7 @@ class _LostTable:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ValueError(
-            "this directory was in the memory of another process, which pickled it; make experts and mixtures that go "
+            "this directory was in the memory of the process that pickled it; create experts and mixtures that go "
             "to other processes with the endpoint of a DirectoryServer"
         )
 
@@ -220,7 +220,7 @@ class Directory:
         from anabranch.experts.client.connections import Reach
 
         if endpoint is not None and is_redis_url(endpoint):
-            raise ValueError(f"{shown_url(endpoint)} is a Redis; use anabranch.RedisDirectory(url)")
+            raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None

@@ -5,7 +5,7 @@
     {"x": a, "pair": Point(b, None)}   -->   leaves [a, b, None]   and   dict(x=leaf, pair=named(Point; x=leaf, y=leaf))
 
 Containers are dicts and other mappings with text keys, lists, tuples and named tuples. What is given is read by the
-nesting that is expected, keys by name, so a mapping of any class is taken for another with the same keys, and a named
+nesting that is expected, keys by name, so a mapping of any class is treated as another with the same keys, and a named
 tuple for a tuple of its length. ``None`` is a leaf: a missing tensor keeps its place.
 
 A class crosses by name. It is looked up among the modules that this process has imported, and nothing is imported for
@@ -136,7 +136,7 @@ def nesting_of(structure: Structure) -> Nesting:
     if isinstance(structure, Mapping):
         keys = list(structure)
         if not all(isinstance(key, str) for key in keys):
-            raise SchemaError(f"only mappings with text keys cross to an expert, got keys {keys[:4]}")
+            raise SchemaError(f"only mappings with string keys can be sent to an expert, got keys {keys[:4]}")
         return Nesting("mapping", type(structure), tuple(keys), tuple(nesting_of(structure[key]) for key in keys))
     if isinstance(structure, (list, tuple)):
         made = type(structure)
@@ -147,8 +147,8 @@ def nesting_of(structure: Structure) -> Nesting:
         if isinstance(structure, tuple) and isinstance(fields, tuple):
             return Nesting("named", made, fields, children)
         raise SchemaError(
-            f"mappings with text keys, lists, tuples, named tuples and None cross to an expert, not {made.__name__}; "
-            "wrap the module in one that takes and returns those"
+            "mappings with string keys, lists, tuples, named tuples and None can be sent to an expert, not "
+            f"{made.__name__}; wrap the module in one that takes and returns those"
         )
     return LEAF
 

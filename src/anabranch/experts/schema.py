@@ -275,7 +275,7 @@ def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:
         if count >= 1 and leaf.dtype is spec.dtype and spec.fits(leaf.shape[count:]):
             return tuple(leaf.shape[:count])
     spec.check(leaf, name)
-    raise AssertionError("the check refuses what the above does not take")
+    raise AssertionError("the check rejects what the above does not accept")
 
 
 def _as_rows(tensor: Tensor, leading: tuple[int, ...]) -> Tensor:
@@ -326,7 +326,7 @@ def _pack(structure: Structure) -> list[object]:
 
 def _pack_node(nesting: Nesting, specs: Iterator[TensorSpec | None], depth: int) -> list[object]:
     if depth > _DEEPEST:
-        raise SchemaError(f"a schema nests at most {_DEEPEST} deep")
+        raise SchemaError(f"a schema may be nested at most {_DEEPEST} deep")
     if nesting.kind == "leaf":
         spec = next(specs)
         if spec is None:
@@ -389,7 +389,7 @@ def _unpack_spec(
             pad=bool(pad),
         )
     except ValueError as error:
-        raise ProtocolError(f"a schema's tensor is none: {error}") from None
+        raise ProtocolError(f"invalid tensor in a schema: {error}") from None
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
@@ -405,14 +405,14 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
         if leaf.ndim == 0 or leaf.shape[0] != rows:
             raise SchemaError(
                 f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows} rows; an expert returns "
-                "as many rows (dim 0) as it takes"
+                "as many rows (dim 0) as it receives"
             )
         specs.append(TensorSpec(*leaf.shape[1:], dtype=leaf.dtype, requires_grad=leaf.requires_grad))
     try:
         inferred = nesting.rebuild(specs)
     except Exception as error:
         raise SchemaError(
-            f"a {type(outputs).__name__} cannot be made again of its parts ({type(error).__name__}: {error}); wrap the "
+            f"a {type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error}); wrap the "
             "module in one that returns a dict"
         ) from error
     _pack(inferred)

@@ -14,7 +14,7 @@ __all__ = ["UidPattern", "draw_uids", "expand_uids"]
 _RANGE = re.compile(r"\[(0|[1-9][0-9]*):(0|[1-9][0-9]*)\]")
 # So many can be counted by Python's own ranges.
 _MOST_UIDS = 1 << 62
-# Uids that are drawn at first: a directory is asked about so many at once.
+# Uids that are drawn at first: a directory is asked about this many at once.
 _FIRST_DRAWS = 256
 
 
@@ -31,7 +31,7 @@ def expand_uids(pattern: str) -> list[str]:
 
 
 class UidPattern(Sequence[str]):
-    """The uids that a pattern stands for, in order, none of which is made before it is asked for.
+    """The uids that a pattern stands for, in order, none of which is made before it is requested.
 
     >>> many = UidPattern("ffn.[0:4096].[0:4096].[0:4096]")
     >>> many[4097], "ffn.7.8.9" in many, "ffn.7.8.4096" in many, many.size
@@ -52,9 +52,9 @@ class UidPattern(Sequence[str]):
         self.size = math.prod(len(part) for part in self._parts if isinstance(part, range))
         """The number of uids."""
         if not self.size:
-            raise ValueError(f"{pattern!r} stands for no uid: a range is empty; write [first:last+1]")
+            raise ValueError(f"{pattern!r} matches no uid: a range is empty; write [first:last+1]")
         if self.size > _MOST_UIDS:
-            raise ValueError(f"{pattern!r} stands for {self.size} uids, more than {_MOST_UIDS}; narrow a range")
+            raise ValueError(f"{pattern!r} matches {self.size} uids, more than {_MOST_UIDS}; narrow a range")
         # The last one is the longest.
         check_uid(".".join(part if isinstance(part, str) else str(part[-1]) for part in self._parts))
 
@@ -118,7 +118,7 @@ def draw_uids(
         some *= 2
     if len(drawn) < count:
         raise ValueError(
-            f"{count} uids were to be drawn from {pattern!r}, which stands for {uids.size}, of which {len(drawn)} are "
-            "not taken; widen a range, or draw fewer"
+            f"cannot draw {count} uids from {pattern!r}, which matches {uids.size}, of which {len(drawn)} are "
+            "free; widen a range, or draw fewer"
         )
     return drawn[:count]

@@ -94,7 +94,7 @@ class StepHeader(NamedTuple):
 
 
 def is_backward(verb: str) -> bool:
-    """Return True if ``verb`` asks for gradients."""
+    """Return True if ``verb`` requests gradients."""
     return verb in _BACKWARDS
 
 
@@ -115,11 +115,11 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
         SchemaError: a gradient is present where none can be, or the count differs.
     """
     if len(present) != len(specs):
-        raise SchemaError(f"expected to be told of {len(specs)} gradients of {what}s, was told of {len(present)}")
+        raise SchemaError(f"expected {len(specs)} gradients of {what}s to be listed, got {len(present)}")
     layout: Layout = []
     for index, (spec, there) in enumerate(zip(specs, present, strict=True)):
         if there and (spec is None or not spec.requires_grad):
-            raise SchemaError(f"{what} {index} has no gradient, but one came")
+            raise SchemaError(f"{what} {index} has no gradient, but one was received")
         if there and spec is not None:
             layout.append((f"gradient of {what} {index}", spec))
     return layout

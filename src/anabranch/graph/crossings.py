@@ -7,7 +7,7 @@
     dx, = cross_backward(state, [x, mask], [dy0, None])
 
 They call the boundary's own methods, as the tape does. The value ``state`` carries one run's data for backward: it is
-freed behind its last reader, or with the frame of a run that fails, and several runs may be under way at once. The
+freed behind its last reader, or with the frame of a run that fails, and several runs may be in progress at once. The
 inputs are arguments of the backward node too, so that no other node reuses their memory before it.
 
 A crossing is an effect: no pass drops, merges, repeats or reorders it.
@@ -52,7 +52,7 @@ class Crossing(ABC):
 
     @property
     def label(self) -> str:
-        """The kind and the name of the far side."""
+        """The kind and the name of the remote side."""
         return f"{self.boundary.kind} {self.boundary.name}"
 
 
@@ -74,8 +74,8 @@ class ForwardCrossing(Crossing):
         for index, (output, form) in enumerate(zip(crossed.outputs, self._forms, strict=True)):
             if tuple(output.shape) != form.shape or output.dtype != form.dtype:
                 raise SchemaError(
-                    f"{self.label} gave output {index} as {tuple(output.shape)} {output.dtype}, and the graph was "
-                    f"captured when it gave {form.shape} {form.dtype}; make the Executor again, or use engine='tape'"
+                    f"{self.label} returned output {index} as {tuple(output.shape)} {output.dtype}, and the graph was "
+                    f"captured when it returned {form.shape} {form.dtype}; make a new Executor, or use engine='tape'"
                 )
         return *crossed.outputs, crossed.state
 
@@ -83,7 +83,7 @@ class ForwardCrossing(Crossing):
 class BackwardCrossing(Crossing):
     """Takes that state, the inputs and the outputs' gradients; returns the gradients of the inputs that want one.
 
-    A graph needs every gradient that its capture promised: where the far side gives none, zeros are returned.
+    A graph needs every gradient that its capture promised: where the remote side gives none, zeros are returned.
     """
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool]) -> None:

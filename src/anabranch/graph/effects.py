@@ -1,7 +1,7 @@
 """Side effects of operations: the arguments that they write to or alias, and whether they draw random numbers.
 
 Passes may move, merge or drop nodes only as far as these facts allow. They come from the operators' schemas, plus the
-few operators whose schemas do not tell (``native_batch_norm`` writes its running statistics).
+few operators whose schemas do not show it (``native_batch_norm`` writes its running statistics).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def raises_on_values(node: fx.Node) -> bool:
 
 
 def mark_unused_calls(graph: fx.Graph) -> None:
-    """Keep calls whose results nobody uses for the errors that they raise on some values."""
+    """Keep calls with unused results because they may raise errors on some values."""
     used: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or node in used or not _is_pure(node.target):

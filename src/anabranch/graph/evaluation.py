@@ -68,7 +68,7 @@ class EvalProgram:
     Args:
         model: the caller sets its mode; graphs are guarded by it.
         outputs: returns a mapping of tensors.
-        compile: hands the graph to Inductor.
+        compile: compile the graph with Inductor.
     """
 
     def __init__(

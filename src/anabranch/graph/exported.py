@@ -22,9 +22,9 @@ def to_torch_export(graph: OperationGraph) -> ExportedProgram:
             "math",
         ):
             raise ValueError(
-                f"operation {node.name!r} ({getattr(node.target, '__name__', node.target)}) is of this process (a "
-                "boundary, a group of workers, a function in Python), which no exported program can hold; export the "
-                "graph of what is computed here"
+                f"operation {node.name!r} ({getattr(node.target, '__name__', node.target)}) belongs to this process (a "
+                "boundary, a group of workers, a Python function), which no exported program can hold; export the "
+                "graph of the local computation"
             )
     with torch.no_grad():  # backward is among the operations already, where it was wanted
         return export(_Operations(graph), _example_inputs(graph))
@@ -72,7 +72,7 @@ def _written(graph: OperationGraph) -> set[fx.Node]:
 
 
 def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a tensor under its qualified name; what is between the dots are modules without a forward."""
+    """Register a tensor under its qualified name; the parts between the dots become modules without a forward."""
     *path, last = name.split(".")
     for part in path:
         if part not in module._modules:

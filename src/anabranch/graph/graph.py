@@ -205,7 +205,7 @@ class Graph(OperationGraph):
         return f"Graph(({free}) -> ({', '.join(self.outputs)}): {len(self.nodes)} operations, {held} tensors of state)"
 
     def __call__(self, *inputs: Structure) -> Structure:
-        """Run the operations; returns what the captured function returns.
+        """Run the operations; return the results of the captured function.
 
         Raises:
             SchemaError: if an input differs from the captured example in structure, shape or dtype.

@@ -1,4 +1,4 @@
-"""One node of a graph: copied, made anew, run by hand."""
+"""One node of a graph: copied, made again, run by hand."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def resolved(node: fx.Node, look: Callable[[fx.Node], object]) -> tuple[tuple[ob
 
 
 def same_layout(one: Tensor, other: Tensor) -> bool:
-    """Return True if dtypes, shapes and strides are known to be equal; of sizes that depend on an input nobody can
-    tell.
-    """
+    """Return True if dtypes, shapes and strides are known to be equal; False for sizes that depend on an input."""
     if one.dtype != other.dtype or one.dim() != other.dim():
         return False
     pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)

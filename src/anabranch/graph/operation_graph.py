@@ -25,7 +25,7 @@ AnyGraph = TypeVar("AnyGraph", bound="OperationGraph")
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a graph: its name, its kind, the tensor it is bound to, the only value it takes, if any."""
+    """One input of a graph: its name, its kind, the tensor it is bound to, and its fixed value, if any."""
 
     name: str
     kind: InputKind = "argument"
@@ -69,7 +69,7 @@ class OperationGraph:
 
     @property
     def results(self) -> tuple[object, ...]:
-        """The nodes of the outputs, in their order; an output that is a constant stands for itself."""
+        """The nodes of the outputs, in order; a constant output is the constant itself."""
         return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:

@@ -48,7 +48,7 @@ _MOST_NUMBERS = 8
 
 @dataclass(slots=True)
 class _Task:
-    """The task of the run under way."""
+    """The task of the run in progress."""
 
     key: JointKey
     extra: Structure
@@ -109,7 +109,7 @@ class StepProgram(StepState):
     A graph is kept for each kind of batch and for each state of all Python values that the loss reads, as Dynamo's
     guards see them, and for the numbers in the parameter groups; learning rates may change freely. Results and state
     are bit for bit those of ``loss.backward(); optimizer.step()``; ``.grad`` is not read, and
-    written only if asked for.
+    written only if requested.
 
     Args:
         model: its parameters, buffers and the optimizers' state are updated in place.
@@ -117,14 +117,14 @@ class StepProgram(StepState):
         optimizers: torch optimizers over disjoint parameters.
         between: a function that is traced between gradients and optimizers; see ``Between``.
         passes: applied to each joint graph before it runs, after ours.
-        compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
+        compile: compile the graph with Inductor, which rounds differently, except for the optimizers.
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         gate: asked before each update; see ``Gate``.
         activation_budget: bytes that forward and backward may have allocated at once: more is computed again.
         when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
-        refused_update: the reason why the optimizers step by themselves, if their step cannot be captured.
+        refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
@@ -147,7 +147,7 @@ class StepProgram(StepState):
     ) -> None:
         if passes and (compile or gate is not None):
             raise ValueError(
-                f"{'a gate' if gate else 'compile=True'} runs no joint graph that {len(passes)} passes could improve; "
+                f"{'a gate' if gate else 'compile=True'} has no joint graph to which {len(passes)} passes could apply; "
                 "leave them out"
             )
         super().__init__(
@@ -222,7 +222,7 @@ class StepProgram(StepState):
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            arrivals: called with the loss and each dense gradient the moment it is final, while backward goes on.
+            arrivals: called with the loss and each dense gradient the moment it is final, while backward continues.
             may_trace: as for ``run``.
         """
         task = _Task(self._key(False, (), ()), (), (), None, arrivals)
@@ -237,7 +237,7 @@ class StepProgram(StepState):
 
         Args:
             batch: a nested structure of tensors.
-            fetch: as ``run`` or ``backward`` will be asked for.
+            fetch: the names that ``run`` or ``backward`` will fetch.
             whole: with the update, as for ``run``; else as for ``backward``.
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
@@ -260,8 +260,8 @@ class StepProgram(StepState):
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
-                    "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from "
-                    "step to step, and each change makes a new graph; use engine='tape', or a scheduler that leaves "
+                    "values other than 'lr' in the optimizer's parameter groups (betas, momentum, ...) change from "
+                    "step to step, and each change needs a new graph; use engine='tape', or a scheduler that leaves "
                     "them alone (cycle_momentum=False)"
                 )
         look = () if extra == () else kind_of(extra)
@@ -274,8 +274,8 @@ class StepProgram(StepState):
         if kind not in self._kinds:
             if len(self._kinds) >= _MOST_GRAPHS:
                 raise CaptureError(
-                    f"{_MOST_GRAPHS} kinds of batches have been captured for this step, and another shape, dtype or "
-                    "fetch came; pad batches to a few shapes, or use engine='tape'"
+                    f"{_MOST_GRAPHS} kinds of batches have been captured for this step, and there is yet another "
+                    "shape, dtype or fetch; pad batches to a few shapes, or use engine='tape'"
                 )
             if may_trace:
                 learn_forms(self.model.modules())
@@ -299,7 +299,7 @@ class StepProgram(StepState):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         for name in modules:
             if name not in outputs:
-                raise ValueError(f"{name!r} was to be fetched, but the forward called no module of that name")
+                raise ValueError(f"{name!r} cannot be fetched: the forward called no module of that name")
         found: dict[str, Structure] = {"loss": loss.detach()}
         if task.joint is not None and task.results is not None:
             found |= {name: task.results[name] for name in task.joint.added}
@@ -308,7 +308,7 @@ class StepProgram(StepState):
         return found, dict(outputs)
 
     def finish(self, prepared: Prepared) -> None:
-        """Confirm a program after the optimizers' own step beside it, whose new state is not a change."""
+        """Confirm a program after the optimizers' own step, whose new state is not a change."""
         prepared.confirm()
         self._state.note_optimizer_state()
         prepared.joint.take_state()
@@ -317,7 +317,7 @@ class StepProgram(StepState):
     def _check_fetched(self, gradients: Collection[str]) -> None:
         for name in gradients:
             if name.removesuffix(".grad") not in self.parameters:
-                raise ValueError(f"{name!r} was to be fetched, but no parameter has that name")
+                raise ValueError(f"{name!r} cannot be fetched: no parameter has that name")
 
     # --- programs
 
@@ -386,14 +386,14 @@ class _Programs:
         self._joints = [joint for joint in self._joints if joint.key.epoch is step.epoch]
         if len(self._joints) >= _MOST_GRAPHS:
             raise CaptureError(
-                "whole numbers that the graph needs, or the tensors that the model holds, change from step to step, "
-                "and each change makes a new graph; use engine='tape'"
+                "integers that the graph needs, or the tensors that the model holds, change from step to step, "
+                "and each change needs a new graph; use engine='tape'"
             )
         if not task.may_trace:
-            raise GuardMiss("no graph of the step is for the tensors and numbers of now")
+            raise GuardMiss("no graph of the step matches the current tensors and numbers")
         if sum(joint.variants for joint in self._joints) >= _MOST_NUMBERS:
             raise CaptureError(
-                "a Python number that an operation looks at changes from step to step, and each value makes a new "
+                "a Python number that an operation reads changes from step to step, and each value needs a new "
                 "graph; make it a tensor, or use engine='tape'"
             )
         task.key = step.up_to_date(task.key)
@@ -412,7 +412,9 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         if isinstance(result, tuple) and len(result) == 2:
             result, extras = result
             if not isinstance(extras, Mapping):
-                return mistake("type", f"beside the loss a step returns a dict of tensors, got {type(extras).__name__}")
+                return mistake(
+                    "type", f"besides the loss a step returns a dict of tensors, got {type(extras).__name__}"
+                )
         elif isinstance(result, Mapping) and "loss" in result:
             extras = {name: value for name, value in result.items() if name != "loss" and isinstance(value, Tensor)}
             result = result["loss"]

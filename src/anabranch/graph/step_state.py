@@ -1,4 +1,4 @@
-"""``StepState``: what a captured step knows of its model and optimizers, and the optimizers' part of the step."""
+"""``StepState``: a captured step's knowledge of its model and optimizers, and the optimizers' part of the step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pass: TypeAlias = Callable[[Graph], Graph]
 Gate: TypeAlias = Callable[[list[Tensor], Sequence[str], Mapping[str, Sequence[SparseRows]], bool], bool]
 """``gate(dense, names, sparse, own)`` returns False if nothing is to be updated with these gradients.
 
-``names`` are the parameters of the dense ones; ``own`` says that these lie in memory of their own, not in that of the
+``names`` are the parameters of the dense ones; ``own`` says that these are in memory of their own, not in that of the
 batch.
 """
 
@@ -48,7 +48,7 @@ class StepState:
         parameters: the model's, by name.
         names: the names of those that the optimizers hold.
         tensors: the names of parameters and buffers.
-        refused_update: the reason why the optimizers step by themselves, if their step cannot be captured.
+        refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepState:
 
     @property
     def said_of_update(self) -> str:
-        """An addition to the reason for a graph: the optimizers step by themselves, and why; else empty."""
+        """An addition to the reason for a graph: why the optimizers step outside it; empty if they do not."""
         return "" if self.refused_update is None else f"; the optimizer steps by itself: {self.refused_update}"
 
     def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
@@ -128,15 +128,15 @@ class StepState:
         return ready and self._can_capture_update(wanted)
 
     def knows_state(self) -> bool:
-        """Return True if nobody has replaced anything in the optimizers' state since the last look."""
+        """Return True if nothing in the optimizers' state has been replaced since the last check."""
         return self._state.knows_state()
 
     def note_update(self) -> None:
-        """Note that the optimizers have stepped beside the graphs: their new state is not a change."""
+        """Record that the optimizers have stepped outside the graphs: their new state is not a change."""
         self._state.note_optimizer_state()
 
     def check_optimizers(self) -> None:
-        """Raise ``CaptureError`` for an optimizer that would step by itself."""
+        """Raise ``CaptureError`` for an optimizer that would step outside the graph."""
         self._state.note_optimizer_code()
 
     def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
@@ -149,7 +149,7 @@ class StepState:
         return self.refused_update is None
 
     def step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
-        """Let the optimizers step by themselves on these gradients."""
+        """Let the optimizers step eagerly on these gradients."""
         gradients = {**dense}
         for name, lookups in sparse.items():
             gradients[name] = as_sparse_gradient(lookups, self.parameters[name])
@@ -170,7 +170,7 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
                 if parameter not in known:
                     raise CaptureError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
-                        "model has not; give the step the module that owns it, or use engine='tape'"
+                        "model does not have; give the step the module that owns it, or use engine='tape'"
                     )
                 if parameter in names:
                     raise CaptureError(f"{known[parameter]!r} is in two parameter groups; use engine='tape'")

@@ -1,7 +1,7 @@
 """A graph as one file: its state as safetensors, its operations as JSON in that file's metadata. Nothing is unpickled.
 
 Operations are written by their names in PyTorch's registry, and looked up there again; examples of their results are
-not written but worked out anew, without data. So a file can name operators and numbers, and no code.
+not written but worked out again, without data. So a file can name operators and numbers, and no code.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def save(graph: OperationGraph, path: Path) -> None:
         elif node.op == "call_function":
             if not isinstance(node.meta.get("val"), (Tensor, tuple, list, type(None))):
                 raise ValueError(
-                    f"operation {node.name!r} ({node.target}) reads a number out of a tensor, which is known in a run "
-                    "only; save a graph without it, such as that of forward and backward"
+                    f"operation {node.name!r} ({node.target}) reads a number out of a tensor, which is known only "
+                    "during a run; save a graph without it, such as the graph of forward and backward"
                 )
             meta = {key: value for key, value in node.meta.items() if isinstance(value, (str, bool, int))}
             target, args = _target_name(node), _encoded((node.args, dict(node.kwargs)), node)
@@ -86,7 +86,7 @@ def save(graph: OperationGraph, path: Path) -> None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
-    """Write beside ``path``, then put in its place: whole or not at all."""
+    """Write a temporary file and rename it to ``path``: completely or not at all."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         save_file(tensors, beside, metadata={_KEY: text})
@@ -106,8 +106,8 @@ def _check_apart(graph: OperationGraph) -> None:
         name, known = owners.setdefault(tensor.untyped_storage().data_ptr(), (binding.name, tensor))
         if known is not tensor:
             raise ValueError(
-                f"the graph's state {name!r} and {binding.name!r} share memory, which a file does not keep; capture "
-                "the graph of a model whose tensors lie apart"
+                f"the graph's state {name!r} and {binding.name!r} share memory, which a file does not record; capture "
+                "the graph of a model whose tensors do not overlap"
             )
 
 
@@ -150,8 +150,9 @@ def _target_name(node: fx.Node) -> str:
     if node.target in _PYTHON_NAMES:
         return _PYTHON_NAMES[node.target]
     raise ValueError(
-        f"operation {node.name!r} ({getattr(node.target, '__name__', node.target)}) is of this process (a boundary, a "
-        "group of workers, a function in Python), which a file cannot hold; save the graph of what is computed here"
+        f"operation {node.name!r} ({getattr(node.target, '__name__', node.target)}) belongs to this process (a "
+        "boundary, a group of workers, a Python function), which a file cannot hold; save the graph of the local "
+        "computation"
     )
 
 
@@ -202,7 +203,7 @@ def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
     except (CheckpointError, FileNotFoundError):
         raise
     except (SafetensorError, msgspec.DecodeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
-        raise CheckpointError(f"{path} holds no whole graph: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} does not hold a complete graph: {type(error).__name__}: {error}") from error
 
 
 def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[AnyGraph]) -> AnyGraph:
@@ -254,7 +255,7 @@ def _target(name: str) -> Callable[..., Any]:
         found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except (AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"no operator {name!r} is registered in this process; import the package that has it, or take a PyTorch "
+            f"no operator {name!r} is registered in this process; import the package that has it, or use a PyTorch "
             "that does"
         ) from error
     if not isinstance(found, OpOverload):

@@ -45,7 +45,7 @@ class Addresses:
         self._before: dict[str, RoleStatus] = {}
 
     def look(self) -> JobStatus:
-        """Return what they answer: ``"gone"`` is one at whose address nobody listens, ``"stopped"`` one that does not
+        """Return what they answer: ``"gone"`` if nothing listens at the address, ``"stopped"`` one that does not
         answer.
 
         Raises:

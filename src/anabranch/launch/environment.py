@@ -1,4 +1,4 @@
-"""The environment of a process: torchrun's variables, so that a script runs alike under either, and where
+"""The environment of a process: torchrun's variables, so that a script runs the same under either, and where
 the services of the job are.
 """
 
@@ -104,7 +104,7 @@ def worker_environment(
     ('1', '2', '1', '29500')
 
     ``OMP_NUM_THREADS`` stays as the user set it. Otherwise several workers and experts share the cores evenly, where
-    torch would give each of them all cores, and torchrun one. A lone worker is left to torch, as under plain
+    torch would give each of them all cores, and torchrun one. A single worker is left to torch, as under plain
     ``python``.
     """
     env = dict(base)
@@ -133,5 +133,5 @@ def worker_environment(
 
 
 def threads_each(processes: int) -> int:
-    """Threads that each of so many processes computes with."""
+    """Threads that each of this many processes computes with."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

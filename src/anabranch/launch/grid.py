@@ -35,7 +35,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
             f"worker{'s' * (job.world_size != 1)}; choose degrees of at least 1 whose product is {job.world_size}"
         )
     if job.role != "worker":
-        raise ValueError(f"the grid is the workers'; this process has the role {job.role!r}")
+        raise ValueError(f"only workers have a place in the grid; this process has the role {job.role!r}")
     _meet(job)
     rows = [list(range(start, start + pipeline)) for start in range(0, job.world_size, pipeline)]
     columns = [list(range(stage, job.world_size, pipeline)) for stage in range(pipeline)]
@@ -50,7 +50,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
 
 
 def _meet(job: Job) -> None:
-    """Initialise ``torch.distributed`` if nobody has."""
+    """Initialise ``torch.distributed`` unless it is initialised."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

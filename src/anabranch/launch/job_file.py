@@ -34,13 +34,13 @@ class JobFile:
          "started": 1764000000.0, "ended": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
-    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be started again, and before it is started
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before it is started
     at all, which ``"begun": false`` tells. Of a process on another machine ``"elsewhere"`` says whether it is
     ``"running"``, ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.
-        tell: called with a line if the file cannot be written; the job goes on.
+        tell: called with a line if the file cannot be written; the job continues.
         clock: seconds since the epoch.
         trace: where the job writes a trace.
     """
@@ -67,7 +67,7 @@ class JobFile:
                 left.unlink(missing_ok=True)
 
     def expects(self, counts: Mapping[str, int]) -> None:
-        """Record so many processes of each role that are to be started."""
+        """Record this many processes of each role that are to be started."""
         with self._changed():
             for role, count in counts.items():
                 for rank in range(count):
@@ -75,7 +75,7 @@ class JobFile:
                     self._roles[role, rank] = entry
 
     def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
-        """Record a process that was started, or started again; ``elsewhere`` is on another machine."""
+        """Record a process that was started, or restarted; ``elsewhere`` is on another machine."""
         if role in _ORDER:
             entry = {"role": role, "rank": rank, "pid": pid, "endpoint": endpoint}
             with self._changed():
@@ -89,12 +89,12 @@ class JobFile:
                 entry["elsewhere"] = state
 
     def returns(self, role: str, rank: int) -> None:
-        """Record that a process has ended and is to be started again."""
+        """Record that a process has ended and is to be restarted."""
         with self._changed():
             self._roles[role, rank]["pid"] = None
 
     def all_return(self) -> None:
-        """Record that the whole job is to be started again."""
+        """Record that the whole job is to be restarted."""
         with self._changed():
             for entry in self._roles.values():
                 entry["pid"] = None
@@ -104,7 +104,7 @@ class JobFile:
         return {str(at): f"{role} {rank}" for (role, rank), entry in self._roles.items() if (at := entry["endpoint"])}
 
     def ended(self) -> None:
-        """Record the end of the job, if any of it had begun."""
+        """Record the end of the job, if any process had started."""
         if self._roles:
             with self._changed():
                 self._ended = self._clock()

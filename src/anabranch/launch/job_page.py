@@ -36,7 +36,7 @@ def job_data(folder: Path) -> dict[str, Any]:
 
 
 def trace_of(folder: Path) -> Path | None:
-    """Return the trace that the job was told to write, if it is there."""
+    """Return the job's trace (``--trace``), if the file exists."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = Path(json.loads((folder / JOB_FILE).read_text())["trace"])
         if path.is_file():
@@ -61,7 +61,7 @@ def _numbers(service: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _crossings(found: JobStatus) -> list[dict[str, Any]]:
-    """Return what has crossed each boundary, by worker; tables live on the servers, all of them together."""
+    """Return the traffic across each boundary, by worker; all servers count as one."""
     crossings = []
     for role in found.roles:
         for boundary, size in role.crossed.items():

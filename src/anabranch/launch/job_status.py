@@ -1,4 +1,4 @@
-"""A job's processes as they are now, read from its ``job.json``, from ``/proc`` and from what they leave there.
+"""The current state of a job's processes, read from ``job.json``, ``/proc`` and the processes' status files.
 
 Nothing is asked of the processes themselves, so a frozen one is not a reason to wait.
 """
@@ -58,20 +58,20 @@ class RoleStatus:
     Attributes:
         role: ``"worker"``, ``"parameters"`` or ``"expert"``.
         rank: which of its role.
-        pid: its process; ``None`` while it is to be started, or started again.
+        pid: its process; ``None`` while it is to be started, or restarted.
         endpoint: where a service listens.
         state: ``"starting"``: it does not run yet, or is a service that does not listen yet; ``"waiting"``: for another
             process, for half a second or longer; ``"stopped"``: frozen, by SIGSTOP or a debugger; ``"restarting"``: it
-            has ended and is to be started again; ``"gone"``: it has ended.
+            has ended and is to be restarted; ``"gone"``: it has ended.
         steps: optimizer steps of a worker, those of a loaded checkpoint included; ``None`` if it has no ``Executor``.
         waiting_for: those that hold it up, such as ``"worker 1"``; of many that it waits for, those that are frozen or
             gone, or else those that do not wait themselves.
         waiting_seconds: how long it has waited.
         waiting_limit: after how many seconds it gives up, if that is known: the executor's ``timeout``.
-        operation: what it waits in.
-        doing: what a worker is at beside steps, as a sentence goes on: ``"is fetching a batch from its loader"``.
+        operation: the operation in which it waits.
+        doing: a worker's activity outside steps, as the rest of a sentence: ``"is fetching a batch from its loader"``.
         doing_seconds: for how long.
-        service: what a server tells of itself: ``requests``, ``bytes``, a queue, ...; totals since it started,
+        service: a server's own counts: ``requests``, ``bytes``, a queue, ...; totals since it started,
             ``uptime`` seconds ago.
         loads: of a worker, its requests about each table: ``hits``, ``misses``, ``bytes``, ...
         crossed: of a worker, the bytes that have crossed each boundary.
@@ -103,7 +103,7 @@ class RoleStatus:
 
 @dataclass(frozen=True, slots=True)
 class TrackedLoop:
-    """A loop of rank 0 under way: of ``executor.track``, or over a bound loader.
+    """A loop of rank 0 in progress: of ``executor.track``, or over a bound loader.
 
     Attributes:
         label: its name, if it has one.
@@ -127,11 +127,11 @@ class JobStatus:
         started: seconds since the epoch; ``None`` if that is not known, of services asked at their addresses.
         ended: the same; ``None`` while it runs.
         seconds: from its start until now, or until its end.
-        progress: the loops of rank 0, each inside the one before it.
+        progress: the loops of rank 0, each inside the previous one.
         loss: the newest of rank 0 that was read.
         curve: its losses from the first step on, in at most 65 means.
         pace: optimizer steps a second of rank 0 over the run, in at most 65 means of equally long times.
-        saved: where the newest checkpoint lies that rank 0 wrote.
+        saved: the path of the newest checkpoint written by rank 0.
         steps_per_second: of rank 0, while it runs and does not wait.
     """
 
@@ -168,7 +168,7 @@ def status_of(folder: Path) -> JobStatus:
 def job_of(
     found: Sequence[tuple[RoleStatus, Mapping[str, Any]]], started: float | None, ended: float | None
 ) -> JobStatus:
-    """Return the job of these processes, each with what it told of itself."""
+    """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in found]
     waits = {role.name: wait for role, (_, facts) in zip(roles, found, strict=True) if (wait := _wait_of(role, facts))}
     first = next((role for role in roles if role.name == "worker 0"), None)
@@ -196,7 +196,7 @@ def latest_job() -> Path:
     """
     found = max(_kept_folders(), default=None)
     if found is None:
-        raise ValueError("no job of yours runs without --log-dir; name the log folder of the one that you mean")
+        raise ValueError("you have no running job without --log-dir; give the log folder of the job")
     return found[1]
 
 
@@ -243,7 +243,7 @@ def _read_role(
 
 
 def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
-    """Return what the process has left, unless another has that stood in its place before."""
+    """Return the process's status file, unless it was written by its predecessor."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -293,7 +293,7 @@ def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
 
 
 def _wait_of(role: RoleStatus, facts: Mapping[str, Any]) -> WaitOfRole | None:
-    """Return the longest wait of a process that runs; a frozen one waits for nobody."""
+    """Return the longest wait of a running process; a frozen one does not wait."""
     if role.state != "running" or not facts.get("waits"):
         return None
     wait = facts["waits"][0]
@@ -325,6 +325,6 @@ def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
 
 
 def _holding_up(names: Sequence[str], roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> Sequence[str]:
-    """Return those of ``names`` that do not run, or else that wait for nobody, or else all."""
+    """Return those of ``names`` that do not run, or else those that do not wait, or else all."""
     absent = {role.name for role in roles if role.state not in ("running", "waiting")}
     return [name for name in names if name in absent] or [name for name in names if name not in waits] or names

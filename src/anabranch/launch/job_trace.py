@@ -15,13 +15,13 @@ __all__ = ["JobTrace"]
 
 
 class JobTrace:
-    """Has the processes of a job record what they do, until the block ends; then writes the trace.
+    """Makes the processes of a job record spans until the block ends; then writes the trace.
 
     Args:
         path: where the trace goes.
-        log_dir: where processes leave what they record, in a folder that is removed at the end.
+        log_dir: where processes write their records, in a folder that is removed at the end.
         names: returns what to call the job's services, by their endpoints.
-        tell: called with a line about the file, or why there is none.
+        tell: called with a line about the file, or the reason why there is none.
 
     Raises:
         ValueError: no file can be written there.
@@ -36,7 +36,7 @@ class JobTrace:
         self._tell = tell
 
     def __enter__(self) -> Mapping[str, str]:
-        """Return what the environment of each process of the job needs."""
+        """Return the environment variables for each process of the job."""
         self._folder = Path(tempfile.mkdtemp(prefix=".spans-", dir=self._log_dir)).absolute()
         return {FOLDER_VARIABLE: str(self._folder)}
 
@@ -51,14 +51,14 @@ class JobTrace:
     def _write(self) -> None:
         parts = list(self._parts())
         if not parts:
-            self._tell(f"no trace was written to {self._path}: no process came to record anything")
+            self._tell(f"no trace was written to {self._path}: no process recorded anything")
             return
         try:
             wrote = write_trace(self._path, parts, names=self._names())
         except OSError as error:
             self._tell(f"no trace was written to {self._path}: {error.strerror}")
             return
-        missing = f" ({wrote.dropped} more were too many)" if wrote.dropped else ""
+        missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
         self._tell(
             f"the trace: {self._path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
             "https://ui.perfetto.dev"

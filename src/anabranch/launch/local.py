@@ -86,20 +86,20 @@ def launch(
     """Run ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and wait for all of them.
 
     Parameter servers and expert processes are stopped when the last worker has ended. An expert process that dies after
-    it has served is started again, as often as ``service_restarts`` allows; then the job goes on without it. A
-    parameter server that dies is started again if ``durability`` lets it come back, and fails the job otherwise. A job
-    that fails is started again as a whole, ``max_restarts`` times: see ``attempts.py``.
+    it has served is restarted, as often as ``service_restarts`` allows; then the job continues without it. A
+    parameter server that dies is restarted if ``durability`` lets it come back, and fails the job otherwise. A job
+    that fails is restarted as a whole, ``max_restarts`` times: see ``attempts.py``.
 
     When it returns, no process that the job started is left.
 
     Args:
         script: the Python file.
-        arguments: what it finds in ``sys.argv[1:]``.
+        arguments: its ``sys.argv[1:]``.
         is_module: whether ``script`` is the name of a module, which is found as ``python -m`` finds it.
         workers: how many workers; at least 1.
         servers: how many parameter servers.
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
-        durability: what a parameter server that is started again finds: nothing, so it is not; its last checkpoint; all
+        durability: what a parameter server that is restarted finds: nothing, so it is not; its last checkpoint; all
             that it had acknowledged.
         host: an address of this machine: the services listen there on TCP, under the certificates that
             ``ANABRANCH_KEYS`` names, or else ones made for this job; by default they have Unix sockets.
@@ -108,18 +108,18 @@ def launch(
         live: show rank 0's output on this process's stdout and stderr, too.
         picture: show below it, where that is a terminal, how the job is; the job's scripts then draw no progress.
         verbose: show there, too, the tracebacks of rank 0 that only say that another rank was lost, or Ctrl-C.
-        environment: what the workers' environment is made from; ``os.environ`` by default.
+        environment: the base of the workers' environment; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
         seconds: end the job after this time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
         spawn: start plain processes, none by forking.
         server: forks them; by default one of the job's own.
-        max_restarts: how often a job that fails is started again; its workers find ``TORCHELASTIC_RESTART_COUNT``.
+        max_restarts: how often a job that fails is restarted; its workers find ``TORCHELASTIC_RESTART_COUNT``.
         service_restarts: how often a service that dies is; three times in any ten minutes by default.
         checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
         trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
         directory: the endpoints of a directory, or the URL of a Redis, that outlives the job: its experts are announced
-            there, and experts of others found; by default the job has a directory of its own.
+            there, and experts of others found; by default the job has its own directory.
 
     Raises:
         ModuleNotFoundError: a Redis without the ``redis`` extra.
@@ -131,7 +131,7 @@ def launch(
     if servers < 0 or experts < 0:
         raise ValueError(f"a job cannot have fewer than 0 servers or experts, got servers={servers}, experts={experts}")
     if host is not None and not servers and not experts:
-        raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
+        raise ValueError(f"host={host!r} is where servers and experts listen, but this job has none; leave it out")
     program = PythonProgram(str(script), tuple(arguments), is_module, looks_here=is_module)
     program.check()
     if directory is not None:
@@ -369,7 +369,7 @@ class _Stopping:
         self.stopped: signal.Signals | None = None
 
     def stop(self, number: signal.Signals, again: bool) -> None:
-        """Take a signal that has come."""
+        """Handle a received signal."""
         if not again and self.may_lose:
             return
         rendezvous = () if self.rendezvous is None else (self.rendezvous,)
@@ -402,10 +402,10 @@ class _Starter:
     Args:
         server: forks them.
         tell: called with each line that a user should see at once.
-        job_file: is told of each.
+        job_file: records each.
 
     Attributes:
-        sessions: those of all that it has started.
+        sessions: those of all processes it has started.
     """
 
     def __init__(self, server: ForkServer | None, tell: Callable[[str], None], job_file: JobFile) -> None:

@@ -27,7 +27,7 @@ class PythonProgram:
 
     Attributes:
         target: the path of a file, or the name of a module.
-        arguments: what it finds in ``sys.argv[1:]``.
+        arguments: its ``sys.argv[1:]``.
         is_module: whether ``target`` names a module.
         looks_here: whether a module is looked for in the current directory first, as ``python -m`` does.
     """
@@ -46,7 +46,9 @@ class PythonProgram:
         if not self.is_module:
             if not Path(self.target).exists():
                 hint = "" if self.target.endswith(".py") or os.sep in self.target else "; for a module give -m"
-                raise ValueError(f"there is no script {self.target!r} here; it is looked up from {os.getcwd()!r}{hint}")
+                raise ValueError(
+                    f"the script {self.target!r} does not exist; it is looked up from {os.getcwd()!r}{hint}"
+                )
             return
         name, *inner = self.target.split(".")
         found = _find(name, [os.getcwd()]) if self.looks_here else None
@@ -58,12 +60,12 @@ class PythonProgram:
             found = _find(name, found.submodule_search_locations)
         if found is None:
             raise ValueError(
-                f"there is no module {name!r}; it is looked up from {os.getcwd()!r} and among the packages that are "
-                "installed. A file's path is given without -m"
+                f"there is no module {name!r}; it is looked up from {os.getcwd()!r} and among the installed "
+                "packages. Give a file's path without -m"
             )
         places = found.submodule_search_locations
         if name != self.target:
-            raise ValueError(f"{name!r} is a module and no package, so there is no {self.target!r}")
+            raise ValueError(f"{name!r} is a module, not a package, so there is no {self.target!r}")
         if places is not None and _find(f"{name}.__main__", places) is None:
             raise ValueError(f"{name!r} is a package without a __main__.py; name one of its modules")
 
@@ -75,7 +77,7 @@ class PythonProgram:
 
     @property
     def is_source(self) -> bool:
-        """Tell whether it is a module or a file of Python source: no directory, archive or compiled file."""
+        """Return True for a module or a Python source file, not for a directory, archive or compiled file."""
         path = Path(self.target)
         return self.is_module or (path.is_file() and path.suffix != ".pyc" and not zipfile.is_zipfile(path))
 

@@ -75,7 +75,7 @@ def serve(
         return directory
     if job.world_size > 1:
         raise ValueError(
-            f"this job has {job.world_size} workers and no process that serves experts; start it with "
+            f"this job has {job.world_size} workers but no process that serves experts; start it with "
             "`anabranch run --experts N`, or name a directory in ANABRANCH_DIRECTORY"
         )
     directory = Directory()
@@ -108,7 +108,7 @@ def _serve_here(
     if job.directory is None:
         raise ValueError("an expert process announces itself in a directory; name one in ANABRANCH_DIRECTORY")
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("job.serve() serves until SIGTERM, which the main thread alone hears of; call it there")
+        raise RuntimeError("job.serve() serves until SIGTERM, which only the main thread receives; call it there")
     directory = as_directory(job.directory, role="experts", keys=keys, insecure=insecure)
     endpoint = listen or os.environ.get(LISTEN_VARIABLE) or _beside(job.directory, job.rank)
 

@@ -95,7 +95,7 @@ class NeighborSampler:
         self._seeds = np.arange(nodes) if seeds is None else _ints("seeds", seeds)
         _check_inside("seeds", self._seeds, nodes)
         if len(np.unique(self._seeds)) != len(self._seeds):
-            raise ValueError("seeds names a node twice; give each once")
+            raise ValueError("seeds contains a node twice; give each once")
         hops = _ints("fanouts", fanouts)
         if not ((hops > 0) | (hops == -1)).all():
             raise ValueError(f"fanouts are numbers of neighbours, each at least 1, or -1 for all, got {fanouts!r}")
@@ -105,7 +105,7 @@ class NeighborSampler:
         if self._batch_size < 1:
             raise ValueError(f"batch_size is a number of seeds, at least 1, got {batch_size!r}")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank is one of {world_size} workers, from 0 on, got {rank!r}")
+            raise ValueError(f"rank is from 0 to below world_size={world_size}, got {rank!r}")
         self._fanouts: list[int] = hops.tolist()
         self._rank, self._world_size = rank, world_size
         self._batches = 0

@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus: the counts of a server of experts, parameters or names, read when somebody asks.
+"""``/metrics`` for Prometheus: the counts of a server of experts, parameters or names, read on request.
 
 Nothing is counted twice and nothing is counted for nobody: a server keeps its statistics in any case, and this page
 translates them. It is plain HTTP and says nothing but counts; it listens on the loopback unless told otherwise.
@@ -91,12 +91,12 @@ _OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], float]], ...]
     ("tasks", "counter", "requests queued", lambda pool: pool.tasks),
     ("batches", "counter", "batches run", lambda pool: pool.batches),
     ("rows", "counter", "rows run", lambda pool: pool.rows),
-    ("dropped_tasks", "counter", "requests nobody waited for any more", lambda pool: pool.dropped),
+    ("dropped_tasks", "counter", "requests whose caller had stopped waiting", lambda pool: pool.dropped),
     ("declined_tasks", "counter", "requests that found the queue full", lambda pool: pool.declined),
-    ("busy_seconds", "counter", "seconds in which a batch ran", lambda pool: pool.busy_seconds),
-    ("queue_tasks", "gauge", "requests that wait", lambda pool: pool.waiting_tasks),
-    ("queue_rows", "gauge", "rows that wait", lambda pool: pool.waiting_rows),
-    ("queue_bytes", "gauge", "bytes that wait", lambda pool: pool.waiting_bytes),
+    ("busy_seconds", "counter", "seconds spent running batches", lambda pool: pool.busy_seconds),
+    ("queue_tasks", "gauge", "requests in the queue", lambda pool: pool.waiting_tasks),
+    ("queue_rows", "gauge", "rows in the queue", lambda pool: pool.waiting_rows),
+    ("queue_bytes", "gauge", "bytes in the queue", lambda pool: pool.waiting_bytes),
 )
 
 
@@ -127,10 +127,12 @@ def parameter_metrics(server: ParameterServer) -> list[Metric]:
     misses = [((name,), float(table.hot_misses)) for name, table in sorted(tiered.items())]
     return [
         *_transport_metrics(server.transport_statistics()),
-        Metric("table_hot_hits", "counter", "rows read that a table in a file had in memory", ("table",), hits),
-        Metric("table_hot_misses", "counter", "rows read that came from the file", ("table",), misses),
+        Metric("table_hot_hits", "counter", "rows of a table in a file that were read from memory", ("table",), hits),
+        Metric(
+            "table_hot_misses", "counter", "rows of a table in a file that were read from the file", ("table",), misses
+        ),
         _refused_values(facts.refused_values),
-        Metric("shard_replayed_records", "counter", "records done again from the log", (), [((), facts.replayed)]),
+        Metric("shard_replayed_records", "counter", "records replayed from the log", (), [((), facts.replayed)]),
     ]
 
 
@@ -147,8 +149,8 @@ def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
 
     return [
         one("requests", "counter", "requests taken", facts.requests, "verb"),
-        one("errors", "counter", "answers that were errors", facts.errors, "kind"),
-        one("refused", "counter", "requests and connections turned away", facts.refused),
+        one("errors", "counter", "responses that were errors", facts.errors, "kind"),
+        one("refused", "counter", "requests and connections rejected", facts.refused),
         one("received_bytes", "counter", "bytes of tensors received", facts.bytes_received),
         one("sent_bytes", "counter", "bytes of tensors sent", facts.bytes_sent),
         one("connections", "gauge", "open connections", facts.connections),
@@ -163,7 +165,9 @@ def waiting_metric() -> Metric:
     longest: dict[tuple[str, ...], float] = {}
     for wait in current():
         longest.setdefault((", ".join(wait.peers), wait.operation), wait.seconds())
-    return Metric("waiting_seconds", "gauge", "how long it waits for others", ("peer", "operation"), [*longest.items()])
+    return Metric(
+        "waiting_seconds", "gauge", "time spent waiting for others", ("peer", "operation"), [*longest.items()]
+    )
 
 
 def _refused_values(by_peer: dict[str, int]) -> Metric:

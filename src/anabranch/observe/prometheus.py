@@ -21,7 +21,7 @@ _KNOWN = {
 
 
 class PrometheusSink:
-    """Serves what an ``Executor`` tells its sinks at ``http://127.0.0.1:PORT/metrics``, to this machine alone.
+    """Serves the metrics of an ``Executor`` at ``http://127.0.0.1:PORT/metrics``, to this machine alone.
 
     ::
 

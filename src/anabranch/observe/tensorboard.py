@@ -14,7 +14,7 @@ __all__ = ["TensorBoardSink"]
 
 
 class TensorBoardSink:
-    """Writes what an ``Executor`` tells its sinks into ``folder``, for ``tensorboard --logdir FOLDER``.
+    """Writes the metrics of an ``Executor`` into ``folder``, for ``tensorboard --logdir FOLDER``.
 
     ::
 
@@ -24,7 +24,7 @@ class TensorBoardSink:
     them: on rank 0.
 
     Args:
-        folder: where; one a run.
+        folder: where; one per run.
 
     Raises:
         ModuleNotFoundError: TensorBoard is not installed: ``pip install 'anabranch[tensorboard]'``.
@@ -59,7 +59,7 @@ class TensorBoardSink:
         self._open().add_text(f"events/{name}", text, self._step)
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Flush and close the file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

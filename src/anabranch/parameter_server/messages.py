@@ -12,7 +12,8 @@ that its kind does not need::
 
 A known row is found to have changed by steps, not by versions of rows: rows are read as of the table's step, and a
 client that holds them asks again with that step. A row has changed if its last step is later. Steps are not comparable
-where a shard did not continue from its earlier state: one that was started anew, or that loaded rows or dropped tables.
+where a shard did not continue from its earlier state: one that was started again, or that loaded rows or dropped
+    tables.
 It then has another ``generation``, and for a client with an older one every known row has changed.
 """
 
@@ -202,7 +203,7 @@ def check_kinds(message: PullMessage | PushMessage) -> None:
         if isinstance(part, PullPart):
             if part.with_state + part.known > part.count:
                 raise SchemaError(
-                    f"{part.name} has {part.count} ids, of which {part.with_state} are to come with state and "
+                    f"{part.name} has {part.count} ids, of which {part.with_state} should come with state and "
                     f"{part.known} are known"
                 )
         elif part.sums > part.count:

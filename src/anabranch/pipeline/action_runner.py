@@ -31,7 +31,7 @@ class ActionFailure(Exception):
     """An error raised by a stage, with its action; carries the original as its cause."""
 
     def __init__(self, action: Action, error: BaseException) -> None:
-        super().__init__()  # without the error's own words: asked for them, it may raise
+        super().__init__()  # without the error's own text: str() of it may raise
         self.action = action
         self.error = error
 
@@ -89,7 +89,7 @@ class Runner:
                 self.observed.seconds[place] = self.observed.seconds.get(place, 0.0) + perf_counter() - started
 
     def _record(self, began: int, action: Action, message: Message) -> None:
-        """Tell of a transfer for a trace."""
+        """Record a transfer for a trace."""
         if not began:
             return
         sends = action.kind in (Kind.SEND_F, Kind.SEND_B)

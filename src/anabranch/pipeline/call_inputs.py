@@ -51,7 +51,7 @@ def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
 
 
 def batch_rows(args: tuple[Structure, ...], inputs: Mapping[str, Structure]) -> int:
-    """Return the rows of the batch; keyword inputs are held against those of the positional ones later."""
+    """Return the rows of the batch; keyword inputs are compared with those of the positional ones later."""
     if has_rows(args) or not any(map(has_rows, inputs.values())):
         return count_batch_rows(args[0] if len(args) == 1 else args or dict(inputs), "the batch")
     return next(count_batch_rows(x, f"the keyword input {name!r}") for name, x in inputs.items() if has_rows(x))
@@ -72,7 +72,9 @@ def check_rows(value: Structure, rows: int, what: str) -> None:
         return
     found = count_batch_rows(value, what)
     if found != rows:
-        raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
+        raise ValueError(
+            f"{what} has {found} rows, but the batch has {rows}; both are split into the same microbatches"
+        )
 
 
 def make_head(

@@ -26,7 +26,7 @@ __all__ = ["LocalEngine", "annotate"]
 
 
 class LocalEngine:
-    """Runs every rank's actions on a worker thread of its own; keeps the threads until it is closed or collected.
+    """Runs every rank's actions on its own worker thread; keeps the threads until it is closed or collected.
 
     It is its own turn, because there are no other processes to agree with.
 
@@ -70,7 +70,7 @@ class LocalEngine:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """Return the word that this process said."""
+        """Return this process's message."""
         return {0: self._word}
 
     def run(

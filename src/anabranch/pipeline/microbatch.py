@@ -82,7 +82,9 @@ def count_batch_rows(batch: Structure, what: str) -> int:
     rows = {leaf.shape[0] for _, leaf in named if leaf.ndim}
     if len(rows) != 1:
         shapes = ", ".join(f"{path or what} {tuple(leaf.shape)}" for path, leaf in named) or type(batch).__name__
-        problem = "have different numbers of rows (dim 0)" if rows else "have no rows (dim 0) to cut into microbatches"
+        problem = (
+            "have different numbers of rows (dim 0)" if rows else "have no rows (dim 0) to split into microbatches"
+        )
         raise ValueError(f"the tensors of {what} {problem}: {shapes}")
     return rows.pop()
 
@@ -126,7 +128,7 @@ def gather(parts: Sequence[Structure]) -> Structure:
     flat = [flatten(part) for part in parts]
     treedef = flat[0][1]
     if any(other != treedef for _, other in flat):
-        raise ValueError("the model's output has another structure in some microbatches, so they cannot be joined")
+        raise ValueError("the model's output has a different structure in some microbatches, so they cannot be joined")
     return unflatten(treedef, [_join(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
@@ -136,7 +138,7 @@ def _join(leaves: Sequence[object]) -> object:
         return leaves[0]
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ValueError(
-            "the model returns a tensor of no dimensions, which has no rows to join microbatches along; return a row "
+            "the model returns a tensor without dimensions, which has no rows to join microbatches along; return a row "
             "per row of the batch, and reduce in the loss"
         )
     return torch.cat(tensors)

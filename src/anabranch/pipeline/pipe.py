@@ -1,7 +1,7 @@
 """``Pipe``: a ``nn.Sequential`` split into stages, used like the module it was.
 
 The file is long because it is the whole interface of a pipe: a module's methods, a step's, and the checks of user
-input; stages, schedules and messages are in the files beside it.
+input; stages, schedules and messages are in other files.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Pipe(nn.Module):
     >>> y.shape, result.loss.shape
     (torch.Size([6, 2]), torch.Size([]))
 
-    Gradients are those of the unsplit module. The module's layers stay the module's own: parameters, names in state
+    Gradients are those of the unsplit module. The layers still belong to the module: parameters, names in state
     dicts, ``train`` and ``eval`` are shared with it.
 
     Args:
@@ -151,7 +151,7 @@ class Pipe(nn.Module):
     Attributes:
         chunks: may be changed between calls.
         checkpoint: may be changed between calls.
-        calls: the number of calls so far; the next one's place in the random stream. Set it when training resumes.
+        calls: the number of calls so far; the next one's position in the random stream. Set it when training resumes.
         seed: of the random stream; the one of the first stage's rank counts.
         process_group: its ranks, ``None`` in one process.
         elsewhere: the names in the unsplit module's state dict that are on other ranks only.
@@ -229,7 +229,7 @@ class Pipe(nn.Module):
             self._ties = find_ties(split, rank_of, ranks)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Past nn.Module's, which would take these for a child or tensor of the module that has such a name.
+        # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
         if name in _SETTINGS:
             object.__setattr__(self, name, value)
         else:
@@ -322,7 +322,7 @@ class Pipe(nn.Module):
             return self._finish(output) if call.has_output else output if call.differentiable else torch.empty(0)
 
     def _finish(self, output: Structure) -> Structure:
-        """Return the model's output, from what the last stage returned."""
+        """Return the model's output, from that of the last stage."""
         return output if self._source is None else self._source.output(output)
 
     @property
@@ -330,7 +330,7 @@ class Pipe(nn.Module):
         return self.__dict__["_source"]  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Pipe:
-        """Set the mode of the layers, and of a model that was split into them, whose code asks for it."""
+        """Set the mode of the layers, and of a model that was split into them, whose code requests it."""
         if self.__dict__["_parted"] is not None:
             self.__dict__["_parted"].train(mode)
         super().train(mode)
@@ -354,7 +354,7 @@ class Pipe(nn.Module):
         Args:
             args: positional inputs, as for calling the pipe, and if there are several the target last, unless
                 ``target=`` names it.
-            target: the loss's argument beside the output, cut into microbatches as inputs are; may be ``None``.
+            target: the loss's second argument, split into microbatches like the inputs; may be ``None``.
             loss: from output and target to one number. A module's parameters are trained too.
             reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
             inputs: keyword inputs, as for calling the pipe.
@@ -490,7 +490,7 @@ class Pipe(nn.Module):
         )
 
     def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
-        """Return the keyword inputs here whose gradient comes from several ranks, numbered alike on all of them."""
+        """Return the local keyword inputs whose gradient comes from several ranks, numbered equally on them."""
         found: list[SharedInput] = []
         number = _FIRST_INPUT
         for name in sorted(facts.keywords):
@@ -500,7 +500,7 @@ class Pipe(nn.Module):
             if any(place is not None for place in places) or any(needs_grad and places):
                 if [place is not None for place in places] != needs_grad:
                     raise ValueError(
-                        f"the keyword input {name!r} requires gradients elsewhere than on the first stage's rank; pass "
+                        f"the keyword input {name!r} requires gradients, but not on the first stage's rank; pass "
                         "the same on every rank whose layers take it"
                     )
                 found += [(number - i, place, sorted(ranks)) for i, place in enumerate(places) if place is not None]
@@ -538,7 +538,7 @@ class Pipe(nn.Module):
         for name in inputs:
             if not any(name in names for names in taken.values()):
                 raise TypeError(
-                    f"no layer's forward has a parameter named {name!r} to pass it by name; the first layer, "
+                    f"no layer's forward has a parameter named {name!r}; the first layer, "
                     f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
             check_rows(inputs[name], rows, f"the keyword input {name!r}")
@@ -554,7 +554,7 @@ class Pipe(nn.Module):
         return self._schedules.of(m).with_transfers(skips, recompute)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, elsewhere: float | None = None) -> Tensor:
-        """Scales all stages' gradients such that their norm, as of one vector, is at most ``max_norm``.
+        """Scale all stages' gradients so that their norm, as one vector, is at most ``max_norm``.
 
         Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
 

@@ -152,7 +152,7 @@ class Turn(Protocol):
         """Leaves a plain value for all ranks, sent with the end of the turn."""
 
     def heard(self) -> dict[int, object]:
-        """Return the word that each rank said, once the turn has ended."""
+        """Return each rank's message at the end of the turn."""
 
 
 class TurnEngine(Protocol):
@@ -165,7 +165,7 @@ class TurnEngine(Protocol):
     observed: Observed
 
     def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
-        """Begins a turn of call number ``step``, which ends, on all ranks alike, with the block."""
+        """Begin a turn of call number ``step``, which ends on all ranks with the block."""
 
     def close(self) -> None:
         """End the threads and connections started for it."""
@@ -247,8 +247,7 @@ class PipeCall:
         """Run the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
         if not self._open:
             raise RuntimeError(
-                "backward through the pipeline a second time: its activations are freed; say retain_graph=True the "
-                "first time"
+                "second backward through the pipeline: its activations are freed; use retain_graph=True the first time"
             )
         self._open = keep
         half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
@@ -306,7 +305,7 @@ class PipeCall:
             of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
         for number, parameter, ranks in self._ties:
             grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
-        # A tied parameter lies on one of its stages' devices.
+        # A tied parameter is on one of its stages' devices.
         found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
         return [*of_inputs, *on_device, *(None for _ in self._anchor)]
@@ -347,7 +346,7 @@ class _Portal(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Not once_differentiable: that would let results of gradients that need none pass as constants.
             raise RuntimeError(
-                "a pipeline gives no gradients of gradients: backward through it goes without create_graph=True; run "
+                "a pipeline does not compute gradients of gradients: call backward without create_graph=True, or run "
                 "the unsplit module where you need them"
             )
         by_leaf: list[Tensor | None] = [None] * ctx.count  # type: ignore[attr-defined]

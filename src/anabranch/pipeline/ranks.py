@@ -91,7 +91,7 @@ class RankEngine:
         bytes_sent: of all tensors sent.
 
     Raises:
-        ValueError: the group's backend carries no CPU tensors, or ranks that are not alike.
+        ValueError: the group's backend does not support CPU tensors, or the ranks' pipes differ.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RankEngine:
             raise ValueError(f"heartbeat is a number of seconds above 0, got {heartbeat!r}")
         if "gloo" not in str(dist.get_backend_config(group)):
             raise ValueError(
-                f"a pipeline's group must carry CPU tensors, {dist.get_backend(group)} does not; give it "
+                f"a pipeline's group must carry CPU tensors, but {dist.get_backend(group)} does not; give it "
                 'process_group=dist.new_group(backend="gloo")'
             )
         self.group = group
@@ -160,8 +160,8 @@ class RankEngine:
         if len({text.split(" ")[0] for text in told}) > 1:
             each = "; ".join(f"rank {r}: {text.split(' ', 1)[1]}" for r, text in zip(self._names, told, strict=True))
             raise ValueError(
-                "the ranks make different pipes; give all of them the same layers, balance and schedule (one that each "
-                f"rank measures for itself differs: balance='time' is measured on one). {each}"
+                "the ranks make different pipes; use the same layers, balance and schedule on all of them (a balance "
+                f"that each rank measures itself differs: balance='time' is measured on one). {each}"
             )
 
     def _gather(self, text: str) -> list[str]:
@@ -245,7 +245,7 @@ class RankEngine:
         peers: Sequence[int],
         pause: float = math.inf,
     ) -> None:
-        """Wait for ``found()``, which looks at the inbox, or anew every ``pause`` seconds; ``peers`` are the ranks it
+        """Wait for ``found()``, which looks at the inbox, or again every ``pause`` seconds; ``peers`` are the ranks it
         depends on.
         """
         inbox, began = self._inbox, monotonic()
@@ -434,7 +434,7 @@ class RankTurn:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """Return the word that each rank said, once the turn has ended."""
+        """Return each rank's message at the end of the turn."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}
 
@@ -477,16 +477,16 @@ class RankTurn:
             self._receipts[header.kind, header.stage, header.peer, header.microbatch] = receipt
 
     def _check_links(self) -> None:
-        """Raise the reason if tensors were given up on their way here, rather than what a stage made of them."""
+        """Raise the reason if incoming tensors were abandoned, rather than an error that follows from it."""
         if self._engine.links.gave_up():
             self._engine.links.note_cut_off()
-            self._wait(lambda: False, "tensors on their way", self._engine.peers)
+            self._wait(lambda: False, "tensors in transit", self._engine.peers)
 
     def wait_for_arrivals(self) -> None:
         """Wait until all tensors are here that streams wait for."""
         links = self._engine.links
         if not links.all_arrived():
-            self._wait(links.all_arrived, "tensors on their way", self._engine.peers, _PAUSE)
+            self._wait(links.all_arrived, "tensors in transit", self._engine.peers, _PAUSE)
 
     def check(self) -> None:
         """Raise ``Aborted`` once another rank's fault has arrived."""

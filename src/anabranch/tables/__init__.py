@@ -1,4 +1,4 @@
-"""Tables in rows that are read and updated by id, and what a row needs: nothing here knows of a network.
+"""Tables in rows that are read and updated by id, and what a row needs: nothing here depends on a network.
 
 Neither a key-value store nor a database: rows are numbers, changed by an optimizer's steps. Open ``row_table.py``
 first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule; ``stored_rows`` has what it

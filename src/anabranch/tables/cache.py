@@ -118,7 +118,7 @@ class CacheStatistics:
     """Counters of a cache, in rows.
 
     Attributes:
-        hits: read without a transfer: checked lately, or asked about and unchanged.
+        hits: read without a transfer: checked recently, or asked about and unchanged.
         misses: read and pulled.
         refreshed: misses on rows that were cached but too old, and had changed.
         evictions: rows evicted to make room.
@@ -138,7 +138,7 @@ class RowCache:
     Args:
         cache: policy, capacity and bounds.
         width, dtype: of a row.
-        held: numbers a row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
+        held: numbers per row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
         peer: the source of rows and the receiver of gradients.
         move: the effect of own gradients on cached rows; required with a ``push_bound``. Without it a pushed row is
             asked about when it is next read, so that own writes are read.
@@ -156,7 +156,10 @@ class RowCache:
         kind: Literal["compiled", "plain"] | None = None,
     ) -> None:
         if cache.push_bound and move is None:
-            raise ValueError(f"push_bound={cache.push_bound} needs a move, or own writes could not be read meanwhile")
+            raise ValueError(
+                f"push_bound={cache.push_bound} needs a move, so that a worker can read its own writes before they "
+                "are pushed"
+            )
         self.cache = cache
         self._peer, self._move = peer, move
         self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")
@@ -179,8 +182,8 @@ class RowCache:
         self._checked = torch.full((capacity,), _LONG_AGO)
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
         self._energy = torch.zeros(len(self._waiting))  # the sum of squares of the gradients that wait
-        self._due_at = torch.full((capacity,), _NEVER)  # when the gradients that wait are pushed, if any do
-        self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state, if any, here
+        self._due_at = torch.full((capacity,), _NEVER)  # when delayed gradients are pushed, if there are any
+        self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state here, if it has any
         self._coming = torch.zeros(capacity, dtype=torch.bool)  # whether it was asked about ahead
         self._sent: list[tuple[int, Tensor]] = []  # ids that were pushed, by step; of the last steps
         self._clock = 0  # of the last step that was asked about ahead, or written
@@ -231,7 +234,7 @@ class RowCache:
     def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
         """Return the distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
 
-        Rows that this step will push are left out: the answer would lack the push. Evaluation asks for missing rows.
+        Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
         slots = self._find(ids)
         at = slots.clamp(min=0)
@@ -435,7 +438,7 @@ class RowCache:
         self._begin()
 
     def check_again(self, step: int) -> None:
-        """Let the peer be asked once more about rows that were checked in ``step``."""
+        """Allow another check of rows that were checked in ``step``."""
         self._checked[self._checked == step] = step - 1
 
     def statistics(self) -> CacheStatistics:

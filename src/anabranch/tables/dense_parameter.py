@@ -108,7 +108,7 @@ class DenseParameter:
         if not all(bool(torch.isfinite(part).all()) for part in (self.value, *self.states)):
             take_back()
             raise NonFinite(
-                f"the gradient of {self.name} is finite, and what it would make of the parameter is not: it overflows "
+                f"the gradient of {self.name} is finite, but the updated parameter is not: it overflows "
                 f"{self.value.dtype}; nothing was changed"
             )
         self.bounds = Bounds.of(self._rule, self.value, self.states)

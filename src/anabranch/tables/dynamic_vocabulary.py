@@ -42,7 +42,7 @@ class DynamicVocabulary:
 
     @property
     def rows(self) -> int:
-        """The number of rows handed out."""
+        """The number of rows returned."""
         return self._index.rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
@@ -57,7 +57,7 @@ class DynamicVocabulary:
     def _use(self, ids: Ids, step: int) -> tuple[Ids, Ids]:
         """``use`` of the index, in the order of the ids if rows can run out.
 
-        A worker with a cache asks for the ids that it misses first. The order must not tell who gets a row, nor which
+        A worker with a cache requests the ids that it misses first. The order must not tell who gets a row, nor which
         of several rows unused equally long leaves for it.
         """
         if self._spec.capacity is None:

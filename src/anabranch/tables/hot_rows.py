@@ -1,7 +1,7 @@
 """``HotRows``: the rows of a table in a file that are used most, kept in memory.
 
 The system keeps pages of a file in memory, and a page of 4 KiB holds thirty rows of 128 bytes. Ids are spread over the
-file, so next to a hot row lie cold ones, and the page cache holds thirty rows to keep one. Here rows are kept one by
+file, so cold rows are next to a hot one, and the page cache holds thirty rows to keep one. Here rows are kept one by
 one::
 
     rows of a request ──> all fit ──> those not hot are read from the file, in the place of the coldest ──> worked on

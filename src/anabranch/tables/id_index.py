@@ -23,7 +23,7 @@ class IdIndex(Protocol):
 
     @property
     def rows(self) -> int:
-        """The number of rows handed out."""
+        """The number of rows returned."""
 
     def find(self, ids: Ids) -> Ids:
         """Return the row of each id, -1 for one without."""
@@ -56,7 +56,7 @@ def make_index(
         kind: compiled, or plain.
         capacity: the most rows, ``None`` for any number.
         by_frequency: the row used in the fewest steps is taken first; else the one unused longest.
-        settled: a row used in so many steps is never taken.
+        settled: a row used in this many steps is never taken.
     """
     if kind == "plain":
         return _PlainIndex(capacity, by_frequency, settled)
@@ -65,10 +65,10 @@ def make_index(
 
 def _check_new(index: IdIndex, ids: Ids, capacity: int | None) -> None:
     if (index.find(ids) >= 0).any() or np.unique(ids).size != ids.size:
-        raise ValueError("an id has a row already; restore into an empty table")
+        raise ValueError("an id already has a row; restore into an empty table")
     rows = index.rows + ids.size
     if capacity is not None and rows > capacity:
-        raise ValueError(f"{rows} rows do not fit a capacity of {capacity}; give the table a larger one")
+        raise ValueError(f"{rows} rows do not fit into a capacity of {capacity}; give the table a larger one")
 
 
 class _CompiledIndex:

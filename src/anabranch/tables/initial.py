@@ -60,7 +60,7 @@ Initial = Constant | Uniform | Normal
 def _check_finite(kind: str, **numbers: float) -> None:
     for name, value in numbers.items():
         if not math.isfinite(value):
-            raise ValueError(f"{kind}({name}={value!r}): the first values of rows are finite")
+            raise ValueError(f"{kind}({name}={value!r}): the initial values of rows must be finite")
 
 
 def table_key(seed: int, name: str) -> int:

@@ -29,7 +29,7 @@ __all__ = ["FileStorage", "RowStorage"]
 Array = NDArray[Any]
 _WINDOW = 16 << 20  # bytes
 _LINE = 64  # bytes
-_LEAST_ROWS = 4096  # rows a window, so that windows of every array begin on a page
+_LEAST_ROWS = 4096  # rows per window, so that windows of every array begin on a page
 
 
 class RowStorage:
@@ -38,7 +38,7 @@ class RowStorage:
     Attributes:
         values: row ``r`` is ``values[r * stride:(r + 1) * stride]``: weights, then states; bfloat16 as ``uint16``.
         stamps: for each row 0 if it has not begun, else 1 + the step that it was last brought up to.
-        sums: row-wise Adagrad's number a row, empty for other rules.
+        sums: row-wise Adagrad's number per row, empty for other rules.
     """
 
     def __init__(self, rows: int, stride: int, dtype: torch.dtype, *, with_sums: bool) -> None:

@@ -134,8 +134,8 @@ class RowTable:
     def rule(self, rule: RowOptimizer) -> None:
         if not self._rule.same_layout(rule):
             raise ValueError(
-                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers a "
-                f"weight; {rule.family} with {rule.states} would need another table"
+                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers per "
+                f"weight; {rule.family} with {rule.states} needs another table"
             )
         self._rule = self._first.rule = rule
 
@@ -157,7 +157,7 @@ class RowTable:
 
     @property
     def in_file(self) -> bool:
-        """True if its rows lie in a file, because it may be larger than memory."""
+        """True if its rows are in a file, because it may be larger than memory."""
         return self.spec.memory_map
 
     @property
@@ -355,7 +355,7 @@ class RowTable:
         if not (torch.isfinite(values).all() and torch.isfinite(sums).all()):
             take_back()
             raise NonFinite(
-                f"the gradients of {self.spec.name} are finite, and what they would make of a row is not: it overflows "
+                f"the gradients of {self.spec.name} are finite, but the updated rows are not: they overflow "
                 f"{self.spec.dtype}; nothing was changed"
             )
         self.bounds = bounds.joined(self._bounds_of(values, sums))
@@ -402,7 +402,7 @@ class RowTable:
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
     def prepare(self, rows: Array, ids: Array) -> None:
-        """Make sure that ``rows``, those of ``ids``, have begun and do not lag."""
+        """Make sure that ``rows``, those of ``ids``, are initialised and up to date."""
         with self._storage.at_hand(rows) as (storage, where):
             self._prepare(storage, where, ids)
 
@@ -483,7 +483,7 @@ class RowTable:
         return self._missed.history(self.step)
 
     def resume(self, step: int, history: Tensor) -> None:
-        """Set the count of steps, and their constants, from which restored rows go on."""
+        """Set the count of steps, and their constants, from which restored rows continue."""
         self._missed.resume(step, history)
         self.step = step
 
@@ -515,7 +515,7 @@ class RowTable:
 
     def _ids(self, ids: Tensor) -> Array:
         if ids.dtype != torch.int64:
-            raise SchemaError(f"table {self.spec.name}: ids are int64, got {ids.dtype}; convert with ids.long()")
+            raise SchemaError(f"table {self.spec.name}: ids must be int64, got {ids.dtype}; convert with ids.long()")
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
 
     def _gradients(self, grads: Tensor, count: int) -> tuple[Array, int]:

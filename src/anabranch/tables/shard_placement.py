@@ -1,9 +1,9 @@
-"""Placement of rows on shards, such that the rows asked for most do not all lie on one.
+"""Placement of rows on shards, so that the most requested rows are not all on one.
 
 Ids are often ranked by frequency, or share a factor, so neither blocks of ids nor ``id % shards`` are safe. A keyed
 permutation of the ids comes first, then ``% shards``. It is a bijection, so a fixed table needs no index: shard and
 place in the shard are computed, and so is the id of a place. A dynamic table has no range to permute; there the mixed
-bits of the id name the shard. A lone shard keeps its rows in the order of their ids.
+bits of the id name the shard. A single shard keeps its rows in the order of their ids.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Placement:
     kernels: Kernels = field(default_factory=kernels, repr=False, compare=False)
 
     def owners(self, ids: Ids) -> Ids:
-        """Return the shard of each id; ids of a fixed table must lie in ``range(rows)``."""
+        """Return the shard of each id; ids of a fixed table must be in ``range(rows)``."""
         if self.shards == 1:
             return np.zeros_like(ids)
         if self.rows is None:
@@ -56,7 +56,7 @@ class Placement:
         return ids if self.shards == 1 else self._permuted(ids, forward=True) // self.shards
 
     def ids(self, shard: int, places: Ids) -> Ids:
-        """Return the ids that lie at ``places`` of ``shard``, for a fixed table."""
+        """Return the ids that are at ``places`` of ``shard``, for a fixed table."""
         return places if self.shards == 1 else self._permuted(places * self.shards + shard, forward=False)
 
     def count(self, shard: int) -> int:

@@ -1,8 +1,8 @@
 """``TableGroup``: tables of one kind, read and moved in one call.
 
 A kernel's fixed cost is the same for ten rows and ten thousand, and a model has dozens of
-tables. So those with as many numbers a row, of one type and one rule, are processed together: one kernel finds, merges,
-moves and stamps the rows of all of them, the threads sharing out the tables. The result for a table is
+tables. So those with as many numbers per row, of one type and one rule, are processed together: one kernel finds,
+merges, moves and stamps the rows of all of them, the threads sharing out the tables. The result for a table is
 that of ``RowTable``, bit for bit, and rare cases are left to ``RowTable``: rows that have not begun, rows
 that lag.
 """
@@ -59,7 +59,10 @@ class TableGroup:
     def __init__(self, tables: Sequence[RowTable], pool: KernelThreads | None = None) -> None:
         kinds = {table.group_key for table in tables}
         if len(kinds) != 1 or None in kinds:
-            raise ValueError(f"a group has tables of one width, dtype and rule, kept in memory; these are {kinds}")
+            raise ValueError(
+                "the tables of a group have one width, dtype and optimizer rule and are kept in memory; these are "
+                f"{kinds}"
+            )
         from anabranch.tables.kernels import _compiled_group  # only with Numba: a table without it has no group_key
 
         self._kernels = _compiled_group

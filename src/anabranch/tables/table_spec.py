@@ -58,7 +58,7 @@ class TableSpec:
     Attributes:
         name: a name, never a path.
         rows: ids are ``range(rows)``; ``None`` for a dynamic vocabulary, in which any int64 is an id.
-        width: numbers a row.
+        width: numbers per row.
         dtype: float32, float64, bfloat16 or float16; beside float16 the optimizer's state is float32.
         initial: the first values of rows.
         seed: with the name and the id, fixes the first values of a row.
@@ -69,8 +69,9 @@ class TableSpec:
             the fewest steps.
         admission: probability that a training use admits a new id.
         memory_map: each shard keeps its rows in a file and maps it.
-        hot_rows: of such a table, the rows kept in memory beside the file, over all shards: those used lately, or under
-            ``eviction="frequency"`` most often. ``None`` leaves it to the system which parts of the file are in memory.
+        hot_rows: of such a table, the rows kept in memory beside the file, over all shards: those used recently, or
+            under ``eviction="frequency"`` most often. ``None`` leaves it to the system which parts of the file are in
+            memory.
 
     Raises:
         ValueError: names the table, the value and what is allowed.
@@ -103,7 +104,7 @@ class TableSpec:
         most = max(abs(low), abs(high)) if kind < 2 else abs(low) + 9 * abs(high)
         self._require(
             self.dtype != torch.float16 or most <= torch.finfo(torch.float16).max,
-            f"initial={self.initial!r} gives rows that float16 does not hold",
+            f"initial={self.initial!r} gives rows that float16 cannot represent",
         )
         self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
         self._require(
@@ -112,7 +113,7 @@ class TableSpec:
         self._require(
             isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
         )
-        self._require(0 < self.admission <= 1, f"admission={self.admission} must lie above 0 and at most at 1")
+        self._require(0 < self.admission <= 1, f"admission={self.admission} must be above 0 and at most 1")
         self._require(
             self.hot_rows is None or (_counts(self.hot_rows) and self.memory_map),
             f"hot_rows={self.hot_rows!r} must be at least 1, and needs memory_map=True",
@@ -120,7 +121,7 @@ class TableSpec:
         if self.rows is not None:
             self._require(
                 self.capacity is None and self.admission == 1,
-                "capacity and admission belong to a dynamic vocabulary; give rows=None with them",
+                "capacity and admission are for a dynamic vocabulary; give rows=None with them",
             )
 
     def _require(self, holds: bool, otherwise: str) -> None:
@@ -146,6 +147,6 @@ class TableSpec:
         dtype = dtype_named(str(found.pop("dtype")), among=ALLOWED_DTYPES)
         initial = found.pop("initial")
         if not isinstance(initial, Mapping) or initial.get("kind") not in _INITIALS:
-            raise ValueError(f"{initial!r} is not a description of how rows begin")
+            raise ValueError(f"{initial!r} does not describe initial rows; give a Constant, Uniform or Normal")
         numbers = {str(key): value for key, value in initial.items() if key != "kind"}
         return cls(dtype=dtype, initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]

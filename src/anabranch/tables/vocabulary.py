@@ -24,7 +24,7 @@ class Vocabulary(Protocol):
 
     @property
     def rows(self) -> int:
-        """The number of rows on this shard; of a dynamic vocabulary, those handed out."""
+        """The number of rows on this shard; of a dynamic vocabulary, those returned."""
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
         """Return the row of each id, -1 for one without; and the rows that ids admitted in ``training`` took over."""

@@ -56,7 +56,7 @@ class KeyedJagged:
     ) -> None:
         self._keys = list(keys)
         if not self._keys or len(set(self._keys)) != len(self._keys):
-            raise ValueError(f"keys are at least one name, each once, got {self._keys}")
+            raise ValueError(f"keys must be one or more different names, got {self._keys}")
         if (lengths is None) == (offsets is None):
             raise ValueError("give one of lengths= and offsets=")
         values, weights = torch.as_tensor(values), None if weights is None else torch.as_tensor(weights)
@@ -67,7 +67,7 @@ class KeyedJagged:
         if lengths is None:
             assert offsets is not None
             if not len(offsets) or int(offsets[0]) != 0:
-                raise ValueError(f"offsets begin with 0, got {offsets[:3].tolist()}")
+                raise ValueError(f"offsets must begin with 0, got {offsets[:3].tolist()}")
             lengths = offsets.diff()
         if len(lengths) % len(self._keys):
             raise ValueError(f"{len(lengths)} lengths are not a whole number of rows of {len(self._keys)} features")
@@ -76,9 +76,11 @@ class KeyedJagged:
                 f"lengths are at least 0, and offsets never fall; the least length is {int(lengths.min())}"
             )
         if int(lengths.sum()) != len(values):
-            raise ValueError(f"lengths add up to {int(lengths.sum())}, and there are {len(values)} values")
+            raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {len(values)} values")
         if weights is not None and (weights.shape != values.shape or not weights.is_floating_point()):
-            raise ValueError(f"{len(values)} values need as many floating weights, got {tuple(weights.shape)}")
+            raise ValueError(
+                f"{len(values)} values need the same number of floating-point weights, got {tuple(weights.shape)}"
+            )
         self._values, self._lengths, self._weights = values, lengths, weights
 
     @classmethod
@@ -99,7 +101,7 @@ class KeyedJagged:
         given = None
         if weights is not None:
             if {key: [len(row) for row in each] for key, each in weights.items()} != form:
-                raise ValueError("weights have the features' names, and a number for each id")
+                raise ValueError("weights must have the features' names and one number for each id")
             given = torch.tensor([w for key in features for row in weights[key] for w in row], dtype=torch.float32)
         values = [value for each in features.values() for row in each for value in row]
         broken = [value for value in values if int(value) != value]
@@ -141,7 +143,7 @@ class KeyedJagged:
         return _of_leaves(keys, moved)
 
     def pin_memory(self) -> KeyedJagged:
-        """Return the same in pinned memory, as a ``DataLoader`` asks for it."""
+        """Return the same in pinned memory, as a ``DataLoader`` requests it."""
         parts, keys = _leaves_of(self)
         return _of_leaves(keys, [part if part is None else part.pin_memory() for part in parts])
 

@@ -1,6 +1,6 @@
-"""Packing of a message's numbers: one flat tensor for each dtype, rows rounded if the sender asks for it.
+"""Packing of a message's numbers: one flat tensor for each dtype, rows rounded if the sender requests it.
 
-Each table's and parameter's share follows the one before it. Under ``"bfloat16"`` rows and their gradients are rounded
+Each table's and parameter's share follows the previous one. Under ``"bfloat16"`` rows and their gradients are rounded
 to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17 bytes instead
 of 64. Numbers above 4.5e18 have no such scale and are refused under ``"int8"``; those below 1.5e-22, or some 200 times
 smaller than the largest of their 16, come to 0. An optimizer's state of a row has too wide a range for 8 bits: it
@@ -75,7 +75,7 @@ class Share:
 def check_compression(given: str | None) -> Compression | None:
     """Return ``given`` if it is a compression; else raise ``ValueError``."""
     if given not in (None, "bfloat16", "int8"):
-        raise ValueError(f"rows travel uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
+        raise ValueError(f"rows are sent uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
     return cast("Compression | None", given)
 
 
@@ -193,7 +193,7 @@ def _in_blocks(flat: Tensor) -> list[Tensor]:
 
 
 def _refuse_large(flat: Tensor) -> None:
-    """Raise if a finite number is too large; NaN and Inf travel, and the far side refuses them."""
+    """Raise if a finite number is too large; NaN and Inf travel, and the remote side refuses them."""
     limit = _LARGEST_SCALE * _LARGEST_CODE
     largest = torch.where(torch.isfinite(flat), flat, 0.0).abs().amax().item()
     if largest > limit:

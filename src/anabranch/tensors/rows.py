@@ -56,7 +56,7 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
 
 
 def _tensors_of(batch: Structure) -> Sequence[Tensor]:
-    """Return the leaves of a tensor, or of a flat tuple or list of tensors, much quicker than ``flatten``; else
+    """Return the leaves of a tensor, or of a flat tuple or list of tensors, much faster than ``flatten``; else
     nothing.
     """
     if type(batch) is Tensor:
@@ -104,7 +104,7 @@ def count_rows(batch: Structure) -> int:
         rows = own
     if rows < 0:
         raise ValueError(
-            "the batch holds no tensor with rows (dim 0); make tensors or arrays of its numbers, or give TrainStep "
+            "the batch holds no tensor with rows (dim 0); convert its numbers to tensors or arrays, or give TrainStep "
             "rows=callable(batch) -> weight"
         )
     return rows

@@ -84,7 +84,7 @@ class TensorSpec:
     def like(cls, tensor: Tensor, *, compression: Compression | None = None) -> TensorSpec:
         """Return the spec of ``tensor``, whose dim 0 is the batch."""
         if tensor.ndim == 0:
-            raise SchemaError("a tensor of no dimensions has no batch dimension; give it one with tensor[None]")
+            raise SchemaError("a tensor without dimensions has no batch dimension; add one with tensor[None]")
         return cls(*tensor.shape[1:], dtype=tensor.dtype, requires_grad=tensor.requires_grad, compression=compression)
 
     def zeros(self, rows: int, sizes: Sequence[int] = (), *, device: torch.device | str | None = None) -> Tensor:

@@ -1,5 +1,5 @@
 """Tools for tests of distributed programs: jobs on this machine that are bounded in time and leave nothing behind,
-networks that fail as they are told, a clock that stands still, faults at named places, modules compared by gradients.
+networks that fail on demand, a clock advanced by hand, faults at named places, modules compared by gradients.
 
 Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs
 and ``transports.py`` for networks, ``faults.py``, ``clock.py`` and ``gradients.py`` for the rest.

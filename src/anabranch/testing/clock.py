@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it, for whatever takes ``clock=``."""
+"""A clock that only a test advances, for objects that accept ``clock=``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["FakeClock"]
 
 
 class FakeClock:
-    """Seconds that pass when they are told to.
+    """A clock that is advanced by hand.
 
     >>> from anabranch.transport import Deadline
     >>> clock = FakeClock()
@@ -18,7 +18,7 @@ class FakeClock:
     True
 
     Args:
-        start: what it shows at first.
+        start: its first value.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -36,6 +36,6 @@ class FakeClock:
             ValueError: ``seconds`` is below 0; no clock here runs backwards.
         """
         if seconds < 0:
-            raise ValueError(f"time passes forwards only, got {seconds!r} seconds")
+            raise ValueError(f"time only moves forward, got {seconds!r} seconds")
         with self._lock:
             self._now += seconds

@@ -16,7 +16,7 @@ __all__ = ["assert_same_gradients"]
 def assert_same_gradients(
     module_a: nn.Module, module_b: nn.Module, batch: Structure, *, tolerance: float = 0.0
 ) -> None:
-    """Run both modules forward and backward on ``batch``; what they give must be equal.
+    """Run both modules forward and backward on ``batch``; their results must be equal.
 
     Both start from the same random numbers. Compared are the outputs, the gradients of the floating-point tensors in
     ``batch``, and those of parameters, by name. Neither ``.grad`` nor ``batch`` is changed; buffers move as in any
@@ -40,7 +40,7 @@ def assert_same_gradients(
     """
     mine, theirs = dict(module_a.named_parameters()), dict(module_b.named_parameters())
     if mine and theirs and mine.keys().isdisjoint(theirs):
-        raise ValueError(f"no parameter has a name in both modules: {', '.join(mine)}; {', '.join(theirs)}")
+        raise ValueError(f"no parameter name is in both modules: {', '.join(mine)}; {', '.join(theirs)}")
     state = torch.get_rng_state()
     found = []
     for module in (module_a, module_b):
@@ -50,7 +50,7 @@ def assert_same_gradients(
         if key in found[1]:
             _compare(key, found[0][key], found[1][key], tolerance)
         elif not key.startswith("the gradient of parameter"):
-            raise AssertionError(f"{key}: {type(module_a).__name__} has it, {type(module_b).__name__} has not")
+            raise AssertionError(f"{key}: {type(module_a).__name__} has it, {type(module_b).__name__} does not")
 
 
 def _run(module: nn.Module, batch: Structure) -> dict[str, Tensor | None]:
@@ -109,4 +109,4 @@ def _compare(what: str, mine: Tensor | None, theirs: Tensor | None, tolerance: f
     apart = (mine.double() - theirs.double()).abs().max().item()
     largest = theirs.double().abs().max().item()
     if not apart <= tolerance * largest:
-        raise AssertionError(f"{what}: {apart:.3g} apart, of {largest:.3g} at most; tolerance={tolerance:g} of that")
+        raise AssertionError(f"{what}: they differ by {apart:.3g}, relative to {largest:.3g}; tolerance={tolerance:g}")

@@ -1,4 +1,4 @@
-"""A script run as a job on this machine, its exit codes, logs and results handed back as plain data."""
+"""A script run as a job on this machine, its exit codes, logs and results returned as plain data."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class JobResult:
 
     Attributes:
         exit_codes: each worker's exit code, or minus the signal that killed it.
-        logs: what each worker wrote, stdout and stderr together.
+        logs: each worker's output, stdout and stderr together.
         results: the last line of each log that is a JSON object, parsed; ``None`` without one. Python writes floats
             so that they read back bit for bit.
-        first_failure: the rank that failed first; ``None`` if none did by itself.
+        first_failure: the rank that failed first; ``None`` if none failed on its own.
         seconds: how long the job ran.
         first_failed: the process or the service: ``"rank 1"``, ``"parameters 0"``, ``"expert 1"``.
-        service_logs: what each service wrote, by ``"parameters-0"``, ``"expert-0"``.
-        told: what a user of ``anabranch run`` would have been told meanwhile.
+        service_logs: each service's output, by ``"parameters-0"``, ``"expert-0"``.
+        told: the messages that ``anabranch run`` would have printed.
     """
 
     exit_codes: tuple[int, ...]
@@ -90,9 +90,9 @@ class LocalJob:
         timeout: seconds a run may take. Workers that still run then write every thread's stack to their log.
         environment: added to this process's environment for the workers.
         patience: how long processes may take to end after one of them failed.
-        durability: what a parameter server that died comes back with; ``"none"`` ends the job.
+        durability: the state that a restarted parameter server recovers; ``"none"`` ends the job.
         host: an address of this machine where the services listen on TCP, under certificates made for the job.
-        spawn: start each process anew. By default they are forked, where that makes no difference to them, from a
+        spawn: start each process again. By default they are forked, where that makes no difference to them, from a
             server that has imported torch; this process keeps one, from its first job on until it ends.
 
     Raises:
@@ -170,7 +170,7 @@ def _result(outcome: JobOutcome, told: Sequence[str]) -> JobResult:
     if outcome.timed_out:
         late = [exit_.rank for exit_ in outcome.exits if exit_.stopped]
         error = DeadlineExceeded(
-            "the job's time is over",
+            "the job's timeout expired",
             peer=", ".join(f"rank {rank}" for rank in late),
             operation="run",
             elapsed=outcome.seconds,

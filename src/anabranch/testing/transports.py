@@ -1,4 +1,4 @@
-"""Networks for tests: one inside the process, and one that loses, delays and repeats what passes over another.
+"""Networks for tests: one inside the process, and one that loses, delays and repeats what skips another.
 
 Faults are drawn from a seed, one draw a request, so a run can be repeated. A lost request is a connection cut: before
 the request is delivered, or after it was, when its answer comes; a repeated one is delivered again on a second
@@ -23,7 +23,7 @@ _PATIENCE = 5.0
 
 
 class LossyTransport:
-    """A network that fails as it is told; see ``anabranch.transport.Transport``.
+    """A network that fails on demand; see ``anabranch.transport.Transport``.
 
     >>> from anabranch.transport import Client, Deadline, Request, Server, Verb
     >>> network = MemoryTransport()
@@ -39,12 +39,13 @@ class LossyTransport:
     Args:
         drop: probability that a request's connection is cut, half of the times before the request is delivered, half of
             the times after.
-        delay: the most seconds a request waits before it leaves, drawn evenly from 0; below two heartbeats, or the
+        delay: the most seconds that a request waits before it is sent, drawn evenly from 0; below two heartbeats, or
+        the
             client takes the server as lost.
         duplicate: probability that a request is delivered twice.
         bandwidth: bytes a second and connection, each way; ``None`` for no bound.
         seed: of all draws.
-        transport: the network below; a ``MemoryTransport`` of its own by default.
+        transport: the network below; its own ``MemoryTransport`` by default.
 
     Raises:
         ValueError: a probability outside [0, 1], a negative delay, a bandwidth that is not above 0.

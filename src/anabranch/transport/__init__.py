@@ -3,7 +3,7 @@
 Neither a message bus nor a scheduler: it knows no experts or tables, only verbs for which a server is given handlers.
 Open ``client.py`` and ``server/server.py`` first, they draw the life of a request. ``frame.py`` is its layout in bytes,
 ``server/once.py`` the reason why a retry does no harm. ``network`` has the sockets, and the certificates that say which
-peers may connect. ``beats.py`` stands apart: it tells whether the ranks of a ``torch.distributed`` job are alive.
+peers may connect. ``beats.py`` is separate: it checks whether the ranks of a ``torch.distributed`` job are alive.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Liveness of a job's ranks, checked by a rank while it waits for the others.
 
-A frozen peer keeps its sockets open and acknowledges what it is sent, so gloo waits its whole timeout for it. Ranks
-therefore watch one another beside the collectives::
+A frozen peer keeps its sockets open and acknowledges data, so gloo waits its whole timeout for it. Ranks therefore
+watch each other outside the collectives::
 
     a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
     a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values under ``keys``, waiting for those that nobody has set yet."""
+        """Return the values under ``keys``, waiting for those that are not set yet."""
         ...
 
     def check(self, keys: list[str]) -> bool:
@@ -77,7 +77,7 @@ def _process_status(pid: int) -> tuple[str, str]:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "X", ""
-    # The command's name stands in parentheses and may itself contain spaces and parentheses.
+    # The command's name is in parentheses and may itself contain spaces and parentheses.
     fields = text[text.rindex(")") + 2 :].split(" ")
     return fields[0], fields[19]
 
@@ -88,7 +88,7 @@ class Beats:
     Args:
         identities: the identity of every rank watched, by its rank in the job; this process's own among them.
         rank: this process's rank.
-        store: where ranks on other hosts leave their beats; needed only when there are such ranks.
+        store: where ranks on other hosts write their beats; needed only if there are other hosts.
         heartbeat: seconds between two beats; a lost peer is known within two.
         clock: seconds that never run backwards.
     """
@@ -125,7 +125,7 @@ class Beats:
             self._near[peer] = who
             return
         if self._store is None:
-            raise ValueError(f"rank {peer} runs on another host; give Beats the job's store to hear of it")
+            raise ValueError(f"rank {peer} runs on another host; give Beats the job's store to receive its beats")
         self._far.append(peer)
         if self._thread is None:
             self._beat(0)
@@ -135,7 +135,7 @@ class Beats:
     def lost(self) -> dict[int, str]:
         """Return the ranks known to be lost, each with the reason.
 
-        A rank that froze is reported alone: those that ended meanwhile may have ended because of it. While a rank is
+        Only a frozen rank is reported: those that ended in the meantime may have ended because of it. While a rank is
         stopped and may or may not have frozen, no rank is reported, for a heartbeat at most.
         """
         now = self._clock()

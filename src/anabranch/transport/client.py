@@ -75,7 +75,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         endpoint: the server.
-        verb: the operation asked for.
+        verb: the operation requested.
         target: the name of the object that the verb acts on.
         tensors: sent without a copy; they must not change before the answer has arrived.
         payload: further facts, packed with ``pack``.
@@ -121,7 +121,7 @@ class ClientOptions:
     retries: int
 
     def make(self) -> Client:
-        """Make another such client."""
+        """Create another client with the same arguments."""
         return Client(
             role=self.role, keys=self.keys, insecure=self.insecure, heartbeat=self.heartbeat, retries=self.retries
         )
@@ -190,15 +190,15 @@ class Client:
 
     @property
     def options(self) -> ClientOptions:
-        """The arguments that make such a client in another process.
+        """The arguments to create an equal client in another process.
 
         Raises:
             TypeError: its transport or its limits are of this process.
         """
         if not self._plain:
             raise TypeError(
-                f"a Client with {type(self._transport).__name__} or limits of its own cannot leave its process, and so "
-                "no module that was given it; leave client= out, or give a client over sockets"
+                f"a Client with {type(self._transport).__name__} or with its own limits cannot leave its process, and "
+                "so neither can a module that uses it; leave out client=, or give a client over sockets"
             )
         return self._options
 
@@ -326,13 +326,13 @@ class Client:
                 _record_wait(span, [exchange.request.endpoint for exchange in exchanges], exchanges[0]._operation())
 
     def _after_fork(self) -> None:
-        """Start anew in a forked child: its requests on the connections of its parent would be taken for the
+        """Start again in a forked child: its requests on the connections of its parent would be taken for the
         parent's.
         """
         # Another thread may have held it, and does not exist here.
         self._lock = threading.Lock()
         if self._next == self._first:
-            # Never used: no server knows it, so it becomes a client of its own.
+            # Never used: no server knows it, so it becomes its own client.
             self._epoch, self._process = os.urandom(16), os.getpid()
             self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
             return
@@ -458,7 +458,7 @@ class _Waits:
             self._by_descriptor[descriptor] = exchange, events
 
     def wait(self, seconds: float) -> None:
-        """Wait until one of the exchanges can go on, at most so many seconds, and let all that can proceed."""
+        """Wait until one of the exchanges can continue, at most this many seconds, and let all that can proceed."""
         now = time.monotonic()
         if self._wake <= now:
             self._wake = min(exchange.wake_at() for exchange in self.waiting)
@@ -487,7 +487,7 @@ class _Waits:
 
 
 class _Channel:
-    """A connection, with the bytes under way in both directions; owned by one exchange at a time, or by the pool."""
+    """A connection, with the bytes in progress in both directions; owned by one exchange at a time, or by the pool."""
 
     def __init__(self, stream: Stream, limits: Limits, heartbeat: float) -> None:
         self.stream = stream
@@ -506,7 +506,7 @@ class _Channel:
         self._polled = -1, 0
 
     def poll(self, events: int, milliseconds: int) -> int:
-        """Return the events that have come, 0 if the time is over; usually it polls for the same events as the last
+        """Return the events that have occurred, 0 at the deadline; usually it polls for the same events as the last
         call.
         """
         polled = self.stream.fileno(), events
@@ -583,7 +583,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return self.channel.stream.fileno()
 
     def interest(self) -> int:
-        """Return the events to poll for, 0 while only time can help."""
+        """Return the events to poll for, 0 while only waiting can help."""
         if self.channel is None or self.done:
             return 0
         ready = self.channel.stream.ready_at()
@@ -602,16 +602,16 @@ class _Exchange(msgspec.Struct, eq=False):
         return min(silent, ready) if ready else silent
 
     def wake(self, now: float) -> None:
-        """Try again at ``wake_at``, go on, or give a silent server up."""
+        """Try again at ``wake_at``, continue, or give a silent server up."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
-            # The length in a header may have been changed, so that the rest of it never comes.
+            # The length in a header may be corrupted, so that the rest of it never arrives.
             if self.channel.reader.in_header() and self._ask_again(
-                f"half a header came, and then {silence:.2f} s none"
+                f"half a header arrived, then nothing for {silence:.2f} s"
             ):
                 return
             self._finish(
-                self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not one of ours")
+                self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not an anabranch server")
             )
         else:
             self.advance()
@@ -676,7 +676,7 @@ class _Exchange(msgspec.Struct, eq=False):
                 self.wake(now)
 
     def cancel(self) -> None:
-        """Close the connection before the answer has come."""
+        """Close the connection before the response has arrived."""
         self._finish(None)
 
     def expire(self) -> None:
@@ -714,7 +714,9 @@ class _Exchange(msgspec.Struct, eq=False):
     def _put_request(self, channel: _Channel) -> None:
         request = self.request
         if request.role is not None and channel.role not in (None, request.role):
-            raise Unauthorized(f"the server's certificate is a {channel.role}'s; role {request.role!r} was asked for")
+            raise Unauthorized(
+                f"the server's certificate has role {channel.role!r}, but role {request.role!r} was requested"
+            )
         header = RequestHeader(
             request.verb,
             request.target,
@@ -830,7 +832,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self._record()
 
     def _record(self) -> None:
-        """Tell of its time for a trace."""
+        """Record its time for a trace."""
         request, outcome = self.request, self.outcome
         facts: dict[str, object] = {"peer": request.endpoint, "sent_bytes": _nbytes(request.tensors, request.payload)}
         if isinstance(outcome, Answer):

@@ -1,7 +1,7 @@
 """Errors on the wire: the errors that keep their type at the client, and the form in which the rest arrive.
 
 A caller's mistake arrives as the ``ValueError`` that it would be in process, a full or failing disk at the server as a
-``CheckpointError``; any other error of the far side is a ``RemoteError`` that carries its type and traceback as
+``CheckpointError``; any other error of the remote side is a ``RemoteError`` that carries its type and traceback as
 text.
 """
 
@@ -114,7 +114,7 @@ def ends_the_program(error: BaseException) -> bool:
 
 
 def note_failure(event: str, error: BaseException) -> None:
-    """Log ``error`` with its traceback and report it as ``event``: the thread that met it goes on."""
+    """Log ``error`` with its traceback and report it as ``event``: the thread that met it continues."""
     _log.error("%s: %s: %s", event, _name_of(error), error, exc_info=error)
     try:
         report(event, error="".join(traceback.format_exception(error)))

@@ -222,7 +222,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
         for tensor in tensors:
             shape = tuple(tensor.shape)
             if len(shape) > limits.dimensions:
-                raise ValueError(f"tensors of at most {limits.dimensions} dimensions cross, got {shape}")
+                raise ValueError(f"only tensors of at most {limits.dimensions} dimensions can be sent, got {shape}")
             memory = plain_bytes(tensor)
             if memory is None:
                 tensor = dense_on_cpu(tensor)
@@ -235,7 +235,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
         header = msgspec.structs.replace(header, tensors=tuple(described))
     packed = _ENCODER.encode(header)
     if len(packed) > limits.header:
-        raise ValueError(f"the header is {len(packed)} bytes, over the {limits.header} a frame carries; send less")
+        raise ValueError(f"the header is {len(packed)} bytes, over the {limits.header} that a frame carries; send less")
     kind = _KINDS[type(header)]
     flags = body = 0
     if checksum and offset:
@@ -306,7 +306,7 @@ def _new_unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
         try:
             return decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the payload is no {kind}: {error}") from None
+            raise ProtocolError(f"the payload is not a {kind}: {error}") from None
 
     return unpack_it
 
@@ -370,7 +370,7 @@ def _nothing_more(header: Header) -> None:
 
 
 class FrameReader:
-    """Reads frames from one stream, as far as it has come, and trusts no byte of it.
+    """Reads frames from one stream incrementally, and trusts no byte of it.
 
     Args:
         limits: the sizes that the peer may send.
@@ -403,11 +403,11 @@ class FrameReader:
         self._views: list[memoryview] = []
 
     def idle(self) -> bool:
-        """Return True if the reader stands between two frames, with no bytes of the next."""
+        """Return True if the reader is between two frames, without bytes of the next."""
         return self._header is None and self._start == self._end
 
     def in_header(self) -> bool:
-        """Return True if some bytes of a header have come, and not all that it says it has."""
+        """Return True if a header has arrived in part."""
         return self._header is None and self._start != self._end
 
     def holds_more(self) -> bool:
@@ -415,7 +415,7 @@ class FrameReader:
         return self._start != self._end
 
     def drop(self) -> None:
-        """Frees what it holds, and its owner, which its ``accept`` holds in a cycle until the next collection."""
+        """Free its memory, and its owner, which its ``accept`` holds in a cycle until the next collection."""
         self._restart()
         self._accept = _nothing_more
         self._view = memoryview(b"")
@@ -432,7 +432,7 @@ class FrameReader:
 
         Raises:
             ProtocolError: the bytes are not a frame, or break a limit; the stream cannot be used any more.
-            ConnectionError: the stream has ended, or has damaged a body: the request or answer must be sent anew.
+            ConnectionError: the stream has ended, or has damaged a body: the request or answer must be sent again.
         """
         header = self._header
         if header is None:
@@ -471,15 +471,17 @@ class FrameReader:
         magic = bytes(self._view[self._start : self._start + _VERSION_AT])
         version = self._ahead[self._start + _VERSION_AT]
         if magic != MAGIC:
-            raise ProtocolError(f"the first bytes are {magic!r}, not {MAGIC!r}: the peer speaks something else")
+            raise ProtocolError(f"the first bytes are {magic!r}, not {MAGIC!r}: the peer uses another protocol")
         if version != VERSION:
-            raise ProtocolError(f"the peer speaks version {version} of the protocol, this side {VERSION}; update one")
+            raise ProtocolError(
+                f"the peer uses version {version} of the protocol, this side version {VERSION}; update one"
+            )
 
     def _check_content(self, tensors: Sequence[Tensor]) -> None:
         if self._body_checksum is not None:
             found = _checksum([bytes_of(tensor) for tensor in tensors if tensor.numel()])
             if found != self._body_checksum:
-                raise ConnectionAbortedError("the body's checksum does not match: bytes were changed on the way")
+                raise ConnectionAbortedError("the body's checksum does not match: bytes were corrupted in transit")
         for tensor in tensors:
             if tensor.dtype is torch.bool and not check_bools(tensor):
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
@@ -496,17 +498,17 @@ class FrameReader:
         if magic != MAGIC or version != VERSION:
             self._check_version()
         if kind not in _DECODERS or flags & ~_BODY_CHECKSUM:
-            raise ProtocolError(f"no frame is of kind {kind} with flags {flags:#x}")
+            raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
         limits = self._limits
         if length > limits.header:
             raise ProtocolError(f"a header of {length} bytes is over the limit of {limits.header}")
         if body > limits.body:
             raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.body}")
         if body and not flags and self.demands_checksums:
-            raise ProtocolError("a body came without a checksum, which plain TCP demands")
+            raise ProtocolError("received a body without a checksum, which plain TCP requires")
         while self._end - self._start < _PREAMBLE.size + length:
             if not self._fetch(stream, _PREAMBLE.size + length):
-                # The bytes that have come are parsed again with those to come.
+                # The received bytes are parsed again with the next ones.
                 return None
         start, view = self._start, self._view
         begin = start + _PREAMBLE.size
@@ -548,7 +550,7 @@ class FrameReader:
         return True
 
     def _fill(self, stream: Stream) -> bool:
-        """Fill the body's memory; true once all of it has come."""
+        """Fill the body's memory; true once all of it has arrived."""
         views = self._views
         while views:
             view = views[0]
@@ -589,7 +591,7 @@ class FrameReader:
             shape, nbytes = header.shape, header.nbytes
             dtype = DTYPES.get(header.code)
             if dtype is None:
-                raise ProtocolError(f"{header.code} is the number of no dtype")
+                raise ProtocolError(f"{header.code} is not the number of a dtype")
             if len(shape) > most:
                 raise ProtocolError(f"{len(shape)} dimensions are over the limit of {most}")
             expected = math.prod(shape) * dtype.itemsize
@@ -601,6 +603,6 @@ class FrameReader:
             offset += nbytes
             # Zero-size shapes of huge sizes overflow torch's strides though they hold nothing.
             if not nbytes and math.prod(max(size, 1) for size in shape) > _MOST_BYTES:
-                raise ProtocolError(f"shape {shape} has strides that no tensor can have")
+                raise ProtocolError(f"shape {shape} has strides that are impossible for a tensor")
         if offset != body:
             raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")

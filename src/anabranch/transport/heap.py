@@ -14,7 +14,7 @@ def keep_one_heap() -> None:
     """Lets all threads of this process allocate from one heap; to be called before it starts any.
 
     glibc gives each thread a separate heap, and returns its end only when twice the largest block that was ever freed
-    lies there: a service that answered a burst of large requests, each on its own thread, keeps their memory for life.
+    is there: a service that answered a burst of large requests, each on its own thread, keeps their memory for life.
     On other systems than glibc nothing happens.
     """
     with suppress(AttributeError):

@@ -26,7 +26,7 @@ _BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.
 
 
 class PeerWatch:
-    """Waits for ranks of a job, and looks meanwhile whether they are there.
+    """Waits for ranks of a job, and checks while waiting that they are alive.
 
     >>> watch = PeerWatch(lambda ranks: {2: "its process has ended"}, heartbeat=1.0)
     >>> try:
@@ -153,7 +153,7 @@ def end_without_waiting() -> None:
 
 def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:
     return DeadlineExceeded(
-        "not everyone came", peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
+        "not all ranks arrived", peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
     )
 
 

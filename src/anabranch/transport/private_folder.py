@@ -30,7 +30,7 @@ class PrivateFolder:
     >>> path.exists()
     False
 
-    Its path is short enough for a socket's: it lies in /tmp if TMPDIR is too deep.
+    Its path is short enough for a socket's: it is in /tmp if TMPDIR is too deep.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PrivateFolder:
         if len(os.fsencode(parent)) + len(_PREFIX) + 9 > _LONGEST:
             parent = Path("/tmp")  # noqa: S108 - where every system has one
         _remove_dead(parent)
-        # Another process may take a folder for dead before it is locked; where nothing can be locked, nobody does.
+        # Another process may consider a folder dead before it is locked; without file locks none does.
         for _ in range(_ATTEMPTS):
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._lock = _lock(self.path, fcntl.LOCK_SH)

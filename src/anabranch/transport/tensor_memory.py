@@ -33,11 +33,13 @@ def dense_on_cpu(tensor: Tensor) -> Tensor:
     if tensor.is_nested:
         raise TypeError("a nested tensor cannot cross a boundary; send torch.nested.to_padded_tensor(tensor, 0.0)")
     if tensor.is_meta:
-        raise TypeError("a tensor on the meta device has no numbers that could cross a boundary")
+        raise TypeError("a tensor on the meta device has no values that could cross a boundary")
     if tensor.layout is not torch.strided:
-        raise TypeError(f"only strided tensors cross a boundary, got {tensor.layout}; send indices and values apart")
+        raise TypeError(
+            f"only strided tensors cross a boundary, got {tensor.layout}; send indices and values separately"
+        )
     if tensor.dtype not in DTYPE_CODES:
-        raise TypeError(f"{tensor.dtype} cannot cross a boundary; what can: {', '.join(map(str, DTYPE_CODES))}")
+        raise TypeError(f"{tensor.dtype} cannot cross a boundary; allowed are {', '.join(map(str, DTYPE_CODES))}")
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 

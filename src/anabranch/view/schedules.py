@@ -53,9 +53,9 @@ def _of_step(step: int, actions: list[Action]) -> dict[str, Any]:
 
 
 def planned(orders: Mapping[int, list[_Key]]) -> dict[_Key, tuple[float, float]]:
-    """Return start and duration of each action, run in each stage's order once what it needs is there.
+    """Return start and duration of each action, run in each stage's order once its inputs are available.
 
-    A forward needs that of the stage before, a backward that of the stage behind.
+    A forward needs that of the previous stage, a backward that of the next stage.
 
     >>> orders = {0: [(0, 0, "forward"), (0, 0, "backward")], 1: [(1, 0, "forward"), (1, 0, "backward")]}
     >>> planned(orders)[0, 0, "backward"]

@@ -56,7 +56,7 @@ class PageServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}/"
 
     def serve(self) -> None:
-        """Answer browsers until ``stop`` is called from another thread, or an exception such as Ctrl-C comes."""
+        """Answer browsers until ``stop`` is called from another thread, or an exception such as Ctrl-C is raised."""
         self._server.serve_forever()
 
     def stop(self) -> None:

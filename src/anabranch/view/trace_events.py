@@ -44,7 +44,7 @@ class TraceFile:
 
 
 def is_packed(start: bytes) -> bool:
-    """Tell whether a file that begins so is packed by gzip, as the traces of ``torch.profiler`` may be."""
+    """Return True if a file with this beginning is compressed by gzip, as traces of ``torch.profiler`` may be."""
     return start.startswith(_PACKED)
 
 
@@ -58,7 +58,7 @@ def read_events(path: Path) -> TraceFile:
     try:
         return _read(path)
     except RecursionError:
-        reason = "it is nested too deep"
+        reason = "it is nested too deeply"
     except KeyError as error:
         reason = f"there is no {error}"
     except (ValueError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -169,7 +169,7 @@ def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
         for event in lane.events:
             facts = event["args"]
             if event["cat"] != "crossing" or "peer" not in facts or event["name"].startswith("receive "):
-                continue  # what is received, its sender has sent
+                continue  # received messages are recorded by their sender
             here = f"stage {lane.name[len(_STAGE) :]}" if lane.name.startswith(_STAGE) else lane.process
             peers = [_called(peer, stages) for peer in _peers(str(facts["peer"]))]
             for peer in peers:
@@ -187,7 +187,7 @@ def _number(value: object) -> float:
 
 
 def _peers(text: str) -> list[str]:
-    """Return the names of those whom a span names, ranks as workers.
+    """Return the names of a span's peers, ranks as workers.
 
     >>> _peers("ranks 0, 2"), _peers("unix:/tmp/x/directory"), _peers("expert 0, expert 1")
     (['worker 0', 'worker 2'], ['directory'], ['expert 0', 'expert 1'])
@@ -234,7 +234,7 @@ def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:
 
 
 def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, int, str, float, float]]:
-    """Yield step, stage, microbatch, phase, start and duration of what the stages of a pipeline computed."""
+    """Yield step, stage, microbatch, phase, start and duration of the actions of a pipeline."""
     for lane in lanes:
         for event in lane.events:
             stage, microbatch = event["args"].get("stage"), event["args"].get("microbatch")
@@ -246,7 +246,7 @@ def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, 
 
 def _notes_on_file(file: TraceFile) -> Iterable[str]:
     if file.ends_early:
-        yield "the file ends in the middle: what comes before is shown"
+        yield "the file is truncated: the complete part is shown"
     if file.skipped:
         yield f"{file.skipped:,} events have no time and are left out"
 
@@ -256,9 +256,9 @@ def _notes(other: Mapping[str, Any], dropped: int) -> list[str]:
     if dropped:
         notes.append(f"the first {_MOST_SPANS:,} spans are shown; {dropped:,} later ones are in the file")
     for name, count in dict(other.get("dropped_spans", {})).items():
-        notes.append(f"{name} had no room for {count:,} spans")
+        notes.append(f"{name} dropped {count:,} spans for lack of space")
     notes += [
-        f"the clock of {one['name']} is right to {one['offset_error_us']:.0f} microseconds"
+        f"the clock of {one['name']} is accurate to {one['offset_error_us']:.0f} microseconds"
         for one in other.get("processes", ())
         if one.get("offset_error_us")
     ]

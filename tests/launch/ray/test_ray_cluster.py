@@ -143,7 +143,7 @@ def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(
         finally:
             process.kill()
     assert process.returncode == 0, err
-    assert "starting the job again (1 of 1)" in err
+    assert "restarting the job (1 of 1)" in err
     disturbed = json.loads(out.splitlines()[-1])
     assert disturbed == {"loss": pytest.approx(undisturbed["loss"], rel=1e-6), "attempt": 1}
     for rank in range(2):

@@ -58,7 +58,9 @@ def _attempt(ray: ModuleType, folder: Path) -> _Attempt:
 
 def test_a_node_without_the_package_is_told_by_one_sentence(tmp_path: Path) -> None:
     words = "The actor died in its creation task\n...\nModuleNotFoundError: No module named 'anabranch'"
-    with pytest.raises(RayError, match=r"a node of the cluster has no Anabranch: pip install 'anabranch\[ray\]'"):
+    with pytest.raises(
+        RayError, match=r"a node of the cluster does not have Anabranch: pip install 'anabranch\[ray\]'"
+    ):
         _attempt(_Failing(words), tmp_path)._ask(None)
 
 
@@ -87,7 +89,7 @@ def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with (
-            pytest.raises(RayError, match=f"the cluster at {address} runs another version of Ray or Python"),
+            pytest.raises(RayError, match=f"the cluster at {address} runs a different version of Ray or Python"),
             connected(_Ray(says="Version mismatch: The cluster was started with:\n Ray: 2.9.3"), address),
         ):
             pass
@@ -96,7 +98,7 @@ def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
 def test_an_address_that_nobody_answers_is_named_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-    with pytest.raises(RayError, match=rf"nobody answers at {address} .*ray start --head"), connected(_Ray(), address):
+    with pytest.raises(RayError, match=rf"nothing answers at {address} .*ray start --head"), connected(_Ray(), address):
         pass
 
 
@@ -119,7 +121,7 @@ def test_a_worker_asks_for_a_fraction_of_a_cpu_and_for_a_gpu_where_there_are_som
 
 
 def test_numbers_of_processes_are_checked() -> None:
-    with pytest.raises(ValueError, match="1 worker or more"):
+    with pytest.raises(ValueError, match="at least 1 worker"):
         run("train.py", workers=0)
 
 
@@ -138,4 +140,4 @@ def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str,
     command = [sys.executable, "-m", "anabranch.cli", "run", *options, str(tmp_path / "train.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "has no use for it" in done.stderr
+    assert "does not use it" in done.stderr

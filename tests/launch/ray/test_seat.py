@@ -89,7 +89,7 @@ def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> No
 
 
 def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(seat: Seat, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*storage that all nodes see"):
+    with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*shared storage"):
         seat.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)
 
 

@@ -2,7 +2,7 @@
 
 Open ``crossing.py`` first.
 
-Not a transport: a boundary's ``forward`` and ``backward`` do what they like on the way.
+Not a transport: a boundary's ``forward`` and ``backward`` may do anything.
 """
 
 __all__: list[str] = []

@@ -24,7 +24,8 @@ class AnswersDiffer(Exception):
 
 
 class Answers:
-    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the far side.
+    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the remote
+    side.
 
     A question is known by the boundary, the direction and the bits of the tensors that go there; calls at once may come
     in any order.
@@ -48,10 +49,10 @@ class Answers:
 
     @contextmanager
     def given_again(self) -> Iterator[None]:
-        """Answer a block with what was noted; nothing is crossed.
+        """Answer the crossings of a block with the recorded answers; nothing is sent.
 
         Raises:
-            AnswersDiffer: it asks for something else, or for less.
+            AnswersDiffer: it requests something else, or for less.
         """
         self._left = {key: list(kept) for key, kept in self._kept.items()}
         with self._during(replaying=True):
@@ -76,7 +77,7 @@ class Answers:
     def note_backward(
         self, boundary: Boundary, gradients: Sequence[Tensor | None], found: Sequence[Tensor | None]
     ) -> None:
-        """Keep the gradients that came back."""
+        """Record the received gradients."""
         self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
 
     def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
@@ -103,7 +104,7 @@ class Answers:
                 if _same_bits(asked, before):
                     del left[index]
                     return answer
-        raise AnswersDiffer(f"the second run asks {key[0]} {key[1]!r} for something else")
+        raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")
 
 
 def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -128,7 +129,7 @@ def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -
 
 class _OfThread(threading.local):
     answers: Answers | None = None
-    depth = 0  # boundaries that it is in the middle of: what one crosses inside is part of its answer
+    depth = 0  # boundaries in progress: crossings inside one are part of its answer
 
 
 _own = _OfThread()

@@ -8,8 +8,8 @@
     input gradients <── [ backward: goes there with the gradients ] <── output gradients
 
 The tape records ``cross`` as one node of autograd's graph. While a tracer captures a graph, ``cross`` goes nowhere: the
-tracer asks for the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
-whenever the graph runs. The entry token requires a gradient, so the far side learns of its gradients even where no
+tracer requests the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
+whenever the graph runs. The entry token requires a gradient, so the remote side learns of its gradients even where no
 input wants one.
 """
 
@@ -100,7 +100,7 @@ def current_tracer() -> Tracer | None:
 
 
 def outside_tracing() -> AbstractContextManager[None]:
-    """Return a block whose operations are real ones even during a capture: asking what a graph must know."""
+    """Return a block whose operations are executed even during a capture, to request facts for the graph."""
     tracer = _capturing.tracer
     return nullcontext() if tracer is None else tracer.outside()
 
@@ -127,7 +127,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
             every recording session's sweep does.
 
     Raises:
-        CaptureError: somebody else than this package traces the model.
+        CaptureError: a tracer other than this package traces the model.
     """
     if torch.compiler.is_dynamo_compiling():
         return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
         for value in inputs:
             if isinstance(value, FakeTensor):
                 raise CaptureError(
-                    f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's "
+                    f"{boundary.kind} {boundary.name!r} is across a boundary, which a tracer other than anabranch's "
                     "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
                 )
     if not torch.is_grad_enabled():
@@ -159,7 +159,7 @@ class _Crossing(torch.autograd.Function):
         ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
-        # Tells "no gradient" from zeros: an output that nobody used costs the far side nothing.
+        # Distinguishes "no gradient" from zeros: an unused output costs the remote side nothing.
         ctx.set_materialize_grads(False)
         return tuple(crossed.outputs)
 
@@ -169,7 +169,7 @@ class _Crossing(torch.autograd.Function):
         inputs = ctx.saved_tensors  # an error if the graph has been freed
         if not ctx.held:
             raise RuntimeError(
-                f"what was kept for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} has been freed: its "
+                f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed: its "
                 "session ended, or its backward has run without retain_graph=True"
             )
         (state,) = ctx.held

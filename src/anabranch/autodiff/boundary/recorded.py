@@ -1,4 +1,4 @@
-"""``RecordedBoundary``: a boundary written as a differentiable function, on a tape of its own."""
+"""``RecordedBoundary``: a boundary written as a differentiable function, on its own tape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RecordedBoundary"]
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RecordedBoundary:
-    """A boundary that is written as a differentiable function, on a tape of its own.
+    """A boundary that is written as a differentiable function, on its own tape.
 
     The tape lies behind the one node, so whatever the function records (how many rows, who answered) may differ from
     run to run without the graph around it noticing.

@@ -28,9 +28,9 @@ class Crossed:
 
     Attributes:
         outputs: memory of their own, not shared with an input.
-        state: what backward needs beside the inputs; let go when backward has run, or when nobody can ask for it.
+        state: the values that backward needs in addition to the inputs; freed when backward has run or is impossible.
         no_gradient: which outputs have none.
-        fresh: the outputs are known to lie in contiguous memory that was made for them: nobody has to look.
+        fresh: the outputs are known to be in newly allocated contiguous memory, so no check is needed.
     """
 
     outputs: Sequence[Tensor]
@@ -42,10 +42,10 @@ class Crossed:
 class Boundary(Protocol):
     """One kind of boundary at one place of a model.
 
-    It holds nothing of a run, for several may be under way: what belongs to one is in the state that forward returns.
+    It holds nothing of a run, for several may be in progress: what belongs to one is in the state that forward returns.
 
     Attributes:
-        kind: what lies on the far side: ``"expert"``, ``"table"``.
+        kind: what is on the remote side: ``"expert"``, ``"table"``.
         name: which one, for graphs and errors.
     """
 

@@ -1,4 +1,4 @@
-"""The engine of ``engine="auto"``: the tape, until a graph has shown on real batches that it is right and quicker.
+"""The engine of ``engine="auto"``: the tape, until a graph has been shown on real batches to be equal and faster.
 
 ::
 
@@ -6,9 +6,9 @@
       ^                        └ no: stays on the tape, without a word                             and another trial
       └────────────────────────────── too many misses, or slower than the tape was ────────────────────┘
 
-Capturing takes a bounded share of the run's time. Nobody who did not ask for a graph waits for one: a step that is
-large, so that its kernels take the time, is left alone. The workers of a job try together: whoever wants to says so in
-the header of a run, and what one of them rejects is rejected by all.
+Capturing takes a bounded part of the run's time. Runs do not wait for a graph that was not requested: a large step,
+whose time is spent in kernels, is not captured. The workers of a job try together: a worker requests a trial in the
+header of a run, and a graph rejected by one is rejected by all.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _KEPT_TIMES = 32
 
 
 class AutoEngine:
-    """Runs one ``TrainStep`` on the tape, and as a graph once that has proved itself.
+    """Runs one ``TrainStep`` on the tape, and as a graph once that has been shown to be equal and faster.
 
     Args:
         step: what to run.
-        compile: hand the graph to Inductor, which rounds differently: results are then compared roughly.
-        capture_after: try a graph after exactly so many runs, and keep it if its bits are right, whatever the clock
-            says; ``None`` lets the clock decide.
+        compile: compile the graph with Inductor, which rounds differently: results are then compared approximately.
+        capture_after: try a graph after exactly this many runs, and keep it if it is bitwise equal, even if slower;
+            ``None`` keeps it only if it is faster.
         name: of the step, for the log.
     """
 
@@ -82,7 +82,7 @@ class AutoEngine:
         self._refused: Counter[str] = Counter()
         self._tape_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._graph_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
-        self._why = "the tape runs until a graph has shown on your batches that it gives the same bits and is quicker"
+        self._why = "the tape runs until a graph has been shown on your batches to be bitwise equal and faster"
         self._why_not_now: str | None = None
         self._gives_up = _runs_by_itself(step.model)
         if self._gives_up:
@@ -91,7 +91,7 @@ class AutoEngine:
         self._agreed = False
         self._rejects = False
 
-    # What the executor asks.
+    # The executor's queries.
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class AutoEngine:
 
     @property
     def tape(self) -> TapeEngine:
-        """The other engine, for a run that must be one of the tape."""
+        """The tape engine, for a run that must use it."""
         return self._tape
 
     @property
@@ -109,11 +109,11 @@ class AutoEngine:
         return self._graph.program if self._graph is not None and self._on_graph else None
 
     def stay_on_tape(self, why: str) -> None:
-        """Note that the next run is one of the tape, and why."""
+        """Record that the next run uses the tape, and why."""
         self._on_graph, self._why_not_now = False, why
 
     def explain(self) -> str:
-        """One sentence: why the last run was on the engine that it was on."""
+        """Return the reason, in one sentence, for the engine of the last run."""
         if self._on_graph and self._graph is not None:
             return self._why + self._graph.program.said_of_update
         return self._why_not_now or self._why
@@ -121,7 +121,7 @@ class AutoEngine:
     # Votes of the workers.
 
     def vote(self) -> tuple[bool, bool]:
-        """Return this worker's wish to try a graph in the next run, and its rejection of the one that was tried."""
+        """Return whether this worker wants to try a graph in the next run, and whether it rejects the tried one."""
         self._together = True
         rejects, self._rejects = self._rejects, False
         return self._is_due(ahead=1), rejects
@@ -130,7 +130,7 @@ class AutoEngine:
         """Take the counts of the workers that do."""
         self._agreed = wants > 0
         if rejects:
-            self._give_up("a graph on another worker did not give the tape's bits, or was refused there")
+            self._give_up("on another worker the graph was not bitwise equal to the tape, or was refused")
 
     # Running.
 
@@ -166,7 +166,7 @@ class AutoEngine:
     def update(self) -> None:
         """Step the optimizers on what ``.grad`` holds."""
         if self._graph is None or not self._on_graph:
-            # What the optimizers replace in their own step is not a change; what was replaced before it is one.
+            # Replacements by the optimizers in their own step are not changes; earlier replacements are.
             known = self._graph is not None and self._graph.program.knows_state()
             self._tape.update()
             if known and self._graph is not None:
@@ -190,7 +190,7 @@ class AutoEngine:
                 ran = on_graph(self._graph)
             except GuardMiss:
                 self._misses_in_a_row += 1
-                self._why_not_now = "this step ran on the tape: no graph is for its Python values or shapes yet"
+                self._why_not_now = "this step ran on the tape: no graph for its Python values or shapes exists yet"
             except GraphRaised as error:
                 why = f"the graph raised {type(error.error).__name__}: {error}"
             except CaptureError as error:  # before anything has happened: a hook that was set, a mode
@@ -202,12 +202,12 @@ class AutoEngine:
                 self._graph_seconds.append(time.perf_counter() - began)
                 self._look_back()
                 return ran
-            if why is not None:  # out of the handler: the tape's error has no other behind it
+            if why is not None:  # outside the handler, so that the tape's error has no context
                 self._on_graph, self._why_not_now = False, f"this step runs on the tape: {why}"
                 return on_tape()
         self._on_graph = False
         if self._misses_in_a_row > _MOST_MISSES_IN_A_ROW:
-            self._give_up("Python values or batch shapes change from step to step, and no graph fits for long")
+            self._give_up("Python values or batch shapes change from step to step, so no graph is valid for long")
         if self._tries_now():
             return trial()
         began = time.perf_counter()
@@ -243,11 +243,11 @@ class AutoEngine:
         return True
 
     def _look_back(self) -> None:
-        """Goes back to the tape where the graph has turned out slower."""
+        """Return to the tape if the graph is slower."""
         if self._after is not None or len(self._graph_seconds) < _KEPT_TIMES or not self._tape_seconds:
             return
         if statistics.median(self._graph_seconds) > 1.02 * statistics.median(self._tape_seconds):
-            self._give_up("the graph gave the same bits and was not quicker than the tape")
+            self._give_up("the graph was bitwise equal to the tape but not faster")
 
     def _give_up(self, why: str) -> None:
         if not self._gives_up:
@@ -300,9 +300,9 @@ class AutoEngine:
             try:
                 seconds = self._repeat(prepared, before, answers, ran, gradients)
             except Differs as error:
-                self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+                self._refuse(f"the graph is not bitwise equal to the tape: {error}", final=True)
             except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
-                self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+                self._refuse(f"the graph failed but the tape did not ({type(error).__name__}: {error})", final=True)
             else:
                 prepared.confirm()
                 self._judge(seconds, tape_seconds)
@@ -310,7 +310,7 @@ class AutoEngine:
             return ran
 
     def _try_gradients(self, prepared: Prepared, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Return a trial in the middle of the tape's step: optimizers that step by themselves step once."""
+        """Return a trial in the middle of the tape's step: optimizers outside the graph step once."""
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
         assert self._graph is not None
         parameters = self._graph.program.parameters
@@ -333,9 +333,9 @@ class AutoEngine:
             try:
                 seconds = repeat(before, after, answers, prepared.differentiate, check, rough=self._compile)
             except Differs as error:
-                self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+                self._refuse(f"the graph is not bitwise equal to the tape: {error}", final=True)
             except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
-                self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+                self._refuse(f"the graph failed but the tape did not ({type(error).__name__}: {error})", final=True)
             else:
                 found.append(seconds - (tape_ended - began))
             spent = time.perf_counter() - tape_ended
@@ -354,16 +354,16 @@ class AutoEngine:
         return ran
 
     def _prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared | None:
-        """Return a graph that may be tried on this batch; notes why there is none."""
+        """Return a graph that may be tried on this batch, or record why there is none."""
         try:
             prepared = (self._graph or self._make_graph()).prepare(batch, fetch, whole=whole)
         except CaptureError as error:
             self._refuse(str(error))
             return None
-        except (ValueError, TypeError):  # the user's mistake, which the tape meets as well
+        except (ValueError, TypeError):  # the user's mistake, which the tape raises as well
             return None
         if prepared.talks():
-            self._refuse("the loss talks to the other workers by itself, which a trial would do once more", final=True)
+            self._refuse("the loss communicates with the other workers itself, which a trial would repeat", final=True)
             return None
         return prepared
 
@@ -375,10 +375,10 @@ class AutoEngine:
         ran: StepOutput,
         gradients: Mapping[Tensor, Tensor],
     ) -> float:
-        """Seconds that the graph takes over what the tape has done.
+        """Return the seconds that the graph takes to repeat the tape's step.
 
         Raises:
-            Differs: its bits are others.
+            Differs: it is not bitwise equal.
         """
         after = Snapshot(self._step.model, self._step.optimizers, prepared.args, before)
 
@@ -396,13 +396,13 @@ class AutoEngine:
     def _judge(self, seconds: float, tape_seconds: float) -> None:
         usual = min([tape_seconds, *([statistics.median(self._tape_seconds)] if self._tape_seconds else [])])
         if self._after is None and seconds >= usual:
-            self._refuse("the graph gave the same bits and was not quicker than the tape")
+            self._refuse("the graph was bitwise equal to the tape but not faster")
             return
         self._taken = True
         self._update_checked = False
         self._misses_in_a_row = 0
         self._why = (
-            f"a graph of this step gave the tape's bits on your batch after {self._runs} runs, in "
+            f"a graph of this step was bitwise equal to the tape on your batch after {self._runs} runs, in "
             f"{seconds * 1e3:.2f} ms where the tape took {usual * 1e3:.2f} ms"
         )
         _log.info("step %r runs as a graph: %s", self._name, self._why)
@@ -424,21 +424,21 @@ class AutoEngine:
         if not graph.captures_update():
             self._tape.update()
             graph.program.note_update()
-            self._update_checked = graph.program.refused_update is not None  # from now on they step by themselves
+            self._update_checked = graph.program.refused_update is not None  # from now on they step outside the graph
             return
         before = Snapshot(step.model, step.optimizers)
         self._tape.update()
         after = Snapshot(step.model, step.optimizers, since=before)
 
         def run() -> Mapping[str, object]:
-            graph.program.note_update()  # what was put back is not a change
+            graph.program.note_update()  # what was restored is not a change
             graph.update()
             return {}
 
         try:
             repeat(before, after, Answers(), run, lambda _: None, rough=self._compile)
         except (Differs, CaptureError) as error:
-            self._give_up(f"the optimizer's step as a graph is not the tape's: {error}")
+            self._give_up(f"the optimizer's step as a graph differs from the tape: {error}")
         else:
             graph.program.note_update()
             self._update_checked = True
@@ -458,7 +458,5 @@ class AutoEngine:
 
 
 def _runs_by_itself(model: nn.Module) -> bool:
-    """Return True if the model has a pipe, which runs its stages on other threads or ranks, by a schedule of its
-    own.
-    """
+    """Return True if the model has a pipe, which runs its stages on other threads or ranks."""
     return any(isinstance(module, Pipe) for module in model.modules())

@@ -8,8 +8,8 @@
                              from the same state and random numbers: other bits, and the next run is refused;
                              an error of the tape is the caller's, and the graph waits for a batch without one
 
-What no guard sees, such as code that asks ``torch.compiler.is_compiling()``, makes a graph of another function than the
-one that Python runs. It is the tape's step that counts, so no such graph ever moves a parameter.
+Code that no guard covers, such as a check of ``torch.compiler.is_compiling()``, makes a graph of a different function
+than the one that Python runs. The tape's step counts, so a wrong graph never changes a parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["CheckedGraph"]
 
 
 class CheckedGraph(GraphEngine):
-    """Differentiates one ``TrainStep`` as a captured graph, once the tape has given the same bits on a batch.
+    """Differentiates one ``TrainStep`` as a captured graph, once it was bitwise equal to the tape on a batch.
 
     Args:
         step: what to run.
@@ -50,7 +50,7 @@ class CheckedGraph(GraphEngine):
 
     @property
     def tape(self) -> TapeEngine:
-        """The other engine, for a run that must be one of the tape."""
+        """The tape engine, for a run that must use it."""
         return self._tape
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
@@ -98,7 +98,7 @@ class CheckedGraph(GraphEngine):
         return ran
 
     def _told_by_the_tape(self, mistake: Exception, run: Callable[[], StepOutput]) -> StepOutput:
-        """Let the tape meet the user's mistake, after what comes before it; if it does not, the next run is refused."""
+        """Let the tape raise the user's mistake in its place; if it does not, the next run is refused."""
         ran = run()
         self._refused = f"the step cannot be captured: {mistake}; use engine='tape'"
         return ran
@@ -140,11 +140,11 @@ class CheckedGraph(GraphEngine):
             repeat(before, after, answers, prepared.differentiate, check, most=1)
         except Differs as error:
             self._refused = (
-                f"on the last batch the graph's bits were not those of the tape, whose step was taken: {error}; "
-                "what the code does while it is captured is not what it does in Python; use engine='tape'"
+                f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}; "
+                "the code behaves differently under capture than in Python; use engine='tape'"
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
             self._refused = (
-                f"the graph failed on the last batch where the tape, whose step was taken, did not "
+                f"the graph failed on the last batch but the tape, whose step was kept, did not "
                 f"({type(error).__name__}: {error}); use engine='tape'"
             )

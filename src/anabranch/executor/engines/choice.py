@@ -1,4 +1,4 @@
-"""``EngineChoice``: the engine that the caller asked for, and the one that each step gets."""
+"""``EngineChoice``: the engine that the caller requested, and the one that each step gets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineChoice:
         if not isinstance(compile, bool):
             raise TypeError(f"compile is True or False, got {compile!r}")
         if compile and name == "tape":
-            raise ValueError("compile=True compiles the graph, and the engine is 'tape'; give engine='graph'")
+            raise ValueError("compile=True compiles the graph, but the engine is 'tape'; give engine='graph'")
         if capture_after is not None and (isinstance(capture_after, bool) or not isinstance(capture_after, int)):
             raise TypeError(f"capture_after is a number of runs, or None, got {capture_after!r}")
         if capture_after is not None and capture_after < 0:
@@ -51,19 +51,19 @@ class EngineChoice:
         """Return the engine of a training step.
 
         Raises:
-            ValueError: the step cannot run on the engine that was asked for; says why.
+            ValueError: the step cannot run on the engine that was requested; says why.
         """
         if step.precision == "float16":
             if self.engine == "graph":
                 raise ValueError(
-                    f"step {name!r} has precision='float16', whose loss is scaled on the tape, and engine='graph' was "
-                    "asked for; use precision='bfloat16', or engine='auto'"
+                    f"step {name!r} has precision='float16', whose loss is scaled on the tape, but engine='graph' was "
+                    "requested; use precision='bfloat16', or engine='auto'"
                 )
-            return TapeEngine(step, why="float16 scales its loss, which the tape does")
+            return TapeEngine(step, why="precision='float16' scales the loss on the tape")
         if step.activation_budget is not None:
             if self.engine == "tape":
                 raise ValueError(
-                    f"step {name!r} has an activation_budget, which takes a graph, and engine='tape' was asked for; "
+                    f"step {name!r} has an activation_budget, which needs a graph, but engine='tape' was requested; "
                     "leave one of them out, or checkpoint layers with torch.utils.checkpoint"
                 )
             # Not compared with the tape, which would not fit.

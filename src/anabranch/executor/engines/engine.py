@@ -1,4 +1,4 @@
-"""The seam between running a step and differentiating it: what the tape and the graph engine both are."""
+"""The interface between running a step and differentiating it, implemented by the tape and the graph engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepOutput:
 
     Attributes:
         loss: a tensor of no dimensions.
-        returned: what the step returned beside it.
+        returned: the step's other results.
         nonfinite: the parameters whose gradients are not finite, so that nothing was updated.
     """
 
@@ -44,11 +44,11 @@ class Engine(Protocol):
         ...
 
     def explain(self) -> str:
-        """One sentence that says why it is the engine."""
+        """Return the reason, in one sentence, for this engine."""
         ...
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
-        """From now on ``differentiate`` hands the gradients of these parameters to ``ready``, as they become final."""
+        """From now on ``differentiate`` passes the gradients of these parameters to ``ready`` as they become final."""
         ...
 
     def follow_model(self) -> None:
@@ -64,7 +64,7 @@ class Engine(Protocol):
         ...
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Forward, backward, clipping and the optimizers' step, for a worker with nobody to sum with.
+        """Forward, backward, clipping and the optimizers' step, for a worker without others.
 
         Nothing is updated where a gradient is not finite, unless ``step.skip_nonfinite`` is None.
         """
@@ -82,7 +82,7 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     if isinstance(answer, tuple) and len(answer) == 2:
         loss, returned = answer
         if not isinstance(returned, Mapping):
-            raise TypeError(f"beside the loss a step returns a dict of tensors, got {type(returned).__name__}")
+            raise TypeError(f"besides the loss a step returns a dict of tensors, got {type(returned).__name__}")
     elif isinstance(answer, Mapping) and "loss" in answer:
         loss = answer["loss"]
         returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
@@ -95,8 +95,8 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
         )
     if loss.numel() != 1:
         raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "
-            "reduction='mean', or loss.sum() with reduction='sum'"
+            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
+            "with reduction='mean', or loss.sum() with reduction='sum'"
         )
     if not torch.is_grad_enabled():
         raise ValueError(

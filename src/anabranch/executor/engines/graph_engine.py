@@ -46,15 +46,15 @@ class GraphEngine:
 
     Args:
         step: what to run.
-        compile: hand the graph to Inductor.
+        compile: compile the graph with Inductor.
         leaves_gradients: leave them in ``.grad``, as the tape does.
         name: of the step, for the log.
-        level: of the record that says what is being captured, if that takes long.
-        tape: takes a step whose graph raises on a value: it raises at the user's line, or does what an ``except``
-            there says; without it that is a ``GraphRaised``.
+        level: of the log record about a capture that takes long.
+        tape: runs a step whose graph raises because of a value: it raises at the user's line, or runs an ``except``
+            there; without it that is a ``GraphRaised``.
 
     Attributes:
-        may_trace: capture what has no graph yet; else that is a ``GuardMiss``.
+        may_trace: capture new kinds of batches; otherwise they are a ``GuardMiss``.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class GraphEngine:
         return self._program
 
     def explain(self) -> str:
-        """One sentence that says why it is the engine."""
-        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which takes a graph,"
-        return f"{asked} was asked for" + self._program.said_of_update
+        """Return the reason, in one sentence, for this engine."""
+        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which needs a graph,"
+        return f"{asked} was requested" + self._program.said_of_update
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
@@ -113,7 +113,7 @@ class GraphEngine:
             self._errors_to.follow_model()
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
+        """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
         arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
         try:
@@ -131,7 +131,7 @@ class GraphEngine:
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Return the whole step as one graph, but for what sparse tables need between gradients and optimizers."""
+        """Return the whole step as one graph, except for what sparse tables need between gradients and optimizers."""
         try:
             return self._step_on_graph(batch, fetch)
         except GraphRaised:
@@ -221,7 +221,7 @@ class GraphEngine:
         return dense, sparse
 
     def _is_whole(self, name: str, outputs: Mapping[str, Structure]) -> bool:
-        """Return True if the graph's gradient is what the parameter has, and no addition to it."""
+        """Return True if the graph's gradient is the parameter's whole gradient, not an addition to it."""
         held = self._parameters[name.removesuffix(".grad")] in self._program.names
         return name in outputs and (held or not self._program.leaves_gradients)
 
@@ -239,7 +239,7 @@ class GraphEngine:
 
 
 class _Arrivals:
-    """Hands on what a running backward graph tells, after a last look at what is to be fetched."""
+    """Passes on the events of a running backward graph, after a final check of the names to fetch."""
 
     def __init__(
         self,
@@ -257,11 +257,11 @@ class _Arrivals:
         self._fetch.check(dict.fromkeys(outputs))
 
     def loss(self, value: Tensor) -> None:
-        """Note that the loss is there."""
+        """Record the loss."""
         self._begin(value)
 
     def gradient(self, name: str, value: Tensor) -> None:
-        """Note that a gradient is final."""
+        """Record a final gradient."""
         parameter = self._parameters[name]
         parameter.grad = self._ready(parameter, value) if name in self._attached else value
 
@@ -270,7 +270,7 @@ def _say_what_is_captured(step: TrainStep, name: str, level: int) -> None:
     modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
     _log.log(
         level,
-        "step %r is being captured as a graph, for more than %.0f seconds now: %s, %d modules, %d parameters",
+        "capturing step %r as a graph has taken more than %.0f seconds so far: %s, %d modules, %d parameters",
         name,
         PATIENCE,
         type(step.model).__name__,

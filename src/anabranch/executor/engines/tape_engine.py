@@ -1,7 +1,7 @@
 """The tape engine: a step run eagerly by PyTorch's autograd, with any model, control flow included.
 
-Gradients are handed over the moment they are final, so that their communication overlaps the rest of backward. With
-nobody to hand them to, a step is the plain PyTorch loop, call for call.
+Gradients are passed on as soon as they are final, so that communication overlaps the rest of backward. Without a
+receiver, a step is the plain PyTorch loop, call for call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TapeEngine:
 
     name = "tape"
 
-    def __init__(self, step: TrainStep, why: str = "the tape was asked for") -> None:
+    def __init__(self, step: TrainStep, why: str = "the tape was requested") -> None:
         self._step = step
         self._why = why
         self._manager = GradManager()
@@ -44,7 +44,7 @@ class TapeEngine:
         self.follow_model()
 
     def explain(self) -> str:
-        """One sentence that says why it is the engine."""
+        """Return the reason, in one sentence, for this engine."""
         return self._why
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
@@ -72,7 +72,7 @@ class TapeEngine:
     def differentiate_noting(
         self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]
     ) -> tuple[StepOutput, dict[Tensor, Tensor]]:
-        """``differentiate``, and a copy of each gradient as it was handed over."""
+        """``differentiate``, and a copy of each gradient as it was passed on."""
         assert self._attached is not None
         parameters, ready = self._attached
         noted: dict[Tensor, Tensor] = {}

@@ -1,6 +1,6 @@
-"""A trial: one batch run on the tape, then once more as a graph, whose bits and time are compared.
+"""A trial: one batch run on the tape, then again as a graph, comparing results bitwise and time.
 
-The tape's run is the step that counts. The graph's leaves no trace: state is put back before it and after it, random
+The tape's run is the step that counts. The graph's leaves no trace: state is restored before it and after it, random
 numbers are drawn again, boundaries answer with what they answered the tape, and Python's part of the step is not
 repeated, for the program is run behind Dynamo's guards and without what Dynamo does afterwards.
 """
@@ -27,11 +27,11 @@ _LONG = 0.05
 
 
 class Differs(Exception):
-    """The graph's bits are not the tape's; says where."""
+    """The graph is not bitwise equal to the tape; says where."""
 
 
 class Snapshot:
-    """All that a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers.
+    """Everything that a step may change: tensors, the optimizers' Python state, and torch's random state.
 
     Args:
         model: its parameters, buffers and gradients.
@@ -83,10 +83,10 @@ class Snapshot:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def differing(self) -> str | None:
-        """Return the first thing that is not as in the snapshot, to the bit, in words."""
+        """Return a description of the first bitwise difference from the snapshot."""
         for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
             if bits_differ(memory, copy):
-                return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
+                return f"a tensor of shape {tuple(tensor.shape)} that the step changes has a different value"
         copies = {t: copy.expand(t.shape) for t, copy in zip(self._tensors, self._copies, strict=True)}
         return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
 
@@ -106,7 +106,7 @@ class Snapshot:
 
 
 def bits_differ(one: Any, other: Any) -> bool:
-    """Return True if two results are not the same bits; NaN is NaN."""
+    """Return True if two results are not bitwise equal; NaN equals NaN."""
     if isinstance(one, Tensor) != isinstance(other, Tensor):
         return True
     if not isinstance(one, Tensor):
@@ -120,13 +120,13 @@ def bits_differ(one: Any, other: Any) -> bool:
         return not torch.equal(one, other)
     if one.is_complex():
         one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-    # Zeros of either sign are equal, and 1 / x tells them apart a step later.
+    # Zeros of either sign compare equal, but 1 / x differs a step later.
     same = torch.eq(one, other) & (torch.signbit(one) == torch.signbit(other))
     return not bool((same | (torch.isnan(one) & torch.isnan(other))).all())
 
 
 def check_results(results: Mapping[str, object], loss: Tensor, returned: Mapping[str, object]) -> None:
-    """Raise ``Differs`` if the loss, or what the step returned beside it, has other bits."""
+    """Raise ``Differs`` if the loss or another result of the step is not bitwise equal."""
     if bits_differ(results["loss"], loss):
         raise Differs("the loss")
     for name, value in returned.items():
@@ -141,7 +141,7 @@ def check_gradients(
     parameters: Mapping[str, Tensor],
     before: Mapping[Tensor, Tensor],
 ) -> None:
-    """Raise ``Differs`` if a gradient has other bits than the tape's, or only one of them has it.
+    """Raise ``Differs`` if a gradient is not bitwise the tape's, or only one of them has it.
 
     Args:
         found: the graph's dense ones, by name.
@@ -183,15 +183,15 @@ def repeat(
     rough: bool = False,
     most: int = _MOST_REPEATS,
 ) -> float:
-    """Run the graph on the batch that the tape has run; returns the seconds of its quickest run.
+    """Run the graph on the batch that the tape has run; returns the seconds of its fastest run.
 
     Args:
-        before: what the step found.
-        after: what the tape left.
+        before: the state before the step.
+        after: the state after the tape's step.
         answers: of the boundaries.
         run: the graph's program.
         check: called with its results; raises ``Differs``.
-        rough: state need not be the same bits, for kernels of another compiler round otherwise.
+        rough: state need not be the same bits, for kernels of another compiler round differently.
         most: times to run it, where it is quick.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The worth of a graph: how much of a step is PyTorch's overhead rather than its kernels, and what capturing costs.
+"""Estimate of a graph's gain: the part of a step that is PyTorch's overhead, and the cost of capturing.
 
-A graph takes away what eager mode spends around kernels, a few microseconds an operation, forward, backward and update.
+A graph avoids eager mode's overhead around kernels, a few microseconds per operation, forward, backward and update.
 So the operations of one step are counted, the overhead of one is measured on this machine, and a step whose time is
 mostly kernels is left alone.
 """
@@ -38,7 +38,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let what the user has compiled run: TorchDynamo would leave its code uncompiled from then on."""
+        """Let the user's compiled code run: otherwise TorchDynamo would leave it uncompiled from then on."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,12 +77,12 @@ class Worth:
         self._overhead = counter.count * _overhead_of_one()
 
     def spent(self, seconds: float) -> None:
-        """Note that a run on the tape has taken so long."""
+        """Record the time of a run on the tape."""
         self._runs += 1
         self._spent += seconds
 
     def tried(self, seconds: float) -> None:
-        """Note that a trial has taken so long beside the step itself."""
+        """Record the time of a trial in addition to the step itself."""
         self._tried += seconds
         self._cost = seconds
 
@@ -100,12 +100,12 @@ class Worth:
         step = statistics.median(seconds)
         if self._overhead < _LEAST_GAIN * step:
             return (
-                f"a step of {step * 1e3:.1f} ms spends about {self._overhead * 1e3:.1f} ms outside of its kernels, too "
-                "little for a graph to gain"
+                f"a step of {step * 1e3:.1f} ms spends about {self._overhead * 1e3:.1f} ms outside its kernels, too "
+                "little for a graph to be faster"
             )
         return (
-            "a graph would pay, and is captured once the run has lasted long enough that the capture takes a tenth of "
-            "it at most"
+            "a graph would be faster; it is captured once the run is so long that the capture takes at most a tenth of "
+            "it"
         )
 
 

@@ -1,17 +1,17 @@
-"""``BoundLoader``: an executor's way to a step's batches, fetched ahead, and exactly where they were after a restart.
+"""``BoundLoader``: an executor's way to a step's batches, prefetched, and exactly where they were after a restart.
 
 While a step runs, a thread fetches the next batch. It must not be seen in the numbers, so three things are made sure of
 by fetching the first two batches of an epoch in the calling thread and looking what happens:
 
-- Nothing may draw from the process's random number generators beside the training step, since the order of draws
-  would then depend on timing. The first fetch may draw (samplers take their seed then), the second may not.
-- Nothing may change a batch that was handed out: some loaders fill the same memory again and again.
+- Nothing may draw from the process's random number generators while the training step runs, since the order of draws
+  would depend on timing. The first fetch may draw (samplers draw their seed then), the second may not.
+- Nothing may change a batch that was returned: some loaders fill the same memory again and again.
 - ``iter(loader)`` is called in the calling thread always: it draws, and may fork workers.
 
 A loader that fails the first two is fetched in the calling thread for good, and the log says how to cure it. So is one
 whose fetches are over before a thread could hand the batch over, silently and until they take longer.
 
-The position that is saved is that of the batches handed out; what was fetched ahead does not count.
+The position that is saved is that of the batches returned; what was prefetched does not count.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BoundLoader:
         self._rank = rank
         self._world_size = world_size
         self._position = position_of(loader, world_size)
-        # What is in a list is fetched already.
+        # The batches of a list need no fetching.
         self._in_memory = isinstance(loader, list | tuple)
         self._prefetch = prefetch and not self._in_memory
         self._usual_seconds = 0.0
@@ -116,7 +116,7 @@ class BoundLoader:
 
         Raises:
             ValueError: the loader is an iterator and has been read, or this is closed.
-            Exception: what the loader raises, as it raised it.
+            Exception: raised by the loader, unchanged.
         """
         if self._closed:
             raise ValueError("the loader is closed")
@@ -163,7 +163,7 @@ class BoundLoader:
         the end of an epoch.
 
         Raises:
-            Exception: what the loader raises.
+            Exception: raised by the loader.
         """
         if self._closed or self._ended:
             return None
@@ -212,14 +212,15 @@ class BoundLoader:
             return None
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the thread and let go of the loader's iterator; the log says so if it takes longer than ``timeout``."""
+        """End the thread and release the loader's iterator; log it if this takes longer than ``timeout``."""
         self._closed = True
         pending, self._pending = self._pending, None
         if self._thread is not None:
             idle = pending is None or bool(wait([pending], timeout).done)
             if not idle:
                 _log.warning(
-                    "the loader %s has been fetching a batch for over %.0f s; its thread is left to end with it",
+                    "the loader %s has been fetching a batch for over %.0f s; its thread is left running until it "
+                    "returns",
                     type(self._loader).__name__,
                     timeout,
                 )
@@ -230,9 +231,9 @@ class BoundLoader:
     def _end(self) -> None:
         if self._taken == 0 and self._epoch > 0 and self._iterator is self._loader:
             raise ValueError(
-                f"the loader is an iterator ({type(self._loader).__name__}) and has been read to its end: it has one "
+                f"the loader is an iterator ({type(self._loader).__name__}) and is exhausted: it has one "
                 "epoch. Pass something that can be iterated again: a list, a DataLoader, a class whose __iter__ starts "
-                "afresh"
+                "over"
             )
         self._ended = True
         self._iterator = None
@@ -240,7 +241,7 @@ class BoundLoader:
 
     def _abandon(self) -> None:
         if self._pending is not None:
-            with contextlib.suppress(Exception):  # of a batch that nobody will see
+            with contextlib.suppress(Exception):  # of a discarded batch
                 self._received()
         self._reset()
 
@@ -269,33 +270,31 @@ class BoundLoader:
         batch = self._fetch(self._iterator)
         if not same_random_state(random_before, random_state()):
             self._never_ahead(
-                "draws from the process's random number generators as it fetches: beside the training step that would "
-                "make runs differ. Give its sampler and dataset generators of their own (generator=torch.Generator(), "
-                "numpy.random.default_rng(seed)) or use DataLoader workers"
+                "draws from the process's random number generators while fetching, which alongside the training step "
+                "would make runs differ. Give its sampler and dataset their own generators "
+                "(generator=torch.Generator(), numpy.random.default_rng(seed)) or use DataLoader workers"
             )
         elif not all(map(_same, _contents(self._last), contents_before)):
             self._never_ahead(
-                "fills the memory of the batch before as it fetches: the training step may be at work on it. Let it "
-                "yield memory of its own for each batch"
+                "reuses the memory of the previous batch while fetching, which the training step may still be using. "
+                "Let it allocate new memory for each batch"
             )
         self._last = None
         return batch
 
     def _never_ahead(self, why: str) -> None:
         self._prefetch = False
-        _log.warning(
-            "the batches of the loader %s are not fetched ahead, since it %s", type(self._loader).__name__, why
-        )
+        _log.warning("the batches of the loader %s are not prefetched, since it %s", type(self._loader).__name__, why)
 
     def _fetch_ahead(self, iterator: Iterator[Structure]) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="anabranch-loader")
-        # Taken here, where nothing else runs on the loader, and valid until this batch is handed out.
+        # Taken here, where nothing else runs on the loader, and valid until this batch is returned.
         self._snapshot = self._position.snapshot()
         self._pending = self._thread.submit(_as_here(lambda: self._fetch(iterator)))
 
     def _received(self) -> Structure:
-        """Return the batch that was fetched ahead. As long as it takes: what we wait for is the caller's own code."""
+        """Return the prefetched batch. Without a deadline, because the caller's own code is awaited."""
         pending, self._pending = self._arrived(), None
         return pending.result(timeout=0)
 
@@ -324,17 +323,18 @@ class BoundLoader:
         }
 
     def check(self, states: Sequence[object]) -> State:
-        """Return the position to go on from where the workers were whose ``state()`` these are; changes nothing.
+        """Return the position to continue from where the workers were whose ``state()`` these are; changes nothing.
 
         Raises:
-            CheckpointError: the loader is of another kind or order, or cannot go on with another number of workers.
+            CheckpointError: the loader is of another kind or order, or cannot continue with another number of workers.
         """
         saved = [cast("dict[str, object]", state) for state in states]
         kinds = {state["kind"] for state in saved}
         if kinds != {self._position.kind}:
             raise CheckpointError(
-                f"the checkpoint's loader keeps its position as {sorted(map(str, kinds))}, this one "
-                f"({type(self._loader).__name__}) as {self._position.kind!r}; load with a loader as it was saved"
+                f"the checkpoint's loader stores its position as {sorted(map(str, kinds))}, but this one "
+                f"({type(self._loader).__name__}) as {self._position.kind!r}; load with the kind of loader that was "
+                "saved"
             )
         if len({state["epoch"] for state in saved}) > 1:
             raise CheckpointError("the checkpoint's workers were in different epochs of the loader")

@@ -53,7 +53,7 @@ class LoaderPosition(Protocol):
         """Return the position after ``batches`` of this epoch, when ``snapshot`` was taken."""
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
-        """Return the state to go on from on this rank, chosen from those of all ranks of the job that saved.
+        """Return the state to continue from on this rank, chosen from those of all ranks of the job that saved.
 
         ``between``: all of them were between two epochs, where no samples are shared out.
 
@@ -62,7 +62,7 @@ class LoaderPosition(Protocol):
         """
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Start the epoch that was under way, where it was."""
+        """Start the epoch that was in progress, where it was."""
 
     def ready(self, state: State) -> None:
         """Put the loader between two epochs, where it was."""
@@ -105,7 +105,7 @@ class StatefulPosition:
         """Nothing: it is the loader's own business."""
 
     def snapshot(self) -> State:
-        """Return a copy of the loader's state: what it returned may be what it goes on working with."""
+        """Return a copy of the loader's state, which the loader may continue to change."""
         # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
         return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
 
@@ -117,7 +117,7 @@ class StatefulPosition:
         """Return this rank's own position; there must be as many as there are workers, once an epoch has begun."""
         if between and all(state["state"] is None for state in states):
             return states[0]
-        return _own(states, rank, self._world_size, self._loader, "keeps its own position")
+        return _own(states, rank, self._world_size, self._loader, "stores its own position")
 
     def resume(self, state: State) -> Iterator[Structure]:
         """Iterate from the position on."""
@@ -163,11 +163,11 @@ class CountedPosition:
         """Return this rank's own; there must be as many as there are workers, within an epoch."""
         if between:
             return states[rank % len(states)]
-        why = "has no samples that could be shared out anew (a DataLoader over a map-style dataset has)"
+        why = "has no samples that could be redistributed (a DataLoader over a map-style dataset has)"
         return _own(states, rank, self._world_size, self._loader, why)
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Draws the batches that were handed out."""
+        """Draws the batches that were returned."""
         self.ready(state)
         iterator = iter(self._loader)
         batches = self._skipped
@@ -175,7 +175,7 @@ class CountedPosition:
         if drawn < batches:
             raise CheckpointError(
                 f"the loader {_name(self._loader)} was at batch {batches} of its epoch when saved and yields {drawn} "
-                "now; load with the data it had"
+                "now; load with the same data"
             )
         return iterator
 
@@ -217,7 +217,7 @@ class MapPosition:
         return {"generators": self._generator_states()}
 
     def state(self, batches: int, snapshot: State) -> State:
-        """Return the number of samples, and what the order depends on."""
+        """Return the number of samples, and the state that determines their order."""
         return {
             "sampler": _type_name(self._sampler),
             "dataset": _length(self._loader.dataset),
@@ -239,19 +239,21 @@ class MapPosition:
         for key, what in (("sampler", "sampler"), ("dataset", "number of samples in the dataset")):
             if own[key] != here[key]:
                 raise CheckpointError(
-                    f"the checkpoint's loader has {own[key]} as its {what}, this one {here[key]}: the position cannot "
-                    "be carried over; load with the loader that was saved"
+                    f"the checkpoint's loader has {own[key]} as its {what}, but this one has {here[key]}: the position "
+                    "cannot be carried over; load with the loader that was saved"
                 )
         if not self._loader.in_order:
-            raise CheckpointError("a DataLoader with in_order=False has no position to go on from; use in_order=True")
+            raise CheckpointError("a DataLoader with in_order=False has no position to resume from; use in_order=True")
         if len(states) == self._world_size and own["shards"] == self._shards:
             if own["unit"] != here["unit"]:
-                raise CheckpointError(f"the checkpoint's loader counts {own['unit']}, this one {here['unit']}")
+                raise CheckpointError(
+                    f"the checkpoint's loader counts {own['unit']}, but this one counts {here['unit']}"
+                )
             return own
         return self._share(states, own)
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Goes on behind the samples that were handed out, without loading them."""
+        """Goes on behind the samples that were returned, without loading them."""
         self.ready(state)
         self._at_start = state["generators_at_start"]
         self._restore_generators(self._at_start)
@@ -280,17 +282,17 @@ class MapPosition:
         units = {self._unit()[0], own["unit"]}
         if self._shards != self._world_size or own["shards"] != len(states) or units != {"samples"}:
             raise CheckpointError(
-                f"the checkpoint's loader was read by {len(states)} workers, and here are {self._world_size}: only a "
-                "DataLoader with a strided sampler, such as DistributedSampler, and without a batch sampler of its own "
-                "can be shared out anew; load with as many workers, or save between epochs"
+                f"the checkpoint's loader was read by {len(states)} workers, and this job has {self._world_size}: only "
+                "a DataLoader with a strided sampler, such as DistributedSampler, and without its own batch sampler "
+                "can be redistributed; load with as many workers, or save between epochs"
             )
         # A last batch may have been short.
         consumed = [min(cast(int, state["consumed"]), cast(int, state["share"])) for state in states]
         total = sum(consumed)
         if consumed != [_share_of(total, rank, len(states)) for rank in range(len(states))]:
             raise CheckpointError(
-                f"the {len(states)} workers of the checkpoint had read {consumed} samples of this epoch: not the first "
-                "ones of the global order, one for each in turn; load with as many workers, or save between epochs"
+                f"the {len(states)} workers of the checkpoint had read {consumed} samples of this epoch, which are not "
+                "the first ones of the global order in round-robin; load with as many workers, or save between epochs"
             )
         return {**own, "consumed": _share_of(total, cast(int, self._shard), self._shards)}
 
@@ -322,7 +324,7 @@ class _Rest:
         self._skipped = False
 
     def skip(self) -> None:
-        """Pass over what has been read, unless that is done."""
+        """Skip the batches that have been read, unless already done."""
         if self._skipped:
             return
         self._skipped = True
@@ -365,7 +367,7 @@ def _with_sampler(loader: DataLoader[Structure], rest: _Rest) -> DataLoader[Stru
 
 
 class _Epochs:
-    """The samplers that want to be told the epoch, as ``DistributedSampler`` does."""
+    """The samplers with ``set_epoch``, such as ``DistributedSampler``."""
 
     def __init__(self, samplers: Sequence[object]) -> None:
         self._samplers = [sampler for sampler in samplers if callable(getattr(sampler, "set_epoch", None))]
@@ -405,7 +407,7 @@ def _generators(loader: object, samplers: Sequence[object]) -> dict[str, torch.G
 def _own(states: Sequence[State], rank: int, world_size: int, loader: object, why: str) -> State:
     if len(states) != world_size:
         raise CheckpointError(
-            f"the checkpoint has positions of the loader {_name(loader)} for {len(states)} workers, and here are "
+            f"the checkpoint has positions of the loader {_name(loader)} for {len(states)} workers, and this job has "
             f"{world_size}: it {why}; load with {len(states)} workers"
         )
     return states[rank]

@@ -1,4 +1,4 @@
-"""The rows that the next batch will look up, known before its step begins, so that they can be fetched meanwhile.
+"""The rows that the next batch will look up, known before its step begins, so that they can be prefetched.
 
 A step makes ids of its batch by a few operations: it takes a column, adds an offset, wraps it around. The first run is
 watched: from the ids that reached a table back to the batch's tensors, the operations in between are a recipe, which is
@@ -87,7 +87,7 @@ class _Watch(TorchFunctionMode):
 
 
 class UpcomingIds:
-    """Learns how one step makes ids of its batches, and tells those of another batch.
+    """Learns how a step derives ids from its batches, and computes those of another batch.
 
     >>> from anabranch.parameter_server import RemoteEmbedding
     >>> users = RemoteEmbedding("users", 100, 2, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.1))
@@ -111,7 +111,7 @@ class UpcomingIds:
 
     @contextmanager
     def watching(self, batch: Structure) -> Iterator[Structure]:
-        """Learns from what the block does with ``batch``."""
+        """Learn from the block's use of ``batch``."""
         self._attempts += 1
         watch, looked_up, here = _Watch(), list[tuple[str, Tensor]](), get_ident()
 
@@ -161,7 +161,7 @@ class UpcomingIds:
                     for table, recipes in self._recipes.items()
                     if recipes
                 }
-        except (RuntimeError, LookupError, TypeError, ValueError):  # a batch of another shape: learn anew
+        except (RuntimeError, LookupError, TypeError, ValueError):  # a batch of another shape: learn again
             self._recipes = None
             return {}
 

@@ -1,4 +1,4 @@
-"""``Executor.on``: functions of the user's that are called when something has happened, and the records they get."""
+"""``Executor.on``: the user's callbacks for events, and the records they get."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepRecord:
         name: the ``TrainStep``'s.
         rows: rows of this worker's batch.
         seconds: of the run that ended with the step.
-        learning_rates: those that the step was taken with, one a parameter group, in the optimizers' order.
+        learning_rates: those that the step was taken with, one per parameter group, in the optimizers' order.
         values: what ``run`` returns: ``"loss"`` and what was fetched, as tensors, on their device.
     """
 
@@ -45,12 +45,12 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class SaveRecord:
-    """A checkpoint that was written, whole.
+    """A checkpoint that was completely written.
 
     Attributes:
         step: optimizer steps taken so far.
         path: the directory.
-        seconds: that saving took; in the background, until it was found to be written.
+        seconds: the time of saving; in the background, until it was known to be written.
     """
 
     step: int
@@ -65,7 +65,7 @@ class PeerLostRecord:
     Attributes:
         step: optimizer steps taken so far.
         peer: a rank or an endpoint, as the error names it.
-        operation: what was under way.
+        operation: the operation in progress.
         message: the error's text.
     """
 
@@ -77,14 +77,14 @@ class PeerLostRecord:
 
 @dataclass(frozen=True, slots=True)
 class RestartRecord:
-    """The job goes on after a restart: of the whole job, from a checkpoint, or of a server that came back with less.
+    """The job continues after a restart: of the whole job, from a checkpoint, or of a server that lost changes.
 
     Attributes:
         step: optimizer steps taken so far: those of the checkpoint.
-        attempt: how often the job was started again; 0 where a server was.
-        path: the checkpoint's directory; ``None`` where a server was started again.
-        peer: the server; ``None`` where the job was started again. ``RolledBack`` is raised next.
-        lost: pushes of this worker that the server no longer has; ``None`` where that is not known any more.
+        attempt: how often the job was restarted; 0 where a server was.
+        path: the checkpoint's directory; ``None`` where a server was restarted.
+        peer: the server; ``None`` where the job was restarted. ``RolledBack`` is raised next.
+        lost: pushes of this worker that the server has lost; ``None`` if the number is unknown.
     """
 
     step: int
@@ -100,7 +100,7 @@ _EVENTS = ("step", "save", "peer_lost", "restart")
 
 
 class Subscription:
-    """One function that ``Executor.on`` was given; a context manager that takes it off at its end.
+    """One callback given to ``Executor.on``; a context manager that removes it on exit.
 
     >>> called = []
     >>> callbacks = Callbacks()
@@ -116,7 +116,7 @@ class Subscription:
         self.function = function
 
     def remove(self) -> None:
-        """Take the function off: it is not called any more. Does nothing a second time."""
+        """Remove the callback. Does nothing the second time."""
         if self in self._listed:
             self._listed.remove(self)
 
@@ -143,19 +143,19 @@ class Callbacks:
             TypeError: ``fn`` cannot be called.
         """
         if event not in self._listed:
-            raise ValueError(f"an Executor knows the events {', '.join(map(repr, _EVENTS))}, got {event!r}")
+            raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
         if not callable(fn):
-            raise TypeError(f"what is called at {event!r} is a function of one record, got {fn!r}")
+            raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
         subscription = Subscription(self._listed[event], fn)
         self._listed[event].append(subscription)
         return subscription
 
     def has(self, event: str) -> bool:
-        """Tell whether anything is called at ``event``."""
+        """Return True if there is a callback for ``event``."""
         return bool(self._listed[event])
 
     def call(self, event: str, record: Record) -> None:
-        """Call the functions in the order in which they were given; the first error goes to the caller."""
+        """Call the callbacks in registration order; the first error is raised to the caller."""
         for subscription in tuple(self._listed[event]):
             try:
                 subscription.function(record)

@@ -1,7 +1,7 @@
-"""``RunFacts``: what a worker leaves of its run for ``anabranch status`` and the screen of ``anabranch run``.
+"""``RunFacts``: a worker's facts about its run, for ``anabranch status`` and the screen of ``anabranch run``.
 
-Once a second, on the training thread: counts that the executor keeps anyway, and their rates. Rank 0 leaves the loss,
-too, read as for any other sink, a few times a second at most.
+Once a second, on the training thread: counts that the executor keeps anyway, and their rates. Rank 0 also writes the
+loss, read as for any other sink, at most a few times a second.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Curve:
 
 
 class RunFacts:
-    """Keeps a worker's facts: a sink of its losses, told of its steps.
+    """Writes a worker's facts: a sink of its losses and a counter of its steps.
 
     Args:
         file: where they go.
@@ -86,7 +86,7 @@ class RunFacts:
         file.changed()
 
     def counted(self, step: int) -> None:
-        """Leave the number of steps, and once a second all the rest."""
+        """Write the number of steps, and once a second everything else."""
         if self._steps is not None:
             self._steps[:] = step.to_bytes(_STEPS_BYTES, "little")
         now = self._clock()
@@ -110,7 +110,7 @@ class RunFacts:
         self._file.changed()
 
     def _add_pace(self, steps_per_second: float, seconds: float) -> list[float]:
-        """Return the curve of steps a second with these; a look that came late counts for all the time it is about."""
+        """Add these steps to the curve of steps per second; a late sample covers all of its time."""
         for _ in range(min(_POINTS, max(1, round(seconds / _EVERY)))):
             self._pace.add(steps_per_second)
         return self._pace.points()
@@ -128,13 +128,13 @@ class RunFacts:
             self._curve.add(found[0])
 
     def event(self, name: str, facts: dict[str, object]) -> None:
-        """Take the place of a checkpoint."""
+        """Record the path of a checkpoint."""
         if name == "save":
             self._saved = os.path.abspath(str(facts["path"]))
             self._file.changed()
 
     def close(self) -> None:
-        """Leave the last facts."""
+        """Write the last facts."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None
@@ -146,7 +146,7 @@ def _steps_file() -> mmap.mmap | None:
     stem = os.environ.get(STATUS_VARIABLE)
     if stem is None:
         return None
-    with suppress(OSError), open(f"{stem}.steps", "wb+") as file:  # the folder may be gone: nobody will look there
+    with suppress(OSError), open(f"{stem}.steps", "wb+") as file:  # the folder may be gone: nothing reads it then
         file.write(bytes(_STEPS_BYTES))
         file.flush()
         return mmap.mmap(file.fileno(), _STEPS_BYTES)

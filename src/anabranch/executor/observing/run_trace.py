@@ -1,4 +1,4 @@
-"""``RunTrace``: what the workers do during some optimizer steps, as one file for Perfetto.
+"""``RunTrace``: a trace of the workers during some optimizer steps, as one file for Perfetto.
 
 Each worker keeps its own spans in memory; after the last step rank 0 gathers them. Where workers are on several
 machines their clocks are compared over the same connections, before and after.
@@ -52,7 +52,7 @@ class RunTrace:
         everyone: the workers; ``None`` alone.
 
     Raises:
-        ValueError, TypeError: a number of steps below 1, a path that cannot be written, workers that ask for different
+        ValueError, TypeError: a number of steps below 1, a path that cannot be written, workers that request different
             numbers; raised on all workers.
         RuntimeError: a profiler of PyTorch's runs already.
     """
@@ -91,7 +91,9 @@ class RunTrace:
         if not refused and others:
             error = f"trace was refused on rank {others[0][0]}: {others[0][1]}"
         elif not others and len({asked for asked, _, _ in found}) > 1:
-            error = f"every worker traces as many steps as the others; they ask for {[asked for asked, _, _ in found]}"
+            error = (
+                f"all workers must trace the same number of steps; they requested {[asked for asked, _, _ in found]}"
+            )
         if error is not None:
             self._end_profile()
             raise ValueError(error)
@@ -108,19 +110,19 @@ class RunTrace:
             self._clock.append((before, time.monotonic_ns()))
 
     def over(self, step: int) -> bool:
-        """Return True once so many steps are taken; asked after each."""
+        """Return True once all steps have been recorded; called after each."""
         self._spans += self._recorder.take()
         return self._steps is not None and step - self._first >= self._steps
 
     def finish(self, step: int) -> None:
-        """Gather what all workers recorded and write it; every worker calls it, after the same step or at its end."""
+        """Gather the spans of all workers and write them; every worker calls it, after the same step or at its end."""
         part = self._part()
         everyone = self._everyone
         parts = [part] if everyone is None else everyone.gather_bytes(part, operation="trace")
         self._write(parts, step, complete=self._steps is None or self.over(step))
 
     def give_up(self, step: int) -> None:
-        """Write what this worker recorded, if it is rank 0: the others may be gone."""
+        """Write this worker's spans if it is rank 0: the others may be lost."""
         part = self._part(alone=True)
         if self._everyone is None or self._everyone.rank == 0:
             self._write([part], step, complete=False)

@@ -1,12 +1,12 @@
-"""``Sink``: where the numbers of a training run go; and ``SinkFeed``, which hands them over without slowing the run.
+"""``Sink``: a receiver of the metrics of a training run; and ``SinkFeed``, which feeds it without slowing the run.
 
 ::
 
     run: step, {name: tensor}  ──> kept as they are, on their device ──> once a second: read together ──> every sink
 
-Nothing is read from a device between: a step costs an append, and of steps that follow each other in less than
-``_SPACING`` some are left out. Sinks are ordinary code on the training thread, so the feed measures what they cost, and
-leaves out more, evenly, where that is above ``_SHARE`` of the run.
+Nothing is read from a device in between: a step costs an append, and steps closer together than ``_SPACING`` are
+sampled. Sinks are ordinary code on the training thread, so the feed measures their cost, and samples more sparsely if
+it exceeds ``_SHARE`` of the run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Sink", "SinkFeed", "check_sinks"]
 
 _EVERY = 1.0  # seconds between two readings
 _SHARE = 0.003  # of the run's time, for reading and sinks together
-_HEAD_START = 0.05  # seconds that they may take beyond it, so that a short run is told whole
+_HEAD_START = 0.05  # seconds that they may take beyond it, so that a short run is reported completely
 _SPACING = 0.002  # seconds between two steps that are kept, since keeping one takes some microseconds
 _KEPT_ANYWAY = 200  # steps, for the same reason
-_TRIALS = 5  # steps handed over one by one at first, to learn what one costs; the first opens files
+_TRIALS = 5  # steps passed on one by one at first, to learn what one costs; the first opens files
 
 _Step: TypeAlias = "tuple[int, dict[str, Tensor | float]]"
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """A receiver of a run's numbers, given to ``Executor(sinks=[...])``.
+    """A receiver of a run's metrics, given to ``Executor(sinks=[...])``.
 
     >>> class Printed:
     ...     def scalars(self, step, values):
@@ -46,27 +46,26 @@ class Sink(Protocol):
     >>> isinstance(Printed(), Sink)
     True
 
-    All methods are called on the thread that trains. Rank 0's alone are, and ``close`` everywhere, unless the sink has
-    an attribute ``every_rank`` that is true. A sink that raises is dropped with one ``RuntimeWarning``; the training
-    goes on.
+    All methods are called on the training thread, and only on rank 0 (``close`` on all ranks), unless the sink has a
+    true attribute ``every_rank``. A sink that raises is removed with one ``RuntimeWarning``; training continues.
     """
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of an optimizer step, up to a second after it; steps come in order.
+        """Receive the metrics of an optimizer step, up to a second after it; steps come in order.
 
         Args:
             step: the number of optimizer steps taken, from 1.
-            values: ``loss``, what the step's function returned of single numbers, ``learning_rate`` (of several
-                parameter groups ``learning_rate/0``, ...), ``grad_norm`` where the run took it, and now and then
-                ``steps_per_second`` and ``rows_per_second``. With several ``TrainStep``s their names stand before:
+            values: ``loss``, single numbers returned by the step's function, ``learning_rate`` (with several parameter
+                groups ``learning_rate/0``, ...), ``grad_norm`` if the run computed it, and at times
+                ``steps_per_second`` and ``rows_per_second``. With several ``TrainStep``s their names are a prefix:
                 ``generator/loss``.
         """
 
     def event(self, name: str, facts: dict[str, object]) -> None:
-        """Take an event, ``"save"``, ``"peer_lost"`` or ``"restart"``, and the fields of its record as plain values."""
+        """Receive ``"save"``, ``"peer_lost"`` or ``"restart"``, with the fields of its record as plain values."""
 
     def close(self) -> None:
-        """End: everything has been handed over. Called once, when the executor is closed."""
+        """Close the sink after all events. Called once, when the executor is closed."""
 
 
 def check_sinks(sinks: object) -> tuple[Sink, ...]:
@@ -85,16 +84,16 @@ def check_sinks(sinks: object) -> tuple[Sink, ...]:
 
 
 class SinkFeed:
-    """Hands steps and events to sinks.
+    """Feeds steps and events to sinks.
 
     Args:
         sinks: all that were given.
-        rank: this worker's; those sinks that write on it are fed.
+        rank: this worker's; only sinks that write on it are fed.
         clock: seconds.
-        spacing: seconds between two steps that are kept; by default every step is, unless they are very quick.
+        spacing: seconds between two recorded steps; by default every step is recorded, unless they are very fast.
 
     Attributes:
-        idle: whether there is nobody to hand anything to.
+        idle: whether there is no sink to feed.
     """
 
     def __init__(
@@ -117,15 +116,15 @@ class SinkFeed:
         self._rows = 0.0
         self._kept = 0
         self._last_kept = self._started
-        self._rated: int | None = None  # the step up to which rates have been told
+        self._rated: int | None = None  # the step up to which rates have been reported
 
     @property
     def due(self) -> bool:
-        """True if the next step is to be handed to ``step``."""
+        """True if the next step should be passed to ``step``."""
         return not self.idle and (self._kept < self._kept_anyway or self._clock() - self._last_kept >= self._spacing)
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
-        """Take the numbers of an optimizer step, of which tensors stay where they are for now."""
+        """Record the metrics of an optimizer step; tensors stay on their devices for now."""
         self._pending.append((step, values))
         self._rows += rows
         self._kept += 1
@@ -136,12 +135,12 @@ class SinkFeed:
             self.flush()
 
     def event(self, name: str, facts: Mapping[str, object]) -> None:
-        """Hand over an event, after the steps before it."""
+        """Pass on an event, after the steps before it."""
         self.flush()
         self._tell(lambda sink: sink.event(name, dict(facts)))
 
     def flush(self) -> None:
-        """Hand over what has come."""
+        """Pass on everything recorded."""
         began = self._clock()
         pending, rows, seconds = self._pending, self._rows, began - self._last
         self._pending, self._rows, self._last = [], 0.0, began
@@ -159,7 +158,7 @@ class SinkFeed:
             self._per_step = self._hand_over(chosen) / len(chosen)
 
     def _hand_over(self, steps: list[_Step]) -> float:
-        """Read the steps, and tell all sinks; returns the seconds that it took."""
+        """Read the steps and pass them to all sinks; return the seconds that it took."""
         began = self._clock()
         for (step, _), values in zip(steps, _read([values for _, values in steps]), strict=True):
             self._tell(lambda sink, step=step, values=values: sink.scalars(step, dict(values)))  # type: ignore[misc]
@@ -168,7 +167,7 @@ class SinkFeed:
         return spent
 
     def _affordable(self, pending: list[_Step], now: float, each: float) -> list[_Step]:
-        """Return as many of the steps as the sinks may take now, evenly spread, the last always."""
+        """Return an even sample of the steps that fits the sinks' time budget; the last is always included."""
         budget = _HEAD_START + _SHARE * (now - self._started) - self._spent
         if len(pending) * each <= budget or not pending:
             return pending
@@ -188,10 +187,10 @@ class SinkFeed:
         self.idle = not self._fed
         with suppress(Exception):
             sink.close()
-        _warn(sink, error, "it gets nothing more, and the training goes on without it")
+        _warn(sink, error, "it receives nothing more, and training continues without it")
 
     def close(self) -> None:
-        """Hand over the rest, and close every sink, those of other ranks too."""
+        """Flush and close every sink, including those of other ranks."""
         try:
             self.flush()
         finally:
@@ -200,7 +199,7 @@ class SinkFeed:
                 try:
                     sink.close()
                 except Exception as error:  # noqa: BLE001 - as above
-                    _warn(sink, error, "it may not have kept everything")
+                    _warn(sink, error, "it may have lost some records")
 
 
 def _warn(sink: Sink, error: Exception, consequence: str) -> None:

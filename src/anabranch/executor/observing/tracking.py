@@ -1,8 +1,8 @@
-"""``Executor.track``: how far a loop is, on one line of the terminal, or a line every few seconds where there is none.
+"""``Executor.track``: the progress of a loop, on one line of the terminal, or without one a line every few seconds.
 
-Rank 0 writes to its stderr, which ``anabranch run`` shows. On a terminal the line is drawn again in its place, and what
-the script prints meanwhile goes above it. Where ``anabranch run`` draws a screen of its own the line is part of that,
-and nothing is written here.
+Rank 0 writes to its stderr, which ``anabranch run`` shows. On a terminal the line is redrawn in place, and output of
+the script goes above it. Where ``anabranch run`` draws its own screen the line is part of that, and nothing is written
+here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Text(Protocol):
 
 @dataclass(slots=True)
 class _Loop:
-    """One loop under way."""
+    """One loop in progress."""
 
     label: str | None
     total: int | None
@@ -96,7 +96,7 @@ class Progress:
         self._next_left = float("inf")
 
     def leave_in(self, file: StatusFile, otherwise: Callable[[], list[dict[str, object]]]) -> None:
-        """Have ``file`` tell how far the loops are, or what ``otherwise`` returns where none is tracked."""
+        """Write the progress of the loops to ``file``, or the result of ``otherwise`` if none is tracked."""
         self._file = file
         self._next_left = 0.0
         file.put(progress=lambda: self._facts() or otherwise())
@@ -115,7 +115,7 @@ class Progress:
     def track(self, over: Iterable[_T], label: str | None = None) -> Iterator[_T]: ...
 
     def track(self, over: int | Iterable[_T], label: str | None = None) -> Iterator[int] | Iterator[_T]:
-        """Return an iterator over ``over`` that shows how far it is.
+        """Return an iterator over ``over`` that shows its progress.
 
         Raises:
             TypeError, ValueError: no number of at least 0, and nothing to iterate over; a label that is not a string.
@@ -125,7 +125,7 @@ class Progress:
         if isinstance(over, int) and over < 0:
             raise ValueError(f"track takes a number of rounds of at least 0, got {over}")
         if not isinstance(label, str | None):
-            raise TypeError(f"label is a text, got {label!r}")
+            raise TypeError(f"label is a string, got {label!r}")
         items = cast("Iterable[_T]", range(over)) if isinstance(over, int) else over
         return self._rounds(items, label) if self._shown else iter(items)
 
@@ -231,7 +231,7 @@ class Progress:
         self._replaced = {}
 
     def _make_room(self, text: str) -> None:
-        """Take the line away for ``text``, which the script prints next."""
+        """Remove the line before the script prints ``text``."""
         if self._drawn:
             self._drawn = False
             self._write(_CLEAR)
@@ -240,7 +240,7 @@ class Progress:
 
 
 class _Above:
-    """A stream of the script's while a line is drawn on its terminal: the line makes room for what is written."""
+    """A stream of the script while a line is drawn on its terminal: the line is moved below the output."""
 
     def __init__(self, stream: TextIO, make_room: Callable[[str], None]) -> None:
         self._of = stream

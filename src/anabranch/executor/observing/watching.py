@@ -1,4 +1,4 @@
-"""``Watching``: an executor's sinks and callbacks, told of each step, checkpoint, loss of a peer and restart."""
+"""``Watching``: reports each step, checkpoint, lost peer and restart to an executor's sinks and callbacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Watching:
 
     Args:
         sinks: get numbers and events, once ``begin`` has said on which rank this is.
-        prefixed: whether a step's name stands before its numbers: there are several.
+        prefixed: whether a step's name is a prefix of its metrics, because there are several steps.
 
     Attributes:
         callbacks: get records.
@@ -54,24 +54,24 @@ class Watching:
         self._facts_feed = SinkFeed((), rank=0)
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
-        """Tell sinks from now on, as those of this rank, and leave ``facts`` if a launcher wants them."""
+        """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
         self._feed = SinkFeed(self._sinks, rank)
         self._facts = facts
         if facts is not None:
             self._facts_feed = SinkFeed([facts], rank, spacing=_LOOKED_AT)
 
     def counted(self, step: int) -> None:
-        """Leave the number of steps where ``anabranch status`` finds it."""
+        """Write the number of steps for ``anabranch status``."""
         if self._facts is not None:
             self._facts.counted(step)
 
     @property
     def of_steps(self) -> bool:
-        """True if anybody looks at the next step."""
+        """True if the next step is reported to anything."""
         return self._feed.due or self._facts_feed.due or self.callbacks.has("step")
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
-        """Tell of an optimizer step, of which sinks get the ``numbers`` that are single."""
+        """Report an optimizer step; sinks get the ``numbers`` that have one element."""
         if self._facts_feed.due and "loss" in numbers:
             self._facts_feed.step(record.step, {"loss": cast(Tensor, numbers["loss"])}, record.rows)
         if not self._feed.idle:
@@ -84,17 +84,17 @@ class Watching:
         self.callbacks.call("step", record)
 
     def saved(self, record: SaveRecord) -> None:
-        """Tell of a checkpoint."""
+        """Report a checkpoint."""
         self._tell("save", record)
 
     def loaded(self, step: int, path: Place) -> None:
-        """Tell of a restart if this job is one that was started again, and now has its checkpoint."""
+        """Report a restart if this job was restarted and has now loaded its checkpoint."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         if attempt:
             self._tell("restart", RestartRecord(step, attempt, path))
 
     def failed(self, error: BaseException, step: int) -> None:
-        """Tell of the loss of a peer, or of a server that came back with less, if that is what ``error`` says."""
+        """Report a lost peer, or a server that lost changes, if ``error`` is one of these."""
         if isinstance(error, PeerLost):
             self._tell("peer_lost", PeerLostRecord(step, error.peer, error.operation, str(error)))
         elif isinstance(error, RolledBack):
@@ -110,7 +110,7 @@ class Watching:
         self.callbacks.call(event, record)
 
     def close(self) -> None:
-        """Hand over the rest to the sinks, and close them."""
+        """Flush and close the sinks."""
         with ExitStack() as stack:
             stack.callback(self._feed.close)
             stack.callback(self._facts_feed.close)

@@ -30,12 +30,14 @@ def check_auto(models: Iterable[nn.Module], consistency: str) -> None:
     """
     if not Consistency.parse(consistency).merges:
         raise ValueError(
-            f"comm_mode='auto' chooses among modes that train alike, and under consistency={consistency!r} those with "
-            "servers do not; name 'AllReduce', 'PS' or 'Hybrid'"
+            f"comm_mode='auto' chooses among modes that train identically, and under consistency={consistency!r} those "
+            "with servers do not; name 'AllReduce', 'PS' or 'Hybrid'"
         )
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, Pipe):
-            raise ValueError("comm_mode='auto' plans models that are whole on each worker, not a Pipe; name a mode")
+            raise ValueError(
+                "comm_mode='auto' plans only models that are whole on each worker, not a Pipe; name a mode"
+            )
         if isinstance(module, RemoteEmbedding):
             raise ValueError(
                 f"RemoteEmbedding {module.name!r} lives on servers under every comm_mode, so 'auto' has little to "
@@ -67,7 +69,7 @@ def agreed(plans: Mapping[CommMode, Plan], gather: Callable[[bytes], list[bytes]
 
 def tell(choice: ModeChoice, rank: int) -> None:
     """Log the choice, and print it on rank 0."""
-    line = f"comm_mode='auto' takes {choice.mode!r}: {choice.why}"
+    line = f"comm_mode='auto' chooses {choice.mode!r}: {choice.why}"
     _log.info("%s", line)
     if rank == 0:
         print(line, flush=True)

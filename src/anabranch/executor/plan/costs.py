@@ -10,7 +10,7 @@
     experts      forward as asked, and backward as twice that                   once a run
     pipeline     the busiest rank of a pipe waits for the others                once a run
 
-Nothing is assumed to go on at the same time: on a processor's cores it seldom does.
+No overlap is assumed: on a processor's cores there is seldom any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["RowsHeld", "StepFacts", "plan_of"]
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
 _SHORT_ID, _LONG_ID = 4, 8
-_ALONE_BYTES = 8 * HEADER_SIZE  # a header in a message of its own
+_ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
 # In copies of the same bytes: a gradient filled with zeros, put into a bucket, weighed and divided; a look for NaN.
 _FILL, _COPY, _SCALE, _LOOK = 0.5, 1.0, 1.0, 0.5
 _MAPPED = 32 << 20  # bytes above which C's allocator gives memory back at once, and takes new pages the next time
@@ -86,14 +86,14 @@ class RowsHeld:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts of a step that a plan needs beside its parameters.
+    """The facts about a step that a plan needs in addition to its parameters.
 
     Attributes:
         name: the step's.
         accumulate: runs a step.
         mean: gradients are weighed by rows.
         looks_for_nan: at every gradient.
-        skips_together: the workers agree on passing over a step.
+        skips_together: the workers agree on skipping a step.
         clips: by the norm of all gradients.
         compression: of rows on their way to servers.
         caches: rows are cached here.
@@ -164,9 +164,9 @@ def plan_of(
         rows += [_row_of_stage(stage, facts) for stage in look.stages]
         notes.append(f"pipeline: waits for other stages; the schedule alone idles ranks {look.idle:.0%} of the time")
     if mine is None:
-        notes.append("no batch was seen: the time to compute, and lookups in tables, are left out")
+        notes.append("without a batch, compute time and table lookups are not included")
     if facts.caches and any(held.place is Place.ROWS for held in holdings):
-        notes.append("rows in the cache do not cross again: the servers' figures are upper bounds")
+        notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
     return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
 
 
@@ -187,7 +187,7 @@ def _most(looks: Sequence[Look], held: RowsHeld) -> LookedUp:
     )  # fmt: skip
 
 
-# What is here: its gradients, their sum over the workers, and the optimizers.
+# On the workers: gradients, their sum over the workers, and the optimizers.
 
 
 def _workers_rows(
@@ -233,7 +233,7 @@ def _workers_rows(
 
 
 def _add_gradient(held: RowsHeld, facts: StepFacts, profile: Profile, most: LookedUp, total: _Sum) -> None:
-    """Add what a table's gradient costs beside the loss's, and the look for NaN in any gradient."""
+    """Add the extra cost of a table's gradient, and the check of any gradient for NaN."""
     row = held.width * held.dtype.itemsize
     if held.looked_up and held.sparse:
         total.add("tables", facts.accumulate * _SPARSE * most.ids * row * profile.copy)
@@ -258,7 +258,7 @@ def _add_updates(holdings: Sequence[RowsHeld], profile: Profile, looks: Sequence
         total.add("optimizers", update.per_parameter + elements * update.per_element)
 
 
-# What lives on servers.
+# On the servers.
 
 
 def _servers_rows(
@@ -296,7 +296,7 @@ def _latency(served: Sequence[RowsHeld], facts: StepFacts, profile: Profile) -> 
     pull = _latency_of(profile.pull) if rows else 0.0
     refresh = _latency_of(profile.pull_whole if all(copies) else profile.pull) if copies else 0.0
     push = max(_latency_of(profile.push_whole if held.place is Place.WHOLE else profile.push) for held in served)
-    norm = 2 * max(pull, refresh) if facts.clips else 0.0  # asked for, and then released
+    norm = 2 * max(pull, refresh) if facts.clips else 0.0  # requested, and then released
     return facts.accumulate * pull + refresh + push + norm
 
 
@@ -361,7 +361,7 @@ def _row_of_whole_table(
 
 
 def _cost(link: LinkSpeed | None, nbytes: int, rows: int = 0) -> float:
-    """Return the seconds beside a message's latency, which is counted once for all."""
+    """Return the seconds without a message's latency, which is counted once for all."""
     return 0.0 if link is None else link.cost(nbytes, rows, messages=0)
 
 

@@ -1,8 +1,8 @@
-"""``look_at``: forward and backward of one batch, to see how long they take and what they would ask of other processes.
+"""``look_at``: forward and backward of one batch, to measure their time and their requests to other processes.
 
 Nothing is trained, and nothing that lives elsewhere is changed; generators, buffers and modes are as before afterwards.
-Code of the user's that counts its own calls sees these. A table's own gradient is left out of the time: what it costs
-depends on where the table lives, which is for ``costs.py`` to say.
+User code that counts its own calls counts these. The time does not include a table's own gradient: its cost depends on
+where the table is kept and is computed in ``costs.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anabranch.tensors import Structure
 
 __all__ = ["Asked", "Look", "LookedUp", "StageLook", "as_before", "look_at"]
 
-_RUNS = 4  # the same number on every worker: what a loss exchanges with the others must fit
+_RUNS = 4  # the same number on every worker, because a loss may communicate
 _BACKWARD = 2  # times as long as forward, where it cannot be run
 
 
@@ -109,7 +109,7 @@ def look_at(step: TrainStep, batch: Structure, tables: Mapping[Tensor, str]) -> 
         tables: the parameters that are only looked up and are here, and their names.
 
     Raises:
-        Exception: what the loss raises.
+        Exception: raised by the loss.
     """
     rehearsal = Rehearsal()
     with as_before(step.model):

@@ -28,7 +28,7 @@ class LinkSpeed:
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> LinkSpeed:
-        """Return the link on which messages of so many bytes took so many seconds: the smallest and the largest one."""
+        """Return the link that fits these pairs of bytes and seconds: those of the smallest and the largest message."""
         (few, quick), (many, slow) = min(points), max(points)
         per_byte = max(0.0, (slow - quick) / (many - few))
         return cls(max(0.0, quick - few * per_byte), per_byte)
@@ -38,7 +38,7 @@ class LinkSpeed:
         """Return the link of a table's rows.
 
         Args:
-            width: bytes a row, its id included.
+            width: bytes per row, its id included.
             small: a number of rows, and the seconds that they took.
             large: the same of more rows.
             wide: the seconds of as many rows as ``large`` has, each four times as wide.

@@ -1,6 +1,6 @@
 """Short measurements of this machine and its links, while all workers make them at the same time, as steps do.
 
-Each takes a few milliseconds. What the servers are asked for are tables of their own, dropped again at the end.
+Each takes a few milliseconds. The servers are measured with separate tables, which are dropped at the end.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Planner:
     def _served_kinds(
         self, step: TrainStep, routes: Sequence[Route], look: Look | None
     ) -> tuple[RowKind | None, RowOptimizer | None]:
-        """Return the kind of the table that is asked for most, and the optimizer of parameters that are read whole."""
+        """Return the kind of the table that is requested most, and the optimizer of parameters that are read whole."""
         tables: list[tuple[int, RowKind]] = []
         whole: RowOptimizer | None = None
         for route in routes:

@@ -1,7 +1,7 @@
-"""A run that is only looked at: what it asks of tables and experts is noted, and what lives elsewhere stays as it is.
+"""A run without effects: its requests to tables and experts are recorded, and nothing in other processes changes.
 
-``Rehearsal`` stands where a tracer of a graph does, so every boundary of the model comes to it. A lookup is answered
-with zeros, or with the rows where the table is here; an expert is asked, and hears of no gradient.
+``Rehearsal`` takes the place of a graph tracer, so every boundary of the model calls it. A lookup returns zeros, or the
+rows of a local table; an expert's forward is called, but never its backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rehearsal:
         ids: ids of each lookup and the padding id among them, by table, of this run.
         asked: bytes sent and received, by experts, of this run.
         away: seconds that experts took in this run.
-        leaves: tensors towards which backward goes beside the parameters.
+        leaves: tensors that backward reaches in addition to the parameters.
     """
 
     captures = False
@@ -57,7 +57,7 @@ class Rehearsal:
     # The tracer.
 
     def entry(self) -> Tensor:
-        """Return a leaf that every crossing hangs on."""
+        """Return a leaf that every crossing depends on."""
         if self._entry is None:
             self._entry = self.leaf(torch.zeros(()))
         return self._entry
@@ -126,7 +126,7 @@ class Lookups(TorchFunctionMode):
 
     Args:
         tables: their names.
-        rehearsal: is told of each lookup.
+        rehearsal: records each lookup.
     """
 
     def __init__(self, tables: Mapping[Tensor, str], rehearsal: Rehearsal) -> None:

@@ -1,4 +1,4 @@
-"""``Plan``: what one training step moves across each boundary and what it should cost, as a value that prints."""
+"""``Plan``: the traffic of one training step across each boundary and its estimated cost, as a printable value."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _MANY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One parameter, or one layer that lies across a boundary. ``str`` of it is a line of the table.
+    """One parameter, or one layer that is across a boundary. ``str`` of it is a line of the table.
 
     Attributes:
         name: the parameter's, or the far side's: an expert.
         shape: of the whole parameter; empty for an expert; of a pipe's stage, how many numbers its parameters are.
         place: where it lives.
-        boundary: what it crosses in a step, ``"workers"``, ``"servers"``, ``"experts"`` or ``"pipeline"``; empty if
-            nothing.
-        bytes: those that this worker hands over and receives for it in a step; ``None`` if that takes a batch to know.
-            Those that a pipe's stage hands to others, on whichever rank it is.
-        seconds: those that crossing should take, without the latency of messages that it shares with others. Those that
-            a pipe's stage computes.
+        boundary: the one it crosses in a step, ``"workers"``, ``"servers"``, ``"experts"`` or ``"pipeline"``; empty if
+            none.
+        bytes: those that this worker sends and receives for it in a step; ``None`` if a batch is needed to know. Those
+            that a pipe's stage sends to others, on whichever rank it is.
+        seconds: the estimated time of that crossing, without the latency of messages that it shares with others. The
+            computing time of a pipe's stage.
     """
 
     name: str
@@ -45,7 +45,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A training step before it is made: ``print(plan)`` shows a table of at most 80 columns.
+    """The plan of a training step: ``print(plan)`` shows a table of at most 80 columns.
 
     Attributes:
         step: the step's name.
@@ -54,7 +54,7 @@ class Plan:
         rows: every parameter, then every layer whose far side is elsewhere.
         bytes: of one worker in a step, by boundary, headers included: all that ``Executor.statistics()`` counts.
         parts: the seconds that a step should take, by what takes them.
-        notes: what the figures leave out.
+        notes: costs that the figures do not include.
     """
 
     step: str
@@ -88,7 +88,7 @@ def _line(name: str, place: str, size: str, time: str) -> str:
 
 
 def _shortened(name: str, width: int) -> str:
-    """Return ``name`` with its middle left out if it is too long: both ends tell."""
+    """Return ``name`` with its middle left out if it is too long."""
     if len(name) <= width:
         return name
     kept = width - 3

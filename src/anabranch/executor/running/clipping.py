@@ -50,13 +50,13 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _norm(values: list[Tensor], elsewhere: float | None = None) -> Tensor:
-    """Return the norm of all ``values`` together, and of what has the sum of squares ``elsewhere``."""
+    """Return the norm of all ``values`` together with the sum of squares ``elsewhere``."""
     total = torch.nn.utils.get_total_norm(values)
     return total if elsewhere is None else (total.double().square() + elsewhere).sqrt()
 
 
 def _merged(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the elements of every ``.grad``, in whose memory it lies; a sparse one has its duplicates merged."""
+    """Return the elements of every ``.grad``, in its own memory; a sparse one has its duplicates merged."""
     values: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad

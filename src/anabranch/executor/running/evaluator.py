@@ -1,4 +1,4 @@
-"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has shown that it is as good and quicker."""
+"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has been shown to be equal and faster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEPT_TIMES = 32
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """The result of eager mode, the seconds of both, and in what the graph failed."""
+    """The result of eager mode, the seconds of both, and the graph's failure."""
 
     returned: Mapping[str, Tensor]
     eager_seconds: float
@@ -50,7 +50,7 @@ class Evaluator:
     Args:
         step: what to run.
         engine: ``"tape"`` runs eagerly.
-        compile: hand the graph to Inductor.
+        compile: compile the graph with Inductor.
         capture_after: as ``Executor``.
         name: of the step, for the log.
     """
@@ -72,9 +72,9 @@ class Evaluator:
         self._runs = self._trials = self._misses = 0
         self._on_graph = self._taken = False
         self._wrong: str | None = None
-        self._why = "the tape was asked for" if engine == "tape" else "a Pipe runs its stages by itself"
+        self._why = "the tape was requested" if engine == "tape" else "a Pipe runs its stages by itself"
         if self._program is not None:
-            self._why = "a graph was asked for" if engine == "graph" else "no graph has shown yet that it is quicker"
+            self._why = "a graph was requested" if engine == "graph" else "no graph has been shown to be faster yet"
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Evaluator:
         return self._program if self._on_graph else None
 
     def explain(self) -> str:
-        """One sentence: why the last run was on the engine that it was on."""
+        """Return the reason, in one sentence, for the engine of the last run."""
         return self._why
 
     def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
@@ -140,7 +140,7 @@ class Evaluator:
         self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
     ) -> Mapping[str, Tensor]:
         found = None
-        with suppress(GraphRaised):  # then the error and its place are those of the user's own code
+        with suppress(GraphRaised):  # then the error and its location are those of the user's own code
             found = program.run(batch, fetch.modules, may_trace=may_trace)
         if found is None:
             return self._eagerly(batch, fetch)
@@ -153,7 +153,7 @@ class Evaluator:
         return cast("Mapping[str, Tensor]", returned)
 
     def _checked(self, program: EvalProgram, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
-        """As a graph; eagerly where the graph is new, and the graph beside it."""
+        """Run as a graph; for a new graph, eagerly and compare."""
         if self._wrong is not None:
             raise CaptureError(self._wrong)
         try:
@@ -166,12 +166,12 @@ class Evaluator:
             returned = self._eagerly(batch, fetch)
             self._wrong = str(error)
             return returned
-        if self._compile or prepared.talks():  # rounds otherwise, or the other workers would wait for two runs
+        if self._compile or prepared.talks():  # rounds differently, or the other workers would wait for two runs
             prepared.confirm()
             return self._as_graph(program, batch, fetch, may_trace=True)
         found = self._both(prepared, batch, fetch)
         if found.failed is not None:
-            self._wrong = f"on the last batch {found.failed}; eager mode has answered it; use engine='tape'"
+            self._wrong = f"on the last batch {found.failed}; eager mode computed the result; use engine='tape'"
         else:
             prepared.confirm()
             self._on_graph = True
@@ -186,7 +186,7 @@ class Evaluator:
             self._refuse(str(error))
             return self._eagerly(batch, fetch)
         if prepared.talks():
-            self._refuse("it talks to the other workers by itself, which a trial would do once more")
+            self._refuse("it communicates with the other workers itself, which a trial would repeat")
             return self._eagerly(batch, fetch)
         found = self._both(prepared, batch, fetch)
         if found.failed is not None:
@@ -216,18 +216,20 @@ class Evaluator:
         try:
             seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
         except Differs as error:
-            failed = f"the graph's bits are not those of eager mode: {error}"
+            failed = f"the graph's results are not bitwise those of eager mode: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts
-            failed = f"the graph failed where eager mode did not ({type(error).__name__}: {error})"
+            failed = f"the graph failed but eager mode did not ({type(error).__name__}: {error})"
         return _Both(returned, eager_seconds, seconds, failed)
 
     def _judge(self, found: _Both) -> None:
         usual = min([found.eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
         if self._after is None and found.seconds >= usual:
-            self._refuse("the graph gave the same bits and was not quicker")
+            self._refuse("the graph's results were bitwise equal but not faster")
             return
         self._taken = True
-        self._why = f"a graph gave the same bits in {found.seconds * 1e3:.2f} ms, eager mode {usual * 1e3:.2f} ms"
+        self._why = (
+            f"a graph gave bitwise equal results in {found.seconds * 1e3:.2f} ms, eager mode in {usual * 1e3:.2f} ms"
+        )
         _log.info("step %r runs as a graph: %s", self._name, self._why)
 
     def _refuse(self, why: str, *, final: bool = False) -> None:

@@ -21,16 +21,16 @@ FACTS = (_NORM, _ROWS, _RATES)
 
 
 class Fetch:
-    """One request's names, told apart before anything runs; keys of the step are known only once it has run forward.
+    """One request's names, classified before anything runs; keys of the step are known only after its forward.
 
     Args:
         names: what to fetch; ``None`` takes everything the step returns.
         model: whose submodules and parameters are meant.
 
     Attributes:
-        modules: the submodules whose outputs are asked for.
-        gradients: the gradients asked for, as ``<parameter>.grad``.
-        norm: the norm of all gradients before clipping, where it was asked for and the step took one.
+        modules: the submodules whose outputs are requested.
+        gradients: the gradients requested, as ``<parameter>.grad``.
+        norm: the norm of all gradients before clipping, where it was requested and the step took one.
         rows: the rows of this worker's batch, of no dimensions.
         rates: the learning rate of each parameter group, float64.
     """
@@ -41,9 +41,9 @@ class Fetch:
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
         if isinstance(names, str):
-            raise TypeError(f"fetch is a list of names, got the text {names!r}; write fetch=[{names!r}]")
+            raise TypeError(f"fetch is a list of names, got the string {names!r}; write fetch=[{names!r}]")
         if names is not None and not (isinstance(names, Iterable) and all(isinstance(name, str) for name in names)):
-            raise TypeError(f"fetch is a list of names, which are texts, got {names!r}")
+            raise TypeError(f"fetch is a list of names, which are strings, got {names!r}")
         self.names = None if names is None else list(names)
         self._outputs: Mapping[str, Structure] = {}
         self._recorded: Mapping[str, Structure] = {}
@@ -66,12 +66,12 @@ class Fetch:
 
     @property
     def wants_norm(self) -> bool:
-        """True if the norm of the gradients is asked for, unless the step itself returns something of that name."""
+        """True if the norm of the gradients is requested, unless the step itself returns something of that name."""
         return self.names is not None and _NORM in self.names
 
     @property
     def wants_rates(self) -> bool:
-        """True if the learning rates are asked for, unless the step itself returns something of that name."""
+        """True if the learning rates are requested, unless the step itself returns something of that name."""
         return self.names is not None and _RATES in self.names
 
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
@@ -83,7 +83,7 @@ class Fetch:
         self._outputs = outputs
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record the outputs of the submodules asked for while the block runs forward."""
+        """Record the outputs of the submodules requested while the block runs forward."""
         return self._recording() if self._modules else nullcontext()
 
     @contextmanager
@@ -93,7 +93,7 @@ class Fetch:
         self._outputs = outputs
 
     def check(self, returned: Mapping[str, object]) -> None:
-        """Raise ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
+        """Raise ``ValueError`` for an unknown name, before the step changes anything."""
         for name in self.names or ():
             if name == "loss" or name in FACTS or name in returned or name in self._modules or name in self._gradients:
                 continue
@@ -103,7 +103,7 @@ class Fetch:
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
-        """Return the fetched values, once the step has run, without the tape that they hang on: it was swept by
+        """Return the fetched values, once the step has run, without the tape that they depend on: it was swept by
         then.
         """
         return {name: _detached(value) for name, value in self._collect(returned).items()}

@@ -20,8 +20,8 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
 
     Args:
         gradients: dense ones.
-        own: their memory is theirs alone, as that of ``.grad`` is; it is then looked through by an operation that
-            writes back what it reads, and takes a third of the time of the others.
+        own: their memory is not shared, like that of ``.grad``; it is then checked by an operation that writes back the
+            values it reads, in a third of the time.
     """
     first = gradients[0] if gradients else None
     if first is None:
@@ -36,7 +36,7 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
     found, one = _scratch.on(first.device)
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
-    except RuntimeError:  # memory that overlaps itself, put into .grad by hand
+    except RuntimeError:  # memory that overlaps itself, assigned to .grad by hand
         return False
     if found.item():
         found.zero_()
@@ -67,7 +67,7 @@ def nonfinite_error(names: Iterable[str], step: int) -> NonFinite:
     return NonFinite(
         f"the gradients of {listed} hold NaN or an infinity after {step} optimizer "
         "steps; nothing was updated. Look at the batch and the loss (torch.autograd.set_detect_anomaly(True) names the "
-        "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to pass over such steps"
+        "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to skip such steps"
     )
 
 
@@ -78,7 +78,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """For each device a number that a check sets to 1 and its reader sets back, and the factor 1."""
+    """For each device a flag that a check sets to 1 and its reader resets, and the factor 1."""
 
     def __init__(self) -> None:
         self.numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -1,7 +1,7 @@
-"""A loss with parameters of its own, trained beside the model: one module to whatever walks a step's parameters.
+"""A loss with its own parameters, trained with the model, as one module for code that iterates over parameters.
 
-The model keeps its names, so that checkpoints, routes and ``fetch`` know it as without such a loss; what the loss owns
-stands behind them under ``loss.``.
+The model keeps its names in checkpoints, routes and ``fetch``; the loss's own parameters follow with the prefix
+``loss.``.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class ModelWithLoss(nn.Module):
 
 
 def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return what a step trains and how it is called, for a loss that may own parameters or buffers.
+    """Return the module that a step trains and its loss function, for a loss that may own parameters or buffers.
 
     Args:
         model: the model of the step.
         loss: a function, a module, or a method of a module.
 
     Raises:
-        ValueError: the model is a ``Pipe``, or has a ``loss`` of its own already.
+        ValueError: the model is a ``Pipe``, or has its own ``loss`` already.
     """
     owner = getattr(loss, "__self__", loss)
     if not isinstance(owner, nn.Module):
@@ -67,18 +67,18 @@ def beside(model: nn.Module, loss: Callable[..., Any]) -> tuple[nn.Module, Calla
         return model, loss
     if isinstance(model, Pipe):
         raise ValueError(
-            f"the loss {type(owner).__name__} has parameters or buffers of its own, and a Pipe computes its loss on "
-            "the last stage's rank alone; make them a layer at the end of the Pipe"
+            f"the loss {type(owner).__name__} has its own parameters or buffers, but a Pipe computes its loss on "
+            "the last stage's rank only; make them a layer at the end of the Pipe"
         )
     taken = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
     if any(name.split(".")[0] == PREFIX for name in taken):
         raise ValueError(
             f"{type(model).__name__} has a {PREFIX!r}, under which the parameters of the loss {type(owner).__name__} "
-            f"would be saved; call the model's something else, or use {type(model).__name__}.{PREFIX} as the loss"
+            f"would be saved; rename the model's, or use {type(model).__name__}.{PREFIX} as the loss"
         )
     return ModelWithLoss(model, owner), lambda both, batch: loss(both.model, batch)
 
 
 def model_of(module: nn.Module) -> nn.Module:
-    """Return the model alone of what a step trains."""
+    """Return the model without the loss module."""
     return module.model if isinstance(module, ModelWithLoss) else module

@@ -35,7 +35,7 @@ class LossScale:
             torch._foreach_mul_(values, 1.0 / self.value)
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step."""
+        """Update the factor after a step."""
         if overflow:
             self.value, self._steps = self.value * _BACKOFF, 0
             return
@@ -44,9 +44,9 @@ class LossScale:
             self.value, self._steps = self.value * _GROWTH, 0
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "steps": self._steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on as saved."""
+        """Restore a saved state."""
         self.value, self._steps = float(state["value"]), int(state["steps"])

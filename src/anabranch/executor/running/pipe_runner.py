@@ -1,4 +1,4 @@
-"""Runs a ``TrainStep`` whose model is a ``Pipe``, in one process or across ranks, alone or beside other pipelines.
+"""Runs a ``TrainStep`` whose model is a ``Pipe``, in one process or across ranks, with or without other pipelines.
 
 ::
 
@@ -8,7 +8,7 @@
     row 1       rank 2 ────> rank 3        a column holds one stage: its ranks average their gradients
 
 The pipe's schedule takes the tape's place: it leaves gradients in ``.grad``, which go into the column's buckets as any
-others do. What a row must agree on (the loss, a request to stop) travels with the end of the step.
+others do. Values on which a row must agree (the loss, a request to stop) are sent with the end of the step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PipeRunner(StepRunner):
         return super().run(batch, rows, fetch)
 
     def _wants_to_stop(self) -> bool:
-        # Only what the whole row knows goes up the columns, or some of them would stop a run earlier.
+        # Only values known to the whole row go up the columns, or some columns would stop a run earlier.
         return self.asked_to_stop if self._pipe.process_group is None else self._schedule.asked_to_stop
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
@@ -109,7 +109,7 @@ class PipeRunner(StepRunner):
 
     def _update(self) -> None:
         if self._workers is not None and self._workers.size > 2:
-            # The sums of more than two depend in their last bits on where a gradient lies in its bucket.
+            # The sums of more than two depend in their last bits on where a gradient is in its bucket.
             self._pipe.align_ties()
         super()._update()
 
@@ -141,7 +141,7 @@ class _ScheduleEngine:
         """Nothing is kept of the model's parameters."""
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Run the schedule; then ``begin(loss)``, then hands over the gradients."""
+        """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
         shared = self._run(batch)
         begin(shared.loss)
         for parameter in self._handed_over:
@@ -212,7 +212,7 @@ def _check_fetch(fetch: Fetch) -> None:
     if others:
         raise ValueError(
             f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {FACTS} only: outputs and "
-            "gradients lie in microbatches and on other stages' ranks; use an EvalStep, or pipe.step"
+            "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
         )
 
 
@@ -220,7 +220,7 @@ def _check_fetch(fetch: Fetch) -> None:
 
 
 def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
-    """Lets a pipe's output be there on every one of its ranks while the block runs.
+    """Make a pipe's output available on all of its ranks while the block runs.
 
     Raises:
         ValueError: ``fetch`` names a submodule of a pipe, which sees microbatches one at a time.
@@ -230,7 +230,7 @@ def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
     layers = [name for name in fetch.names or () if name in model.submodules]
     if layers:
         raise ValueError(
-            f"fetch names {layers}, layers of a Pipe, which see one microbatch at a time; return what is wanted "
+            f"fetch names {layers}, layers of a Pipe, which run one microbatch at a time; return the values "
             "from outputs(model, batch)"
         )
     return model.output_everywhere()
@@ -240,7 +240,7 @@ def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
 
 
 def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm_mode: str | None) -> Pipe | None:
-    """Return the pipe whose ranks these are, if one of the steps' lies across ranks.
+    """Return the pipe whose ranks these are, if one of the steps' is across ranks.
 
     Raises:
         ValueError: steps that cannot run on the same ranks, ``rows=`` for a pipe, or a data-parallel ``group`` with
@@ -248,7 +248,7 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     """
     for name, step in steps.items():
         if isinstance(step.model, Pipe) and isinstance(step, TrainStep) and step.rows is not None:
-            raise ValueError(f"step {name!r} trains a Pipe, which cuts batches along their rows; leave out rows=")
+            raise ValueError(f"step {name!r} trains a Pipe, which splits batches along their rows; leave out rows=")
     across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]
     if not across:
         return None
@@ -256,8 +256,8 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     for name, step in steps.items():
         if not isinstance(step.model, Pipe) or step.model.process_group is not pipe.process_group:
             raise ValueError(
-                f"step {name!r} does not run on the ranks of the other steps' Pipe; give every model of an Executor to "
-                "Pipes on one process_group, or make another Executor"
+                f"step {name!r} does not run on the ranks of the other steps' Pipe; build all Pipes of an Executor "
+                "on one process_group, or make another Executor"
             )
     if comm_mode is not None:
         line = set(dist.get_process_group_ranks(cast(dist.ProcessGroup, pipe.process_group)))
@@ -278,7 +278,7 @@ def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
 
 
 class PipelineGrid:
-    """Pipelines that stand beside one another, seen as one row of ranks: ``row * stages + stage``.
+    """Parallel pipelines as one sequence of ranks: ``row * stages + stage``.
 
     Args:
         column: the ranks that hold this rank's stage; ``None`` if there is one pipeline.

@@ -1,4 +1,4 @@
-"""An executor's side of the servers: what a step reads there before and during its forward, and pushes after backward.
+"""An executor's side of the servers: the reads of a step before and during its forward, and its pushes after backward.
 
 ::
 
@@ -55,20 +55,20 @@ class Together(Protocol):
         """Everyone's ``data``, in the order of ranks."""
 
     def check_present(self) -> None:
-        """Raise ``PeerLost`` if somebody is known to be lost."""
+        """Raise ``PeerLost`` if a peer is known to be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedParameter:
-    """A parameter of the model that lives on the servers while the executor does.
+    """A parameter of the model that is on the servers while the executor is open.
 
     Attributes:
         name: on the servers, and in the model.
         names: all that it has in the models' state, if several modules share it.
-        parameter: what the optimizer holds; without memory if the servers have the only copy.
+        parameter: the optimizer's parameter; without memory if the servers have the only copy.
         shape, dtype: of the whole.
         place: where it lives.
-        rule: its optimizer's numbers, read anew at each call.
+        rule: its optimizer's settings, read again at each call.
         optimizer: which that is.
     """
 
@@ -86,9 +86,9 @@ class RemotePart:
     """The parameters of an executor that live on the servers.
 
     Args:
-        routes: where everything lives; what is on the servers is taken over at once.
+        routes: the place of each parameter; those on the servers are moved there at once.
         steps, models: whose parameters these are.
-        workers: whose steps are ordered with this one's; ``None`` is alone.
+        workers: the workers whose steps are ordered with this one's; ``None`` for a single worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
         consistency: how.
         cache: how looked-up rows are cached here, if at all.
@@ -97,7 +97,7 @@ class RemotePart:
 
     Attributes:
         clock: the number of pushes so far.
-        moved: what was a parameter of the model on this rank.
+        moved: the parameters moved from the model on this rank.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         stages: as given.
 
@@ -132,13 +132,13 @@ class RemotePart:
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
             raise ValueError(
-                f"consistency={consistency!r} lets workers run apart, and the ranks of a Pipe make each step together; "
+                f"consistency={consistency!r} lets workers run apart, but the ranks of a Pipe make each step together; "
                 "use consistency='bsp', or a Pipe in one process"
             )
         if world > 1 and not job().servers:
             raise ValueError(
-                f"{world} workers share parameters on servers, and this job has none; start it with `anabranch run "
-                f"--workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
+                f"{world} workers share parameters on servers, but this job has no servers; start it with `anabranch "
+                f"run --workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
             )
         rank = 0 if self._workers is None else self._workers.rank
         self.client = ParameterClient(
@@ -188,7 +188,7 @@ class RemotePart:
         return self._workers is None or self._workers.size == self.stages
 
     def gather(self, names: list[list[str]]) -> list[list[list[str]]]:
-        """Return what each rank gives, in the order of ranks."""
+        """Gather the ranks' values, in the order of ranks."""
         if self._workers is None:
             return [names]
         texts = self._workers.all_gather_bytes(msgspec.json.encode(names), operation="meet at the servers")
@@ -210,16 +210,16 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """Refresh the copies here if they may have changed, so that what follows reads the servers' state of now.
+        """Refresh the local copies if they may have changed, so that the step reads the servers' current state.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
-            fresh: the first run of a window; the others go on with the same copies.
+            fresh: the first run of a window; the others continue with the same copies.
             expected: ids by table that the run is expected to look up.
-            between: called when the step has read as often as the one before it did.
+            between: called when the step has read as often as the previous one did.
 
         Raises:
-            LostUpdate: what lives on the servers was changed here.
+            LostUpdate: a local copy of a parameter on the servers was changed.
         """
         due = self._refresh_due(fresh)
         if due or (training and fresh):
@@ -263,8 +263,8 @@ class RemotePart:
         for name in names:
             if name in served:
                 raise ValueError(
-                    f"fetch names {name!r}, and the workers' gradients of {served[name]} come together on the servers "
-                    f"only; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
+                    f"fetch names {name!r}, but the workers' gradients of {served[name]} are combined only on the "
+                    f"servers; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
                 )
 
     def loads(self) -> dict[str, TableLoads]:
@@ -287,16 +287,16 @@ class RemotePart:
     # Saving and loading; every worker calls these.
 
     def settle(self) -> None:
-        """Flushes what waits here; once all workers have, the servers are as after the last step.
+        """Flush pending gradients; once all workers have, the servers have the state after the last step.
 
         Raises:
-            LostUpdate: the servers' values are not those here, and would be saved in place of them.
+            LostUpdate: the servers' values differ from the local ones, and would be saved in place of them.
         """
         self.check_unchanged()
         self.tables.flush()
 
     def read(self) -> dict[Tensor, ParameterState]:
-        """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
+        """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
     def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -306,7 +306,7 @@ class RemotePart:
             self.client.restore_some(state, groups)
 
     def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
-        """Then put its parameters there; one rank of each stage does so."""
+        """Then load its parameters; one rank of each stage does so."""
         for moved in self.moved:
             self._tables_or_whole(moved, kept[moved.parameter])
 
@@ -319,7 +319,7 @@ class RemotePart:
         self.client.write_rows(moved.name, kept, moved.rule())
 
     def continue_from(self, clock: int) -> None:
-        """Goes on after ``clock`` pushes, with what is on the servers now."""
+        """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
         self.clock = clock
         self.client.join(clock)
@@ -350,7 +350,7 @@ class RemotePart:
                 if lost is not None:
                     raise lost
         finally:
-            self.client.close()  # which ends what is still asked for ahead
+            self.client.close()  # which ends pending prefetches
             self.tables.abandon()
 
     def _lost_at_the_end(self) -> LostUpdate | None:
@@ -371,7 +371,7 @@ class RemotePart:
 
 
 def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
-    """Return an optimizer's state as its ``load_state_dict`` would take it: servers keep float32 beside float16."""
+    """Return an optimizer's state as after its ``load_state_dict``: servers keep float32 state for float16."""
     if moved.dtype != torch.float16 or moved.rule().family is Family.ROW_WISE_ADAGRAD:
         return dict(state)
     return {
@@ -401,23 +401,24 @@ def check_served_steps(steps: Mapping[str, Step], consistency: Consistency, cach
             continue
         if step.precision == "float16":
             raise ValueError(
-                f"step {name!r} has precision='float16', whose scaled gradients servers would have to unscale; use "
+                f"step {name!r} has precision='float16', but servers cannot unscale its gradients; use "
                 "precision='bfloat16' with parameters on servers"
             )
         if step.clip_grad_value is not None:
             raise ValueError(
-                f"step {name!r} has clip_grad_value, and what servers average is not here to be clipped; use "
+                f"step {name!r} has clip_grad_value, but gradients averaged on servers cannot be clipped here; use "
                 "clip_grad_norm with parameters on servers"
             )
         if step.clip_grad_norm is None:
             continue
         if not consistency.merges:
             raise ValueError(
-                f"step {name!r} clips gradients, and under {consistency.name!r} each worker's push counts as it comes, "
-                "so there is no gradient of the step to take a norm of; use consistency='bsp', or no clip_grad_norm"
+                f"step {name!r} clips gradients, but under {consistency.name!r} each worker's push is applied as it "
+                "arrives, so the step has no gradient whose norm could be computed; use consistency='bsp', or no "
+                "clip_grad_norm"
             )
         if cache is not None and cache.push_bound:
             raise ValueError(
-                f"step {name!r} clips gradients, and a cache with push_bound={cache.push_bound} keeps some back, so a "
-                "step has no norm; use push_bound=0, or no clip_grad_norm"
+                f"step {name!r} clips gradients, but a cache with push_bound={cache.push_bound} delays some of them, "
+                "so a step has no norm; use push_bound=0, or no clip_grad_norm"
             )

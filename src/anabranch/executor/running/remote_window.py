@@ -16,7 +16,7 @@ __all__ = ["RemoteWindow", "Sums"]
 
 
 class Sums(TypedDict):
-    """The weight of an open window so far on one worker, and its sums: of copies, and of the tables' rows."""
+    """The weight of an open window on one worker, and its sums for copies and for the tables' rows."""
 
     total: float
     dense: dict[str, Tensor]
@@ -42,7 +42,7 @@ class RemoteWindow:
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def start_run(self, weight: float) -> None:
-        """Begins a run whose gradients count ``weight`` times."""
+        """Start a run whose gradients have this ``weight``."""
         self._weight = weight
 
     def holds(self, parameter: Tensor) -> bool:
@@ -61,11 +61,11 @@ class RemoteWindow:
 
     @property
     def _alone(self) -> bool:
-        """A window of one run sums nothing, so its gradients go as they are."""
+        """A window of one run sums nothing, so its gradients are sent unchanged."""
         return self._step.accumulate == 1
 
     def end_run(self) -> None:
-        """Take what backward has left of the looked-up tables."""
+        """Take the looked-up tables' gradients after backward."""
         self._total += self._weight
         frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}
         for name, (ids, grads) in self.part.tables.take().items():
@@ -97,7 +97,7 @@ class RemoteWindow:
         self.part.clock += 1
 
     def nonfinite(self) -> list[str]:
-        """Return the names of what holds NaN or an infinity in the open window."""
+        """Return the names of gradients with NaN or an infinity in the open window."""
         rows = [(name, grads) for name, parts in self._rows.items() for _, grads in parts]
         return nonfinite_names([*self._dense.items(), *rows], own=False)
 
@@ -116,7 +116,7 @@ class RemoteWindow:
         }
 
     def restore(self, windows: Iterable[Sums]) -> None:
-        """Goes on with the open windows of several workers as one; what is of other stages is theirs."""
+        """Continue the open windows of several workers as one; other stages restore their own part."""
         self.start()
         here = self.names
         for window in windows:

@@ -5,8 +5,8 @@
     engine: batch ─> loss ─────────────> gradient final ┐
     runner:           └ totals on their way             └> bucket ─> all_reduce ─> wait, divide, clip, optimizers
 
-With one worker and no accumulation there is nothing to sum, and the engine takes the whole step by itself. What lives
-on servers goes its own way (``remote.py``): read before forward, pushed once backward has ended, beside the buckets.
+With one worker and no accumulation there is nothing to sum, and the engine runs the whole step. Parameters on servers
+are handled separately (``remote.py``): read before forward and pushed after backward, in parallel with the buckets.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class StepRunner:
 
     Attributes:
         remote: what of the step is on servers, if anything is.
-        upcoming: learns which rows a batch looks up, if it is of use to know those of the next one.
-        between: called once the step has read what it looks up, while there is time to ask for the next one's rows.
+        upcoming: learns which rows a batch looks up, if those of the next one are useful.
+        between: called once the step has read its rows, while there is time to request the next step's.
     """
 
     remote: RemoteWindow | None = None
@@ -70,7 +70,7 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _held_by(step)
-        self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
+        self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
@@ -84,13 +84,13 @@ class StepRunner:
         self._closing = False
         self._aside: list[tuple[Tensor, Tensor]] = []
         self.epoch_runs: int | None = 0
-        # Else something of Python's stands between gradients and optimizers.
+        # Otherwise Python code runs between gradients and optimizers.
         self._whole = step.on_gradients is None and step.clip_grad_value is None and step.precision != "float16"
         if isinstance(engine, TapeEngine) and step.precision == "float16":
             self.scale = engine.scale = LossScale()
 
     def _lay_out(self) -> None:
-        """Buckets for the parameters that require a gradient now; laid out anew when some were frozen or thawed."""
+        """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
         layout = tuple(parameter.requires_grad for parameter in self._parameters)
         if layout == self._layout:
             return
@@ -100,7 +100,7 @@ class StepRunner:
         if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
             raise ValueError(
                 f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency the "
-                "workers sum nothing among themselves: make a new Executor"
+                "workers do not sum gradients among themselves: make a new Executor"
             )
         self._buckets = GradientBuckets(
             summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
@@ -118,8 +118,8 @@ class StepRunner:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
         if fetch.wants_norm and self.remote is not None and self.step.clip_grad_norm is None:
             raise ValueError(
-                "fetch names 'grad_norm', and with parameters on servers only a step that clips by it knows it; give "
-                "the TrainStep clip_grad_norm"
+                "fetch names 'grad_norm', which with parameters on servers is known only to a step that clips by it; "
+                "give the TrainStep clip_grad_norm"
             )
         alone = self._workers is None and self.step.accumulate == 1 and self.remote is None
         if alone and self._whole and rows > 0 and not fetch.wants_norm:
@@ -127,7 +127,7 @@ class StepRunner:
         if alone:
             held = set(self._held)
             others = [p for p in self._parameters if p.grad is not None and p not in held]
-            # Copies: what is there may lie in the buckets.
+            # Copies: the originals may be in the buckets.
             self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
         try:
             return self._run_in_parts(batch, rows, fetch)
@@ -135,7 +135,7 @@ class StepRunner:
             self._put_back()
 
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
-        """One run whose gradients are summed, or looked at, before the optimizers get them."""
+        """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
         self._begin_run()
         if self.remote is not None:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
@@ -159,7 +159,7 @@ class StepRunner:
 
     @property
     def _averages(self) -> bool:
-        """True if gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
+        """True if gradients are weighted by rows; the one gradient of a single worker stays as it is, bit for bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
@@ -174,7 +174,7 @@ class StepRunner:
             return engine.differentiate(batch, fetch, begin)
 
     def _push_early(self) -> None:
-        """Hand the run's gradients to the servers' window, and push once it closes, beside what is summed here."""
+        """Add the run's gradients to the servers' window, and push once it closes, in parallel with the local sums."""
         if self.remote is not None:
             self.remote.end_run()
             if self._closes_window() and not self._looks_first:
@@ -182,7 +182,7 @@ class StepRunner:
 
     @property
     def _looks_first(self) -> bool:
-        """True if nothing is pushed before all workers know that the gradients are finite."""
+        """True if all workers check that the gradients are finite before anything is pushed."""
         assert self._buckets is not None
         return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
 
@@ -231,19 +231,19 @@ class StepRunner:
 
     @contextmanager
     def _window_kept_whole(self, started: list[Totals]) -> Iterator[list[Totals]]:
-        """Drop the open window if the block fails once a run has ``started``: no half sums stay behind."""
+        """Discard the open window if the block fails after a run has ``started``, so that no partial sums remain."""
         try:
             yield started
         except BaseException as error:
             if started:
                 self._broken = self._workers is not None
                 if self._in_window:
-                    error.add_note(f"the {self._in_window} runs accumulated before this one are dropped with it")
+                    error.add_note(f"the {self._in_window} runs accumulated before this one are discarded with it")
                 self._in_window = 0
             raise
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Run the whole step at once: nobody to sum with."""
+        """Run the whole step at once: there is nothing to sum."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
         for parameter in self._held:
@@ -268,8 +268,8 @@ class StepRunner:
         self._calls += 1
         if self._broken:
             raise BoundaryError(
-                "an earlier run failed in the middle of its communication, so this worker no longer knows where the "
-                "others stand; restart the job from its last checkpoint",
+                "an earlier run failed in the middle of its communication, so this worker no longer knows the state "
+                "of the others; restart the job from its last checkpoint",
                 operation="run",
                 step=self.runs,
             )
@@ -277,8 +277,8 @@ class StepRunner:
         if self._in_window == 0:
             if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
                 raise ValueError(
-                    "zero_grad of an optimizer leaves gradients, which several workers, servers and accumulate=... "
-                    "cannot add to; let it clear them"
+                    "zero_grad of an optimizer leaves gradients, to which several workers, servers and accumulate=... "
+                    "cannot add; let it clear them"
                 )
             self._lay_out()
             assert self._buckets is not None
@@ -290,7 +290,7 @@ class StepRunner:
         self._clear_gradients()
 
     def _follow_optimizers(self) -> None:
-        """Take up parameters of the model that an optimizer was given in place of others, or beside them.
+        """Add parameters of the model that were newly given to an optimizer.
 
         Raises:
             ValueError: a parameter that is not the model's, or one that others would have to know of.
@@ -304,7 +304,7 @@ class StepRunner:
         alone = self._workers is None and self.remote is None and self._in_window == 0
         if foreign or (added and not alone):
             optimizer, parameter = (foreign or added)[0]
-            where = "has not" if foreign else "did not have when the Executor was made"
+            where = "does not have" if foreign else "did not have when the Executor was made"
             raise ValueError(
                 f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the model "
                 f"{where}; make a new TrainStep and Executor"
@@ -315,7 +315,7 @@ class StepRunner:
         self._held = held
 
     def _check_thawed(self) -> None:
-        """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
+        """Raise ``ValueError`` for a parameter that was unfrozen in this run only."""
         assert self._layout is not None
         for parameter, laid_out in zip(self._parameters, self._layout, strict=True):
             if not laid_out and parameter.grad is not None:
@@ -340,7 +340,7 @@ class StepRunner:
             parameter.grad = None
 
     def _engine_that_accumulates(self) -> Engine:
-        """Return the engine that adds to the gradients that are there."""
+        """Return the engine that accumulates into existing gradients."""
         if isinstance(self.engine, AutoEngine):
             self.engine.stay_on_tape("zero_grad of an optimizer keeps gradients, to which a graph would not add")
         if isinstance(self.engine, (AutoEngine, CheckedGraph)):
@@ -370,7 +370,7 @@ class StepRunner:
             self._update()
 
     def _finish_window(self, fetch: Fetch | None) -> bool:
-        """Bring the window's gradients into the form that the optimizers get; False if they are not to step."""
+        """Prepare the window's gradients for the optimizers; return False if they should not step."""
         step, remote = self.step, self.remote
         bad: list[str] = []
         if self.scale is not None:
@@ -387,7 +387,7 @@ class StepRunner:
             self._drop_others(bad)
             self._pass_over(bad)
             if remote is not None:
-                remote.start()  # what was to be pushed; an empty push moves nothing
+                remote.start()  # discard the pending push; an empty push changes nothing
         if remote is not None and self._looks_first:
             remote.push()
         if bad:
@@ -407,7 +407,7 @@ class StepRunner:
         return True
 
     def _put_back(self) -> None:
-        """Add the run's gradients of parameters that no optimizer clears to those that they had."""
+        """Add the run's gradients of parameters that no optimizer clears to their earlier ones."""
         for parameter, earlier in self._aside:
             new, parameter.grad = parameter.grad, earlier
             if new is not None:
@@ -415,7 +415,7 @@ class StepRunner:
         self._aside = []
 
     def _find_nonfinite(self) -> list[str]:
-        """Return the parameters whose gradients are not finite, alike on all workers."""
+        """Return the parameters whose gradients are not finite, the same on all workers."""
         named = self._named_parameters().items()
         found = nonfinite_names((name, p.grad) for name, p in named if p.grad is not None)
         if self.remote is None or not self.step.skip_nonfinite:
@@ -424,7 +424,7 @@ class StepRunner:
         if self._workers is None:
             return found
         bad = torch.tensor([float(len(found))], device=self._device)
-        if not self._workers.all_reduce(bad, operation="all_reduce of steps to pass over", step=self.runs).item():
+        if not self._workers.all_reduce(bad, operation="all_reduce of steps to skip", step=self.runs).item():
             return []
         everyone = self._workers.all_gather_bytes(json.dumps(found).encode(), operation="names of gradients")
         return sorted({name for names in everyone for name in json.loads(names)})
@@ -436,14 +436,14 @@ class StepRunner:
             self._nonfinite = names
 
     def _drop_others(self, names: Iterable[str]) -> None:
-        """Forget what is not finite of gradients that no optimizer clears, or no later step would be."""
+        """Drop non-finite gradients that no optimizer clears, because they would make all later steps non-finite."""
         named, held = self._named_parameters(), set(self._held)
         for name in names:
             if name in named and named[name] not in held:
                 named[name].grad = None
 
     def _raise_nonfinite(self) -> None:
-        """Raise what the run ended with, once every worker has ended it alike."""
+        """Raise the error of the run, once every worker has ended it in the same way."""
         names, self._nonfinite = self._nonfinite, None
         if names is not None:
             raise nonfinite_error(names, self.steps)
@@ -490,7 +490,7 @@ class StepRunner:
                 self.epoch_runs += 1
 
     def end_epoch(self) -> None:
-        """Let the optimizers step on what the open window has, or forget it, as the step's ``flush`` says."""
+        """Step with the open window, or discard it, according to the step's ``flush``."""
         self.epoch_runs = 0
         if self._in_window and self.step.flush == "step":
             self._closing = True
@@ -505,7 +505,7 @@ class StepRunner:
         elif self.step.flush == "drop":
             self._in_window = 0
 
-    # The window under way, for a checkpoint in the middle of it.
+    # The window in progress, for a checkpoint in the middle of it.
 
     def window(self) -> tuple[int, float, dict[str, Tensor]]:
         """Return the runs in the open window, their rows over all workers, and this worker's sums by parameter."""

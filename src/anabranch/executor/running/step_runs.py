@@ -30,7 +30,7 @@ class StepTaken:
     Attributes:
         rows: of this worker's batch.
         rates: learning rates that it was taken with.
-        numbers: tensors by name, of which sinks get those of one element.
+        numbers: tensors by name; sinks get those with one element.
     """
 
     rows: float
@@ -47,9 +47,9 @@ class StepRuns:
         evaluators: of the evaluations.
         batches: the bound loaders.
         devices: where each step's batches go.
-        watching: told of each step.
+        watching: receives each step.
         remote: what lives on servers.
-        before: called with the step's name and the batch before the first training run, if somebody is to look at it.
+        before: called with the step's name and the batch before the first training run, if it has to be inspected.
         rows: of this worker's batches so far.
     """
 
@@ -70,7 +70,7 @@ class StepRuns:
     def train(
         self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch
     ) -> tuple[dict[str, Tensor], StepTaken | None]:
-        """Return the values of a run, and the optimizer step that it took if anybody looks at those."""
+        """Return the values of a run, and the optimizer step that it took if steps are observed."""
         runner = self.runners[name]
         watched, steps_before = self.watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
@@ -110,7 +110,7 @@ class StepRuns:
         return values, StepTaken(rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
 
     def _look_first(self, name: str, batch: Structure | None, fetch: Fetch) -> None:
-        """Let whoever waits for a batch look at the first one; parameters may have moved to servers afterwards."""
+        """Call ``before`` with the first batch; parameters may have moved to servers afterwards."""
         assert self.before is not None
         self.before(name, None if batch is None else as_tensors(batch, self.devices[name]))
         self.before = None

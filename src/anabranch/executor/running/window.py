@@ -1,4 +1,4 @@
-"""The runs that one optimizer step sums up, and what they weigh.
+"""The runs that one optimizer step accumulates, and their weights.
 
 Under ``reduction="mean"`` a run's gradient is a mean over its rows, so it enters the sum times its rows, and the sum is
 divided by all rows of the window: over its runs, over the workers. Under ``"sum"`` gradients add up as they are.
@@ -8,8 +8,8 @@ The totals over the workers travel in a header: with the first bucket of gradien
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
       1 if it would try a graph in the next run, 1 if it rejects the one that was tried ]
 
-Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers tell whether all
-workers are in the same one: a worker that caught an error of its own loss and went on is in another.
+Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
+workers are in the same one: a worker that caught its own error loss and continued is in another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Total:
     """Totals of a run over all workers.
 
     Attributes:
-        rows: what the run weighs.
+        rows: the weight of the run.
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
         stopping: how many were asked to stop.
@@ -86,7 +86,7 @@ class Totals:
 
     @classmethod
     def alone(cls, share: Tensor, workers: Workers | None, step: int) -> Totals:
-        """Send a header in a message of its own; without workers it is the total already."""
+        """Send a header in its own message; without workers it is the total already."""
         if workers is None:
             return cls(lambda: share, step, 1)
         pending = workers.start_all_reduce(share, operation="all_reduce of rows and loss", step=step)

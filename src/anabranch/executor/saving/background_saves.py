@@ -1,7 +1,6 @@
-"""``BackgroundSaves``: checkpoints that are written while training goes on, one after the other.
+"""``BackgroundSaves``: writes checkpoints in a thread while training continues, one after the other.
 
-A process whose script ends without closing its executor waits for them too, and says on stderr what was not written:
-after that nobody is left to be told.
+At process exit, saves of an executor that was not closed are finished too, and failures are printed on stderr.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class CheckpointContent:
     step: int
 
     def copied(self) -> CheckpointContent:
-        """Return a copy in the memory of the host, which training does not change."""
+        """Return a copy in host memory, which training does not change."""
         groups = {
             name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in _tensors_of(group).items()}
             for name, group in self.groups.items()
@@ -63,7 +62,7 @@ class Started:
     Attributes:
         step: optimizer steps that it holds.
         path: the directory.
-        began: ``time.monotonic()`` when it was asked for.
+        began: ``time.monotonic()`` when it was requested.
     """
 
     step: int
@@ -72,7 +71,7 @@ class Started:
 
 
 class BackgroundSaves:
-    """Writes on a thread of its own, in the order in which it was asked to.
+    """Runs writes on its own thread, in order.
 
     >>> saves = BackgroundSaves()
     >>> saves.begin(lambda: None)
@@ -89,11 +88,11 @@ class BackgroundSaves:
         _open.add(self)
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Have ``write`` called."""
+        """Queue ``write``."""
         self._writing.append(self._pool.submit(write))
 
     def wait(self, most: int, deadline: Deadline) -> list[str]:
-        """Wait until at most so many are left, and return of each that has ended the reason of its failure, or ``""``.
+        """Wait until at most ``most`` are left; return for each finished one the reason of its failure, or ``""``.
 
         Raises:
             DeadlineExceeded: they take longer.
@@ -113,7 +112,7 @@ class BackgroundSaves:
         return ended
 
     def close(self, deadline: Deadline) -> list[str]:
-        """End the thread once all is written, or the deadline has come; return the reasons of failures."""
+        """End the thread when all is written or the deadline has passed; return the reasons of failures."""
         try:
             ended = self.wait(0, deadline)
         except DeadlineExceeded as error:
@@ -123,10 +122,10 @@ class BackgroundSaves:
         return [failure for failure in ended if failure]
 
     def finish(self) -> None:
-        """Wait at the end of the process, and tell of failures that nobody has heard of."""
+        """Wait at process exit, and print failures that were not reported yet."""
         if self._process == os.getpid():  # forked: the parent writes
             for failure in self.close(Deadline.after(_LAST_SECONDS)):
-                print(f"anabranch: a checkpoint was not saved in the background: {failure}", file=sys.stderr)
+                print(f"anabranch: a checkpoint could not be saved in the background: {failure}", file=sys.stderr)
 
 
 _open: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()

@@ -1,7 +1,7 @@
-"""One checkpoint of a model that lies in stages on several ranks: parts put together, and taken apart again.
+"""One checkpoint of a model that is in stages on several ranks: merging and splitting it.
 
-A checkpoint knows nothing of stages: it has the unsplit model's names. What ranks saved stands in it row after row, a
-row being the ranks of one pipeline.
+A checkpoint does not depend on stages: it has the unsplit model's names. The ranks' states are stored row by row, where
+a row is the ranks of one pipeline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["StagePart", "merge_optimizer_states", "merge_windows", "names_of", "
 
 
 class StagePart(TypedDict):
-    """The part of the model's state that a stage after the first keeps."""
+    """The part of the model's state on a stage after the first."""
 
     model: dict[str, Tensor]
     extra: dict[str, object]
@@ -42,20 +42,20 @@ _NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
 
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of ``model`` by the names that checkpoints know them by."""
+    """Return the parameters of ``model`` by their names in checkpoints."""
     if isinstance(model, Pipe):
         return {name: parameter for parameter, name in model.first_names().items()}
     return dict(model.named_parameters())
 
 
 def rows_of(state: Mapping[str, object]) -> list[range]:
-    """Return the ranks that saved, by pipeline; a worker without stages is a pipeline of its own."""
+    """Return the ranks that saved, by pipeline; a worker without stages is its own pipeline."""
     workers, stages = cast(int, state["workers"]), cast(int, state.get("stages", 1))
     return [range(first, first + stages) for first in range(0, workers, stages)]
 
 
 def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[str, list[object]]) -> None:
-    """Add what another stage's optimizers know to ``states``, parameter by parameter, group by group.
+    """Merge another stage's optimizer states into ``states``, by parameter and group.
 
     Raises:
         CheckpointError: the stages' optimizers are of different kinds or have different numbers of groups.
@@ -66,7 +66,7 @@ def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[st
             shapes = [(one["optimizer"], len(one["groups"])) for one in (here, there)]
             if shapes[0] != shapes[1]:
                 raise CheckpointError(
-                    f"optimizer {index} of {name!r} is not alike on all stages: {shapes[0]} and {shapes[1]} (kind, "
+                    f"optimizer {index} of {name!r} differs between stages: {shapes[0]} and {shapes[1]} (kind, "
                     "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
                 )
             here["state"] = {**there["state"], **here["state"]}
@@ -77,7 +77,7 @@ def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[st
 
 
 def restrict(saved: dict[str, object], model: nn.Module) -> dict[str, object]:
-    """Return an optimizer's saved state, without the parameters that lie on other ranks."""
+    """Return an optimizer's saved state, without the parameters that are on other ranks."""
     if not isinstance(model, Pipe) or not model.elsewhere:
         return saved
     here = names_of(model)
@@ -93,7 +93,7 @@ def restrict(saved: dict[str, object], model: nn.Module) -> dict[str, object]:
 
 
 def merge_windows(stages: Sequence[dict[str, object]], model: nn.Module) -> dict[str, object]:
-    """One pipeline's open window, with the sums of what ``model`` has here; what stages share has the same on each."""
+    """Return one pipeline's open window with the sums of this ``model``'s parameters."""
     sums = {name: total for window in stages for name, total in cast("dict[str, object]", window["sums"]).items()}
     if isinstance(model, Pipe) and model.elsewhere:
         here = names_of(model)

@@ -1,16 +1,17 @@
-"""Saving an executor's state, and loading it again, on another number of workers too.
+"""Saving and loading an executor's state, also with another number of workers.
 
 ::
 
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
-    group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as they lie on the shards
+    group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as stored on the shards
     group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
                           of an accumulation window that is open
     state                 everything that is not a tensor
 
-Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart. Parameters that
-live on servers are in "model" and "optimizer" like others, so that a checkpoint loads under any ``comm_mode``.
+Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
+Parameters on servers are in "model" and "optimizer" like others, so that a checkpoint can be loaded with any
+``comm_mode``.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ _FORMAT = 1
 
 
 class HasState(Protocol):
-    """Anything whose state can be taken and put back: nested plain values and tensors."""
+    """An object with saveable state: nested plain values and tensors."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state back."""
+        """Restore a state."""
 
 
 class Saver:
-    """Saves and loads the state of one executor; made before parameters leave the models.
+    """Saves and loads the state of one executor; created before parameters move to servers.
 
     Attributes:
         loaders: those whose positions are saved.
@@ -95,7 +96,7 @@ class Saver:
         self._runners = runners
         self._workers = workers
         self._models = distinct_models(steps)
-        # As they are before some leave the models for the servers.
+        # As they are before some move to the servers.
         self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
 
@@ -109,7 +110,7 @@ class Saver:
 
     @property
     def _row(self) -> int:
-        """This rank's place among those that hold the same part of the model."""
+        """This rank's index among those that hold the same part of the model."""
         return self._rank // self._stages
 
     def _pipes(self) -> dict[str, Pipe]:
@@ -118,7 +119,7 @@ class Saver:
     # Saving.
 
     def save(self, path: Place, *, wait: bool = True) -> None:
-        """Write a checkpoint; on every worker, or raised on every worker. Not to ``wait`` leaves that to a thread."""
+        """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
         if self.remote is not None:
             self.remote.settle()
@@ -139,7 +140,7 @@ class Saver:
                     snapshot = snapshot.copied()
                     self._background = self._background or BackgroundSaves()
                     self._background.begin(lambda: snapshot.write(path))
-            except Exception as error:  # a server may be lost, an object of the user's may fail
+            except Exception as error:  # a server may be lost, the user's object may fail
                 if self._size == 1:
                     raise
                 failure = f"{type(error).__name__}: {error}"
@@ -150,7 +151,7 @@ class Saver:
             self._begun.append(Started(self._steps_taken(), path, began))
 
     def settle(self, deadline: Deadline, *, leave: int = 0) -> list[Started]:
-        """Wait until at most ``leave`` of the saves begun before are not written; return those that are.
+        """Wait until at most ``leave`` of the started saves are unwritten; return the written ones.
 
         Raises:
             CheckpointError: one has failed; on every worker.
@@ -170,26 +171,26 @@ class Saver:
         failed, *ended = msgspec.json.decode(answer, type=list[str])
         done, self._begun = self._begun[: len(ended)], self._begun[len(ended) :]
         if failures := [
-            f"{started.path} of step {started.step} was not saved in the background: {failure}"
+            f"{started.path} of step {started.step} could not be saved in the background: {failure}"
             for started, failure in zip(done, ended, strict=True)
             if failure
         ]:
             raise CheckpointError("; ".join(failures))
         if failed:
-            raise CheckpointError(f"rank 0 still saves in the background: {failed}")
+            raise CheckpointError(f"rank 0 is still saving in the background: {failed}")
         return done
 
     def close(self, deadline: Deadline) -> None:
-        """Return once nothing is written any more; a failure that nobody was told of goes to the logger."""
+        """Wait for all saves; log failures that were not reported yet."""
         if self._background is not None:
             for failure in self._background.close(deadline):
-                _log.warning("a checkpoint was not saved in the background: %s", failure)
+                _log.warning("a checkpoint could not be saved in the background: %s", failure)
 
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
 
     def _part(self) -> dict[str, object]:
-        """Return this stage's part of the model, or why it cannot be had."""
+        """Return this stage's part of the model, or the reason why it is not available."""
         try:
             kept = {} if self.remote is None else self.remote.read()
         except AnabranchError as error:  # a server may be lost
@@ -250,7 +251,7 @@ class Saver:
         return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}
 
     def _extra(self) -> dict[str, object]:
-        """Return what modules keep beside tensors, by ``get_extra_state``."""
+        """Return the modules' extra state (``get_extra_state``)."""
         return {name: value for name, value in self._model_state() if not isinstance(value, Tensor)}
 
     def _model_state(self) -> Iterator[tuple[str, object]]:
@@ -259,7 +260,7 @@ class Saver:
                 yield prefix + name, value
 
     def _remote_tensors(self, value: Callable[[ServedParameter], Tensor]) -> dict[str, Tensor]:
-        """One tensor for each name of what lives on servers."""
+        """Return the parameters on servers, one tensor for each name."""
         moved = [] if self.remote is None else self.remote.moved
         return {name: value(entry) for entry in moved for name in entry.names}
 
@@ -277,7 +278,7 @@ class Saver:
         }
 
     def _windows(self) -> dict[str, dict[str, object]]:
-        """Every step's open window, with this worker's part of its sums."""
+        """Return the open window of every step, with this worker's part of its sums."""
         states: dict[str, dict[str, object]] = {}
         for name, runner in self._runners.items():
             in_window, rows, sums = runner.window()
@@ -310,11 +311,11 @@ class Saver:
     # Loading.
 
     def resume(self, path: Place) -> bool:
-        """Load the newest whole checkpoint under ``path``; ``False`` if there is none."""
+        """Load the newest complete checkpoint under ``path``; ``False`` if there is none."""
         return self._load_chosen(path, search=True)
 
     def load(self, path: Place) -> None:
-        """Load the newest whole checkpoint in ``path``."""
+        """Load the newest complete checkpoint in ``path``."""
         self._load_chosen(path, search=False)
 
     def _load_chosen(self, path: Place, *, search: bool) -> bool:
@@ -345,7 +346,7 @@ class Saver:
         return True
 
     def _together(self, plan: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Return ``plan()`` if it fails on no worker; else raise its error, or one that names the worker."""
+        """Return ``plan()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker."""
         try:
             planned = plan()
         except (CheckpointError, OSError) as error:
@@ -354,11 +355,11 @@ class Saver:
         failures = [text.decode() for text in self._gather(b"")]
         for rank, failure in enumerate(failures):
             if failure:
-                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so nobody does: {failure}")
+                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so no rank loads it: {failure}")
         return planned
 
     def _plan(self, found: Checkpoint) -> Callable[[], None]:
-        """Read and check everything; what it returns changes things, and cannot fail for what the checkpoint is."""
+        """Read and check everything; return functions that apply it and cannot fail because of the checkpoint."""
         state = _checked_state(found)
         tensors = found.tensors("model")
         for prefix, pipe in self._pipes().items():
@@ -380,7 +381,11 @@ class Saver:
         for name, positions in loaders.items():
             self.loaders[name].check(positions)
         for name in self.loaders.keys() - loaders.keys():
-            _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
+            _log.warning(
+                "the checkpoint in %s has no position for the loader of %r, which starts from the beginning",
+                found.path,
+                name,
+            )
 
         def change() -> None:
             load_objects()  # which may fail
@@ -405,19 +410,19 @@ class Saver:
         return change
 
     def _plan_extra(self, found: Checkpoint, state: Mapping[str, object]) -> dict[str, object]:
-        """Return the saved values of what modules keep beside tensors."""
+        """Return the saved extra state of the modules."""
         saved = cast("dict[str, object]", checkpoint.join(state.get("extra", {}), _tensors(found, "extra")))
         elsewhere = {prefix + name for prefix, pipe in self._pipes().items() for name in pipe.elsewhere}
         here = self._extra()
         if saved.keys() - elsewhere != here.keys():
             raise CheckpointError(
-                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, this model of {sorted(here)}; "
-                "load with the modules that were saved"
+                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, but this model has "
+                f"{sorted(here)}; load with the modules that were saved"
             )
         return saved
 
     def _plan_objects(self, found: Checkpoint, state: Mapping[str, object]) -> Callable[[], None]:
-        """Read the states of the user's own objects; what it returns hands them over."""
+        """Read the states of the user's own objects; return functions that load them."""
         saved = cast("dict[str, object]", checkpoint.join(state.get("objects", {}), _tensors(found, "objects")))
         if missing := self._objects.keys() - saved.keys():
             raise CheckpointError(
@@ -433,8 +438,8 @@ class Saver:
                     target.load_state_dict(saved[name])
                 except Exception as error:
                     raise CheckpointError(
-                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) refused what was "
-                        f"saved: {type(error).__name__}: {error}"
+                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) rejected its "
+                        f"saved state: {type(error).__name__}: {error}"
                     ) from error
 
         return load
@@ -442,11 +447,13 @@ class Saver:
     def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
         plans = []
         if saved.keys() != self._steps.keys():
-            raise CheckpointError(f"the checkpoint is of the steps {sorted(saved)}, these are {sorted(self._steps)}")
+            raise CheckpointError(
+                f"the checkpoint has the steps {sorted(saved)}, but this Executor has {sorted(self._steps)}"
+            )
         for name, step in self._steps.items():
             if len(saved[name]) != len(step.optimizers):
                 raise CheckpointError(
-                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, this has "
+                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, but this Executor has "
                     f"{len(step.optimizers)}"
                 )
             for index, optimizer in enumerate(step.optimizers):
@@ -462,13 +469,13 @@ class Saver:
         tensors: Mapping[str, Tensor],
         plans: list[tuple[Optimizer, dict[str, object]]],
     ) -> Callable[[], None]:
-        """Take the states of what lives on servers out of the ``plans``; what it returns puts them there."""
+        """Take the states of parameters on servers out of the ``plans``; return functions that load them there."""
         remote = self.remote
         servers = cast("dict[str, list[dict[str, dict[str, object]]]] | None", state.get("servers"))
         tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
         mine = [] if remote is None else remote.embeddings
         if sorted(tables) != sorted(mine):  # type: ignore[type-var]
-            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, this has {mine}")
+            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, but this model has {mine}")
         if remote is None:
             return lambda: None
         kept: dict[Tensor, ParameterState] = {}
@@ -493,7 +500,7 @@ class Saver:
         return replace
 
     def _put_there(self, ranks: Collection[int], put: Callable[[], None]) -> None:
-        """Let ``ranks`` put something on the servers while the others wait."""
+        """Let ``ranks`` load state into the servers while the others wait."""
         failure = ""
         if self._rank in ranks:
             try:
@@ -502,19 +509,19 @@ class Saver:
                 failure = f"{type(error).__name__}: {error}"
         for rank, text in enumerate(self._gather(failure.encode())):
             if text:
-                raise CheckpointError(f"rank {rank} could not put the checkpoint on the servers: {text.decode()}")
+                raise CheckpointError(f"rank {rank} could not load the checkpoint into the servers: {text.decode()}")
 
     def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
         for name, step in self._steps.items():
             if len(saved[name]) != len(step.schedulers):
                 raise CheckpointError(
-                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, this has "
+                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, but this Executor has "
                     f"{len(step.schedulers)}"
                 )
             for index, (entry, scheduler) in enumerate(zip(saved[name], step.schedulers, strict=True)):
                 if entry["scheduler"] != type(scheduler).__qualname__:
                     raise CheckpointError(
-                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, the checkpoint's "
+                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, but the checkpoint has "
                         f"{entry['scheduler']}; load with the scheduler that was saved"
                     )
 
@@ -532,9 +539,8 @@ class Saver:
         return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
 
     def _saved_windows(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
-        """By step, the windows that this worker goes on with: its own, or after another number of workers all or none.
-
-        A worker that goes on with none still gets one, for what all know alike.
+        """Return by step the windows that this worker continues: its own, or with another number of workers all or
+        none.
         """
         rows = rows_of(state)
         if self._as_many_rows(state):
@@ -554,7 +560,7 @@ class Saver:
         return len(rows_of(state)) == self._size // self._stages
 
     def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
-        """Raise ``CheckpointError`` for an open window whose sums belong elsewhere now."""
+        """Raise ``CheckpointError`` for an open window whose sums now belong elsewhere."""
         for name, windows in self._saved_windows(found, state).items():
             remote = self._runners[name].remote
             there = set() if remote is None else {*remote.names, *remote.part.embeddings}
@@ -567,17 +573,17 @@ class Saver:
                 moved |= set(cast("dict[str, object]", window["sums"])) - here
                 if bool(window.get("loss_scale")) != (self._runners[name].scale is not None):
                     raise CheckpointError(
-                        f"the checkpoint was saved while step {name!r} accumulated, under another precision; load it "
-                        "under the same, or save between two optimizer steps"
+                        f"the checkpoint was saved while step {name!r} accumulated, with another precision; load it "
+                        "with the same, or save between two optimizer steps"
                     )
                 if moved or ("total" in elsewhere) != (remote is not None):
                     raise CheckpointError(
-                        f"the checkpoint was saved while step {name!r} accumulated, under another comm_mode or routes; "
-                        "load it under the same, or save between two optimizer steps"
+                        f"the checkpoint was saved while step {name!r} accumulated, with another comm_mode or routes; "
+                        "load it with the same, or save between two optimizer steps"
                     )
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
-        """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
+        """Each worker continues with its own sums; with another number of workers rank 0 continues with all of them."""
         mine = self._as_many_rows(state) or self._row == 0
         for name, windows in self._saved_windows(found, state).items():
             runner, parameters = self._runners[name], self._parameters[name]
@@ -596,7 +602,7 @@ class Saver:
                 runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
 
     def _restore_pipes(self, found: Checkpoint, state: dict[str, object]) -> None:
-        """Pipes go on where their random streams were; on another number of pipelines, in their own streams."""
+        """Restore the pipes' random streams; another number of pipelines starts new streams."""
         as_many = self._as_many_rows(state)
         row = rows_of(state)[self._row if as_many else 0]
         saved = cast("dict[str, object]", self._rank_state(found, state, row[0])).get("pipes", {})
@@ -640,7 +646,7 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[
 def _by_parameter_name(
     optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
 ) -> dict[str, object]:
-    """Return the optimizer's state with names in place of torch's running numbers, and what it keeps ``elsewhere``."""
+    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``."""
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
@@ -664,13 +670,13 @@ def _by_position(
     """Return the inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
     if saved["optimizer"] != type(optimizer).__qualname__:
         raise CheckpointError(
-            f"{what} is {type(optimizer).__qualname__}, the checkpoint's {saved['optimizer']}; load with the optimizer "
-            "that was saved"
+            f"{what} is {type(optimizer).__qualname__}, but the checkpoint has {saved['optimizer']}; load with the "
+            "optimizer that was saved"
         )
     groups = cast("list[dict[str, object]]", saved["groups"])
     if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
         raise CheckpointError(
-            f"{what} holds the parameter groups {names}, the checkpoint's has {[group['params'] for group in groups]}"
+            f"{what} holds the parameter groups {names}, but the checkpoint has {[group['params'] for group in groups]}"
         )
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])

@@ -1,8 +1,8 @@
 """The best experts of a grid for each row, found dimension by dimension among the announced ones.
 
 An expert's score is the sum of its coordinates' scores, so the best ones have prefixes that are among the best
-prefixes: keeping ``k`` prefixes a dimension finds the ``k`` best experts of a full grid. The directory is asked once a
-dimension, for all rows together.
+prefixes: keeping ``k`` prefixes a dimension finds the ``k`` best experts of a full grid. The directory is asked once
+per dimension, for all rows together.
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ class _Together:
         return ", ".join(call.uid for call in self._calls.calls[:3])
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        raise AssertionError("the experts that answer are known when asked; a mixture is captured around its calls")
+        raise AssertionError(
+            "the experts that answer are known only at run time; a mixture is captured around its calls"
+        )
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         return ask(self._calls, keep=wants is not None)
@@ -193,7 +195,7 @@ def sample_forms(
 ) -> list[Form]:
     """Return the forms of the outputs of an expert whose sizes vary, for inputs like these.
 
-    It is asked for zeros in eval mode, which changes nothing there.
+    It is called with zeros in eval mode, which changes nothing there.
     """
     zeros = [
         None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
@@ -203,7 +205,7 @@ def sample_forms(
     (outcome,) = client.gather([_request_of(call)], deadline)
     if isinstance(outcome, Exception):
         raise outcome
-    assert outcome is not None, "nothing cancels a single request"
+    assert outcome is not None, "a single request cannot be cancelled"
     device = next(tensor.device for tensor in inputs if tensor is not None)
     outputs = wire.from_wire(outcome.tensors, schema.output_specs)
     return [
@@ -393,12 +395,12 @@ def _read_gradients(
     layout = wire.gradient_layout(specs, present, "input")
     rows = check_tensors(outcome.tensors, [spec for _, spec in layout], [name for name, _ in layout])
     if outcome.tensors and rows != call.rows:
-        raise ProtocolError(f"{call.rows} rows were sent, gradients of {rows} came", peer=call.endpoint)
+        raise ProtocolError(f"{call.rows} rows were sent, but gradients of {rows} were received", peer=call.endpoint)
     gradients = wire.from_wire(outcome.tensors, specs, present)
     for gradient, tensor in zip(gradients, inputs, strict=True):
         if gradient is not None and tensor is not None and gradient.shape != tensor.shape:
             raise ProtocolError(
-                f"a gradient of shape {tuple(gradient.shape)} came for an input of {tuple(tensor.shape)}",
+                f"received a gradient of shape {tuple(gradient.shape)} for an input of {tuple(tensor.shape)}",
                 peer=call.endpoint,
             )
     name = first_not_finite(gradients, call.schema.input_names) if finite_only else None
@@ -408,12 +410,12 @@ def _read_gradients(
 
 
 def expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
-    """Return what makes memory for an answer of this layout and so many rows, and refuses any other."""
+    """Return what makes memory for an answer of this layout and this many rows, and refuses any other."""
 
     def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
         came = check_parts(headers, layout)
         if headers and came != rows:
-            raise ProtocolError(f"{rows} rows were asked for, {came} came")
+            raise ProtocolError(f"{rows} rows were requested, but {came} were received")
         return allocate(headers)
 
     return make

@@ -58,7 +58,7 @@ class ExpertFinder:
         self.avoidance = Avoidance()
         self._schemas: dict[tuple[str, str], Schema] = {}
         self.any_known: tuple[str, str, Schema] | None = None
-        """The uid, endpoint and schema of the expert that was asked for its schema last."""
+        """The uid, endpoint and schema of the expert whose schema was requested last."""
 
     def __reduce__(self) -> tuple[type[ExpertFinder], tuple[DirectoryLike, Reach]]:
         # What was found out about the experts may be wrong by then.
@@ -90,7 +90,7 @@ class ExpertFinder:
         }
 
     def forget(self, uids: Iterable[str]) -> None:
-        """Forgets their schemas, so that they are asked for again."""
+        """Forgets their schemas, so that they are requested again."""
         gone = set(uids)
         self._schemas = {key: schema for key, schema in self._schemas.items() if key[0] not in gone}
 

@@ -74,7 +74,7 @@ class MixtureStatistics:
         answered: those that were answered.
         failed: those that failed, by the name of the error.
         cancelled: stragglers that were not waited for.
-        rows: rows that each expert was asked for, by uid: how evenly the experts are used.
+        rows: rows sent to each expert, by uid: how evenly the experts are used.
         avoided: experts that are avoided at the moment.
     """
 
@@ -156,7 +156,7 @@ class _Chosen:
     """The answers of the chosen experts.
 
     Attributes:
-        choices: the experts that were asked for each row in the end.
+        choices: the experts finally called for each row.
         present: of shape (rows, k): true if the slot's expert answered.
         outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where it did not.
         schema: of the experts.
@@ -206,13 +206,13 @@ class _Asker:
     ) -> Choices:
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
-            raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
+            raise NonFinite("the gate's scores hold NaN or Inf; check its inputs and weights")
         directory = within(self.finder.directory, deadline)
         masks = None if kept is None else [mask.cpu().numpy() for mask in kept]
         return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now().union(failed), masks)
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
-        """Return the schema of any announced expert, asked for if none has been asked yet."""
+        """Return the schema of any announced expert, requested if none has been asked yet."""
         with outside_tracing():
             if self.finder.any_schema is None:
                 self._find_any(uid_prefix, dimensions, deadline)
@@ -418,8 +418,8 @@ class _Asker:
     def _tell_of_lost_gradients(self, asked: Sequence[ExpertCall], without: NDArray[np.bool_]) -> None:
         uids = sorted({call.uid for call in asked if isinstance(call.gradient_error, PeerLost)})
         _log.warning(
-            "%s died between forward and backward: what they would have learned from this step is lost, and %d rows "
-            "pass no gradient through the mixture in it",
+            "%s died between forward and backward: their updates for this step are lost, and %d rows "
+            "get no gradient through the mixture in it",
             ", ".join(uids),
             without.sum(),
         )
@@ -449,7 +449,7 @@ class _Asker:
     ) -> BoundaryError:
         least = self.terms.k_min if phase == "forward" else self.terms.backward_k_min
         said = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
-        told = "; ".join(said[:3]) or "the directory knows too few"
+        told = "; ".join(said[:3]) or "the directory lists too few"
         cures = _cures(phase, least, lost=any(isinstance(error, PeerLost) for error in errors))
         return BoundaryError(
             f"{short} rows have fewer than {least} experts that answered ({told}); {cures}",
@@ -460,12 +460,12 @@ class _Asker:
 
 
 def _cures(phase: str, least: int, *, lost: bool) -> str:
-    """Return the arguments that let a step go on with fewer answers, and how to lose fewer."""
+    """Return the arguments that let a step continue with fewer answers, and how to lose fewer."""
     if phase == "backward":
-        return f"with backward_k_min={least - 1} the step goes on without these gradients"
+        return f"with backward_k_min={least - 1} the step continues without these gradients"
     fewer = [f"lower k_min={least}"] if least > 1 else []
     more = ["serve the experts from more processes (anabranch run --experts N)"] if lost else []
-    return ", or ".join([*fewer, "give allow_zero_outputs=True to mix such rows from the answers there are", *more])
+    return ", or ".join([*fewer, "give allow_zero_outputs=True to mix these rows from the available answers", *more])
 
 
 def _no_schema(deadline: Deadline) -> BoundaryError:
@@ -494,8 +494,8 @@ def _check_alike(calls: Sequence[ExpertCall]) -> None:
     for call in calls[1:]:
         if call.schema.output_specs != calls[0].schema.output_specs:
             raise SchemaError(
-                f"{calls[0].uid} returns {calls[0].schema.outputs}, {call.uid} {call.schema.outputs}: a mixture's "
-                "experts return the same"
+                f"{calls[0].uid} returns {calls[0].schema.outputs}, but {call.uid} returns {call.schema.outputs}: the "
+                "experts of a mixture must return the same"
             )
     for spec in calls[0].schema.output_specs if calls else ():
         if spec is not None and not spec.dtype.is_floating_point:
@@ -531,7 +531,7 @@ def _gather(
     parts = [tensor for answer in outputs if answer is not None and (tensor := answer[index]) is not None]
     sizes = {spec.sizes_of(part.shape) for part in parts} if spec.varying else {()}
     if len(sizes) > 1:
-        raise SchemaError(f"experts answered with outputs of unlike sizes, {sorted(sizes)}: they have no mean")
+        raise SchemaError(f"experts returned outputs of different sizes, {sorted(sizes)}, which cannot be averaged")
     if not sizes:
         raise BoundaryError(
             f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
@@ -579,7 +579,7 @@ def _check_arguments(
 ) -> tuple[tuple[int, ...], str]:
     sizes = tuple(grid_size)
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        raise ValueError(f"grid_size is one size above 0 a dimension, got {grid_size!r}")
+        raise ValueError(f"grid_size is one size above 0 per dimension, got {grid_size!r}")
     counts = {"k_best": k_best, "k_min": terms.k_min, "backward_k_min": terms.backward_k_min}
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
@@ -606,17 +606,20 @@ def _check_fraction(name: str, value: float) -> None:
 def _check_gated(x: object, gate: nn.Module) -> None:
     """Refuse an input that the gate does not take; a gate of the user's own checks for itself."""
     if not isinstance(x, Tensor):
-        raise SchemaError(f"a mixture's first input is the tensor that its gate sees, got a {type(x).__name__}")
+        raise SchemaError(f"a mixture's first input is the tensor for its gate, got a {type(x).__name__}")
     if type(gate) is not nn.Linear:
         return
     if x.ndim >= 2 and x.shape[-1] != gate.in_features:
         raise SchemaError(
-            f"a mixture's input ends in in_features={gate.in_features} values for its gate, got shape {tuple(x.shape)}"
+            f"the last dimension of a mixture's input is in_features={gate.in_features}, for its gate, got shape "
+            f"{tuple(x.shape)}"
         )
     dtype = gate.weight.dtype
     casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
     if x.dtype != dtype and not casts:
-        raise SchemaError(f"a mixture's input is {dtype}, as its gate's weights are, got {x.dtype}; give x.to({dtype})")
+        raise SchemaError(
+            f"a mixture's input must be {dtype}, like its gate's weights, got {x.dtype}; give x.to({dtype})"
+        )
 
 
 def _finder(
@@ -678,7 +681,7 @@ class _Mixture(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return where the experts lie in the grid, and how many are asked."""
+        """Return where the experts are in the grid, and how many are asked."""
         return f"{self.uid_prefix!r}, grid_size={self.grid_size}, k_best={self.k_best}"
 
     def learn_form(self) -> None:
@@ -810,7 +813,7 @@ class RemoteMixtureOfExperts(_Mixture):
         grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
         directory: finds the experts: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a Redis.
         uid_prefix: of the experts' uids.
-        k_best: experts asked for each row.
+        k_best: experts called for each row.
         k_min: answers that each row needs, or ``BoundaryError`` is raised. Rows that lost their experts with a process
             ask the next best ones before it is.
         forward_timeout: seconds for all of a forward, beam search included.

@@ -1,4 +1,4 @@
-"""An expert on the far side, called as if it were here."""
+"""An expert on the remote side, called as if it were here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) ->
 
 
 class RemoteExpert(nn.Module):
-    """Calls an expert on the far side; gradients flow back, and the expert updates itself on the way.
+    """Calls an expert on the remote side; gradients flow back, and the expert updates itself on the way.
 
     >>> import torch
     >>> from anabranch.experts import ExpertBackend, ExpertServer
@@ -66,7 +66,7 @@ class RemoteExpert(nn.Module):
     train mode the expert runs in the mode in which its server holds it. Under autocast floating inputs are cast to the
     dtypes of the schema.
 
-    It can be copied and pickled: it holds the uid and the address, and asks for the schema where it is used.
+    It can be copied and pickled: it holds the uid and the address, and requests the schema where it is used.
 
     Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
@@ -213,7 +213,7 @@ class RemoteExpert(nn.Module):
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
         found = within(directory, deadline).lookup([self.uid])
         if self.uid not in found:
-            raise NotFound(f"the directory knows no server of {self.uid!r}")
+            raise NotFound(f"the directory lists no server for {self.uid!r}")
         return found[self.uid]
 
 

@@ -69,12 +69,12 @@ class InferenceSession:
     ...         session.step(torch.ones(1, 1, 2)), session.length
     (tensor([[[4., 4.]]]), 4)
 
-    Its first step opens it on the server, which keeps the cache that the expert's module makes for so many rows. Steps
-    run in eval mode and without gradients, and change nothing of the expert. Several threads may share a session; their
-    steps come one after the other.
+    Its first step opens it on the server, which keeps the cache that the expert's module makes for this many rows.
+    Steps run in eval mode and without gradients, and change nothing of the expert. Several threads may share a session;
+    their steps come one after the other.
 
     Where a step raises ``DeadlineExceeded``, ``PeerLost`` or ``Overloaded``, whether it was taken is not known, and it
-    may be asked for again with the same inputs: it is never taken twice.
+    may be requested again with the same inputs: it is never taken twice.
     """
 
     def __init__(self, expert: SessionExpert, max_length: int, ttl: float = 60.0) -> None:
@@ -123,14 +123,16 @@ class InferenceSession:
             ValueError: the session was ended here.
             SchemaError: the inputs do not fit the expert's schema, have another number of rows than before, no row or
                 no position, or exceed ``max_length``; nothing was sent. Or the expert keeps no sequences.
-            SessionGone: the server no longer has the session: its time to live has passed, the server was started
-                again, a step has failed there.
+            SessionGone: the server no longer has the session: its time to live has passed, the server was restarted, a
+                step has failed there.
             Overloaded: the server has no room.
             BoundaryError: as of a call of the expert.
             CaptureError: a graph is captured, which cannot advance a sequence each time it runs.
         """
         if current_tracer() is not None:
-            raise CaptureError(f"a step of a session of {self._expert.uid} cannot be a part of a graph; engine='tape'")
+            raise CaptureError(
+                f"a step of a session of {self._expert.uid} cannot be part of a graph; use engine='tape'"
+            )
         deadline = Deadline.after(self._expert.forward_timeout)
         while not self._lock.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
             if deadline.expired():
@@ -193,19 +195,19 @@ class InferenceSession:
         try:
             return self._expert.forget_if_changed(error, deadline)
         except NotFound:
-            return False  # nobody serves it now, and the same step may be asked for once its server is back
+            return False  # nobody serves it now, and the same step may be requested once its server is back
 
     def _check(self, schema: Schema, given: Given) -> int:
         """Return the positions of a step that fits the session."""
         length = schema.length_of(given.tensors)
         rows = next(len(tensor) for tensor in given.tensors if tensor is not None)
         if not rows or not length:
-            raise SchemaError(f"a step has a row and a position at least, got {rows} rows of {length}")
+            raise SchemaError(f"a step has at least one row and one position, got {rows} rows of {length}")
         if self._steps and rows != self._rows:
-            raise SchemaError(f"the session's sequences are {self._rows} rows, this step has {rows}")
+            raise SchemaError(f"the session has {self._rows} rows, but this step has {rows}")
         if self.length + length > self.max_length:
             raise SchemaError(
-                f"the session has {self.length} positions, and {length} more exceed its max_length, {self.max_length}; "
+                f"the session has {self.length} positions; {length} more exceed its max_length, {self.max_length}; "
                 "open it with a larger one"
             )
         self._rows = rows

@@ -7,7 +7,7 @@ gone: that gradient belongs to a forward whose output was never used. Where that
 forward's graph (``kept_activations.py``), or the expert goes to eval mode.
 
 A caller in eval mode has its batches run in eval mode, apart from those of others: batches of a device run one at a
-time, and the module is put back into its own mode after each.
+time, and the module is restored into its own mode after each.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class ExpertBackend:
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
         if "cache" in keywords and makes_caches(module):
-            raise ValueError(f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema has none")
+            raise ValueError(
+                f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema must not have one"
+            )
         self._mask: Tensor | None = None
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
@@ -206,7 +208,7 @@ class ExpertBackend:
         Args:
             caller: the name in its certificate, or ``process PID`` on a Unix socket.
             rows: of the request.
-            backward: whether it asks for gradients.
+            backward: whether it requests gradients.
         """
         return 0
 
@@ -241,11 +243,11 @@ class ExpertBackend:
         return tuple(self._check_outputs(outputs, placed))
 
     def make_cache(self, rows: int, max_length: int) -> object:
-        """Return what the module makes to keep so many sequences of at most so many positions."""
+        """Return what the module makes to keep this many sequences of at most this many positions."""
         with torch.no_grad():
             cache = cast("Callable[[int, int], object]", self.module.make_cache)(rows, max_length)
         if cache is None:
-            raise TypeError(f"{self.uid}: make_cache returned None, which a module is called with outside of sessions")
+            raise TypeError(f"{self.uid}: make_cache returned None, which means that there is no session")
         return cache
 
     def step(self, cache: object, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -406,9 +408,7 @@ class ExpertBackend:
         plain = [task for task in batch if not task.ticket]
         if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
             # The tasks are then run one by one, and the first of the two finds the activations.
-            raise ActivationsGone(
-                f"{self.uid} has these activations for one backward, not for two; send the inputs again"
-            )
+            raise ActivationsGone(f"{self.uid} keeps activations for one backward only; send the inputs again")
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
@@ -437,7 +437,7 @@ class ExpertBackend:
         if entry is None:
             raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
         if entry.rows != task.rows:
-            raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
+            raise SchemaError(f"{self.uid}: received gradients of {task.rows} rows for a forward of {entry.rows}")
         if not self.schema.varies:
             return entry
         gradients = task.inputs[len(self.schema.inputs) :]
@@ -448,7 +448,8 @@ class ExpertBackend:
             expected = spec.with_sizes(lengths if self.schema.pads else spec.sizes_of(output.shape))
             if tuple(gradient.shape[1:]) != expected:
                 raise SchemaError(
-                    f"{self.uid}: a gradient of shape {tuple(gradient.shape)} came for an output of rows of {expected}"
+                    f"{self.uid}: received a gradient of shape {tuple(gradient.shape)} for an output with rows of "
+                    f"{expected}"
                 )
         return entry
 
@@ -525,7 +526,7 @@ class ExpertBackend:
             leaves = self.schema.output_nesting.leaves_of(outputs)
         except Mismatch:
             raise SchemaError(
-                f"{self.uid} returned another structure than its schema's: {outline(outputs)}, not "
+                f"{self.uid} returned a structure that differs from its schema: {outline(outputs)}, not "
                 f"{outline(self.schema.outputs)}"
             ) from None
         for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
@@ -609,12 +610,14 @@ class ExpertBackend:
                 merged.append(None)
                 continue
             if a is None or b is None or len(a.shape) != len(b.shape):
-                raise SchemaError(f"{self.uid}: the module returns {shorter} or {longer}, by the length of its input")
+                raise SchemaError(
+                    f"{self.uid}: the module returns {shorter} or {longer}, depending on the length of its input"
+                )
             sizes = [one if one == other else None for one, other in zip(a.shape, b.shape, strict=True)]
             if self.schema.pads and any(a.shape[index] != length for index, size in enumerate(sizes) if size is None):
                 raise SchemaError(
                     f"{self.uid}: the module returns rows of {tuple(a.shape)} for inputs of length {length}; with "
-                    "pad=True a size that varies must be that of the inputs"
+                    "pad=True a size that varies must equal that of the inputs"
                 )
             merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
         return nesting.rebuild(merged)
@@ -635,13 +638,13 @@ class ExpertBackend:
                 outputs = self._call(leaves)
             except Exception as error:
                 raise SchemaError(
-                    f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
+                    f"{self.uid}: the module does not accept the inputs of its schema: {type(error).__name__}: {error}"
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
 
 
 def info_of(schema: Schema, sessions: int) -> ExpertInfo:
-    """Return the facts about an expert with this schema and so many open sessions."""
+    """Return the facts about an expert with this schema and this many open sessions."""
     keywords = dict(schema.keywords)
     return {
         "forward_schema": (schema.arguments, keywords),
@@ -678,8 +681,8 @@ def _rows_of(inputs: Sequence[Tensor | None]) -> int:
 
 def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
     return SchemaError(
-        f"{name}: expected {rows} rows, as many as came in, got {output.shape[0]}; an expert's module returns a row "
-        "(dim 0) for each that it takes"
+        f"{name}: expected {rows} rows, as in the input, got {output.shape[0]}; an expert's module returns one row "
+        "(dim 0) per input row"
     )
 
 
@@ -708,6 +711,6 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
         foreign = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in own]
         if foreign:
             raise ValueError(
-                f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; make "
+                f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; create "
                 "it over module.parameters()"
             )

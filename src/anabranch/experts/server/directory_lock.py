@@ -63,15 +63,15 @@ class DirectoryLock:
             self._lock = FileLock(file)
         except BlockingIOError:
             raise CheckpointError(
-                f"{directory}: another server saves {uid} here ({_holder(directory)}); two servers of one directory "
-                "would overwrite each other's states: stop that one, or give each its own checkpoint_dir "
+                f"{directory}: another server saves {uid} here ({_holder(directory)}); two servers on one directory "
+                "would overwrite each other's state: stop that one, or give each its own checkpoint_dir "
                 "(--checkpoint-dir)"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise CheckpointError(f"{directory} cannot be locked: {error}; give another directory") from error
             _log.warning(
-                "%s lies on a file system without locks (%s): make sure yourself that no second server saves %s there",
+                "%s is on a file system without locks (%s): make sure that no other server saves %s there",
                 directory, error, uid,
             )  # fmt: skip
             return

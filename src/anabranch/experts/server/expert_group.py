@@ -146,12 +146,12 @@ class ExpertGroup:
         if self.count is not None and self.count > pattern.size:
             raise ValueError(f"count is at most the {pattern.size} uids of {self.uids!r}, got {self.count}")
         if self.seed is not None and self.count is None:
-            raise ValueError(f"seed draws uids, and count does not say how many; got seed {self.seed} alone")
+            raise ValueError(f"seed is for drawing uids, but there is no count; got only seed {self.seed}")
         if "lr" in (self.optimizer_args or {}):
-            raise ValueError(f"lr is said by itself, not among optimizer_args, got {self.optimizer_args!r}")
+            raise ValueError(f"lr is a separate argument, not part of optimizer_args, got {self.optimizer_args!r}")
         for name, of in (("optimizer_args", "optimizer"), ("scheduler_args", "scheduler")):
             if getattr(self, name) is not None and getattr(self, of) is None:
-                raise ValueError(f"{name} are for the {of}, which is not named; name it")
+                raise ValueError(f"{name} are for the {of}, which is not given; give it")
 
     @property
     def said(self) -> dict[str, object]:
@@ -168,7 +168,7 @@ def _check_value(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
             expected = _NUMBERS[name]
             if isinstance(value, str):
-                expected += ", without quotes, and in YAML with a point: 1.0e-3"
+                expected += ", without quotes, and in YAML with a decimal point: 1.0e-3"
     elif name in _CHOICES:
         if value not in _CHOICES[name]:
             expected = f"one of {', '.join(_CHOICES[name])}"
@@ -308,7 +308,7 @@ def _make_expert(
     given: dict[str, Any] = {"module": made} if isinstance(made, nn.Module) else dict(made)
     if unknown := [name for name in given if name not in _OF_BACKEND]:
         raise ValueError(
-            f"{group.module!r} returned {unknown[0]!r}, which is not an argument of ExpertBackend; those are: "
+            f"{group.module!r} returned {unknown[0]!r}, which is not an argument of ExpertBackend; its arguments are: "
             f"{', '.join(_OF_BACKEND)}"
         )
     module = given["module"] = _placed(given["module"], group.device)
@@ -329,15 +329,15 @@ def _make_updates(group: ExpertGroup, module: nn.Module, given: Mapping[str, Any
         optimizer = make_optimizer(group.optimizer or "adam", module, group.lr, group.optimizer_args)
         if given.get("scheduler") is not None and group.scheduler is None:
             raise ValueError(
-                f"the scheduler of {group.module!r} is for the optimizer that it returns, and another one is asked "
-                "for; leave the optimizer out, or name a scheduler too"
+                f"the scheduler of {group.module!r} is for the optimizer that it returns, but another one was "
+                "requested; leave the optimizer out, or name a scheduler too"
             )
     elif group.lr is not None:
-        raise ValueError(f"lr is {group.lr}, and {group.module!r} returns an optimizer of its own; give lr to it")
+        raise ValueError(f"lr is {group.lr}, and {group.module!r} returns its own optimizer; set lr there")
     scheduler = given.get("scheduler")
     if group.scheduler is not None:
         if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"scheduler is {group.scheduler!r}, and there is no optimizer to schedule; name one")
+            raise ValueError(f"scheduler is {group.scheduler!r}, but there is no optimizer to schedule; name one")
         scheduler = make_scheduler(group.scheduler, optimizer, group.scheduler_args)
     return {"optimizer": optimizer, "scheduler": scheduler}
 
@@ -428,4 +428,4 @@ def _placed(module: nn.Module, device: torch.device | str | None) -> nn.Module:
     try:
         return module.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"no expert can live on {str(device)!r} here: {error}") from error
+        raise ValueError(f"no expert can run on {str(device)!r} here: {error}") from error

@@ -155,7 +155,7 @@ class ExpertServer:
                 raise ValueError(f"two backends are called {backend.uid!r}")
             self._backends[backend.uid] = backend.to(device) if device is not None else backend
         if not self._backends:
-            raise ValueError("a server without experts serves nobody; give it backends")
+            raise ValueError("a server without experts has nothing to serve; give it backends")
         _warn_of_waits(self._backends.values())
         if not 0 < ttl < float("inf"):
             raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
@@ -318,9 +318,9 @@ class ExpertServer:
             uids = uids_at[endpoint]
             report("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
             _log.warning(
-                "%s: the directory listed %s at another server that is alive, %s, when this one announced it at %s; "
-                "callers will find now the one, now the other, and each learns from its own callers alone: stop one of "
-                "the two, or give them different uids",
+                "%s: the directory listed %s at another live server, %s, when this one announced it at %s; "
+                "callers will find sometimes one, sometimes the other, and each trains on its own callers only: stop "
+                "one of them, or give them different uids",
                 ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else ""),
                 "it" if len(uids) == 1 else "them",
                 endpoint,
@@ -397,7 +397,7 @@ class ExpertServer:
         """Return the rows of a request whose tensors fit its expert."""
         if header.schema != self._schemas[header.target][1]:
             raise AnotherSchema(
-                f"{header.target} has another schema than the caller believes; ask it for its info again"
+                f"{header.target} has a different schema than the caller expects; request its info again"
             )
         return check_parts(header.tensors, wire.request_layout(backend.schema, header))
 
@@ -554,7 +554,7 @@ def _rows(tensors: Sequence[Tensor | None]) -> int:
     for tensor in tensors:
         if tensor is not None:
             return tensor.shape[0]
-    raise AssertionError("a schema without inputs is refused where it is made")
+    raise AssertionError("a schema without inputs is rejected when it is created")
 
 
 def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:
@@ -562,7 +562,7 @@ def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:
     pools = {backend.uid: backend.forward_pool for backend in backends}
     if waiting := [uid for uid, pool in pools.items() if pool.min_batch_size > 1 and pool.timeout is None]:
         _log.warning(
-            "%s: min_batch_size is %d and there is no timeout, so fewer rows wait for others until their callers get "
+            "%s: min_batch_size is %d and there is no timeout, so fewer rows wait for more until their callers get "
             "DeadlineExceeded; give timeout=, in seconds, after which a smaller batch runs anyway",
             ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""),
             pools[waiting[0]].min_batch_size,

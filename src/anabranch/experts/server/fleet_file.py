@@ -45,8 +45,8 @@ def read_fleet(path: str | os.PathLike[str]) -> list[ExpertGroup]:
     if isinstance(content, Mapping):
         if other := [key for key in content if key != "experts"]:
             raise ValueError(
-                f"{path}: {other[0]!r} stands beside the groups; {_FORM}. What is the server's own, such as listen and "
-                "directory, is given on the command line"
+                f"{path}: {other[0]!r} is outside the groups; {_FORM}. Options of the server, such as listen and "
+                "directory, are given on the command line"
             )
         groups = content.get("experts")
     if not isinstance(groups, list) or not groups:
@@ -83,12 +83,12 @@ def _load(path: Path) -> object:
         except ValueError as error:
             raise ValueError(f"{path} is not TOML: {error}") from error
     if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"{str(path)!r} does not say how it is written; name it .toml, .yaml or .yml")
+        raise ValueError(f"{str(path)!r} has no known format; name it .toml, .yaml or .yml")
     try:
         import yaml
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{path} needs PyYAML: pip install 'anabranch[yaml]', or write it as TOML, which needs nothing", name="yaml"
+            f"{path} needs PyYAML: pip install 'anabranch[yaml]', or use TOML, which needs no package", name="yaml"
         ) from error
     text = path.read_text(encoding="utf-8")
     try:

@@ -55,7 +55,7 @@ class Nothing(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input, as a tensor of its own."""
+        """Return the input, as its own tensor."""
         return x.clone()
 
 
@@ -84,7 +84,9 @@ def find_factory(name: str) -> Factory:
     elif ":" in name:
         factory = _import(name)
     else:
-        raise ValueError(f"{name!r} is not a module to serve; name {', '.join(_NAMED)} or package.module:function")
+        raise ValueError(
+            f"{name!r} is not the name of a module to serve; use {', '.join(_NAMED)} or package.module:function"
+        )
 
     def make(*args: object, **kwargs: object) -> nn.Module | Mapping[str, object]:
         try:
@@ -128,9 +130,7 @@ def make_optimizer(
         factory = _OPTIMIZERS[name.lower()]
         given |= {"lr": 1e-3 if lr is None else lr}
     else:
-        raise ValueError(
-            f"{name!r} is not an optimizer here; there are: {', '.join(_OPTIMIZERS)}, none, or package.module:class"
-        )
+        raise ValueError(f"{name!r} is not an optimizer; use {', '.join(_OPTIMIZERS)}, none, or package.module:class")
     made = _call(name, factory, module.parameters(), given)
     if not isinstance(made, Optimizer):
         raise ValueError(f"{name!r} returned a {type(made).__name__}, not a torch.optim.Optimizer")
@@ -155,12 +155,14 @@ def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] |
     factory = _import(name) if ":" in name else getattr(torch.optim.lr_scheduler, name, None)
     if not callable(factory) or factory is LRScheduler:
         raise ValueError(
-            f"{name!r} is not a scheduler; name a class of torch.optim.lr_scheduler, such as StepLR, or "
+            f"{name!r} is not a scheduler; use a class of torch.optim.lr_scheduler, such as StepLR, or "
             "package.module:function"
         )
     made = _call(name, factory, optimizer, dict(args or {}))
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-        raise ValueError(f"{name!r} gave a {type(made).__name__}, which an update cannot step: it needs an LRScheduler")
+        raise ValueError(
+            f"{name!r} returned a {type(made).__name__}; an expert needs an LRScheduler that steps without a loss"
+        )
     return made
 
 
@@ -180,7 +182,7 @@ def check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | 
         if needed:
             raise ValueError(
                 f"{uid}: a step of the {name}, a {type(what).__name__}, needs {', '.join(needed)}, which an update "
-                f"from a caller's gradients does not have; take another {name}, or override apply_gradients"
+                f"from a caller's gradients does not have; use another {name}, or override apply_gradients"
             )
 
 

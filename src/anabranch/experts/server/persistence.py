@@ -1,4 +1,4 @@
-"""Experts that survive their server: each one's state in a directory of its own, saved in parallel with training.
+"""Experts that survive their server: each one's state in its own directory, saved in parallel with training.
 
 A copy is taken between two batches, so training stops only for the copy, which is written on another thread. With an
 expert's state go the requests applied to it: a caller whose answer was lost in the crash retries, and the restarted
@@ -84,7 +84,9 @@ class Persistence:
             try:
                 backend.load_state_dict(cast(Mapping[str, object], state["backend"]))
             except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(f"the checkpoint of {uid} is of another module or optimizer: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint of {uid} belongs to another module or optimizer: {error}"
+                ) from error
             applied = cast(list[tuple[bytes, int]], state["applied"])
             self._applied[uid] = dict.fromkeys(applied)
             self._saved[uid] = backend.updates

@@ -75,7 +75,7 @@ _SOUND: Mapping[str, object] = {
     "guard_nn_modules": True,
     "suppress_errors": False,
     "replay_side_effects": True,
-    "trace_numpy": False,  # torch's functions in place of NumPy's round otherwise
+    "trace_numpy": False,  # torch's functions in place of NumPy's round differently
     "enable_dynamo_decompositions": False,  # and so do products and sums in place of addcdiv_
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # self.calls += 1
@@ -83,7 +83,7 @@ _SOUND: Mapping[str, object] = {
     "allow_empty_graphs": True,
     "error_on_nested_fx_trace": True,
     "automatic_dynamic_shapes": True,  # for numbers that change; the shapes within one kind of batch do not
-    "automatic_dynamic_local_pgo": False,  # what is dynamic must not depend on an earlier process
+    "automatic_dynamic_local_pgo": False,  # dynamic shapes must not depend on an earlier process
     "automatic_dynamic_remote_pgo": False,
     "record_runtime_overhead": False,  # two calls of Python in each run, for profilers
     "verbose": False,
@@ -129,7 +129,7 @@ class TracedCall:
     Attributes:
         module: the torch calls, one node each; one placeholder for each tensor or number that they take.
         names: the Python name of each placeholder, such as ``batch.x``.
-        numbers: the placeholders that stand for a Python float and arrive as 0-dim float64 tensors.
+        numbers: the placeholders of Python floats, which arrive as 0-dim float64 tensors.
     """
 
     module: fx.GraphModule
@@ -162,7 +162,7 @@ class Front:
         function: called with positional arguments. It returns values that ``mark`` and Python make of torch calls.
         make: builds a program; held weakly by Dynamo, which never forgets.
         what: the name of ``function`` in refusals.
-        settings: Dynamo's, beside those that make its guards complete.
+        settings: Dynamo's, in addition to those that make its guards complete.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Front:
         self.when_slow: Callable[[], None] | None = None
         """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
-        """The error of ``make`` or of a program in the run under way; Dynamo wraps some of it."""
+        """The error of ``make`` or of a program in the run in progress; Dynamo wraps some of it."""
         self.unseen = Unseen()
 
     def knows(self, kind: object) -> bool:
@@ -224,7 +224,7 @@ class Front:
             except _NotCompiled:
                 pass
         if not may_trace:
-            raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
+            raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
         return self._trace(kind, compiled, args)
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
@@ -234,14 +234,14 @@ class Front:
             raise CaptureError(known)
         if self._changes > _MOST_VARIANTS:
             raise CaptureError(
-                f"classes or functions that {self._what} goes through change from step to step; use engine='tape'"
+                f"classes or functions that {self._what} uses change from step to step; use engine='tape'"
             )
         refuse_compiled_parts([*args, *closed_over(self._function)])
         if compiled is None:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
         opaque.take_failure()
-        torch._dynamo.symbolic_convert._import_module.cache_clear()  # a name may have come to mean another module
+        torch._dynamo.symbolic_convert._import_module.cache_clear()  # a name may refer to another module now
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
@@ -300,7 +300,7 @@ class Front:
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Return the function that Dynamo is to call in place of ``module``."""
         if not self._may_trace:
-            raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
+            raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
         try:
             _refuse_what_is_lost()
             _guard_order()
@@ -350,8 +350,8 @@ class Front:
             return self.failure or failed  # type: ignore[return-value]
         if isinstance(error, FailOnRecompileLimitHit):
             self._exhausted[kind] = (
-                f"Python values that {self._what} reads change from step to step, and each change makes a new graph; "
-                "pass what changes in the batch, make it a tensor that is changed in place, or use engine='tape'"
+                f"Python values that {self._what} reads change from step to step, and each change needs a new graph; "
+                "pass them in the batch, make them tensors that are changed in place, or use engine='tape'"
             )
             self._fronts.pop(kind, None)
             return CaptureError(self._exhausted[kind])
@@ -360,7 +360,7 @@ class Front:
         if isinstance(error, _NotCompiled) or "no compiled frames" in str(error):
             return _SwitchedOff(
                 "torch.compile is switched off here (torch.compiler.set_stance, TORCHDYNAMO_DISABLE, a dispatch mode), "
-                "and graphs are captured with it; switch it on, or use engine='tape'"
+                "but capturing needs it; switch it on, or use engine='tape'"
             )
         if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
             return refusal_of(error, self._what)
@@ -405,7 +405,7 @@ def guards_hold() -> bool:
         return False
 
     if noticed():
-        return False  # a program that never fits helps nobody
+        return False  # a program that never fits is useless
     with hooked(probe.layer, lambda *_: None):
         found = [noticed()]
     probe.weight.requires_grad_(False)
@@ -417,7 +417,7 @@ def guards_hold() -> bool:
 
 
 def _refuse_other_pytorch() -> None:
-    """Test Dynamo's guards once a process, before the first capture.
+    """Test Dynamo's guards once per process, before the first capture.
 
     Raises:
         CaptureError: they miss changes, or Dynamo is switched off.
@@ -474,7 +474,7 @@ class _Forms:
         wants: Sequence[bool],
     ) -> Sequence[Tensor | None]:
         raise CaptureError(
-            f"the loss differentiates through {boundary.kind} {boundary.name!r} itself, which a graph cannot; use "
+            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
             "engine='tape'"
         )
 
@@ -608,7 +608,7 @@ class _Backend:
                 guard_signs(entry.orig_guard, entry.value)
             copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
-                front.unseen.refused = f"{entry.name}, a container in a tuple (a list in its place would do)"
+                front.unseen.refused = f"{entry.name}, a container in a tuple (use a list instead)"
         for kind, name in kinds.items():
             if front is not None and has_compiled_methods(kind):
                 front.failure = compiled_refusal(f"a method of {kind.__qualname__}")
@@ -621,7 +621,7 @@ def _last_lr(self: LRScheduler) -> list[float | Tensor]:
 
 
 def _is_of_a_module(name: str, front: Front | None) -> bool:
-    """Return True for dicts that every module has, and whose truth nobody asks for but code that names them."""
+    """Return True for dicts that every module has, and whose truth nobody requests but code that names them."""
     last = name.rpartition(".")[2]
     return last.startswith("_global_") or (last in _OF_MODULES and front is not None and not front.unseen.names(last))
 
@@ -698,7 +698,7 @@ def _plain_source(source: str) -> str:
 
 
 def _said_once() -> set[object]:
-    """Functions that log a message once a process: the tape has logged it, so a graph need not."""
+    """Functions that log a message once per process: the tape has logged it, so a graph need not."""
     module = sys.modules.get("transformers.utils.logging")
     return set() if module is None else {module.warning_once, module.logging.Logger.warning_once}
 
@@ -722,13 +722,15 @@ def _refuse_what_is_lost() -> None:
     output = InstructionTranslator.current_tx().output
     if output.random_calls:
         raise CaptureError(
-            "the step draws random numbers that are not torch's, which a graph would not draw again; draw them with "
+            "the step draws random numbers outside torch, which a graph would not draw again; draw them with "
             "torch, pass them in the batch, or use engine='tape'"
         )
     effects = output.side_effects
     for variable in effects.id_to_variable.values():
         if type(variable).__name__ == "DequeVariable" and effects.is_modified(variable):
-            raise CaptureError("the step changes a deque, which a graph would not do as Python does; use engine='tape'")
+            raise CaptureError(
+                "the step changes a deque, which a graph would do differently from Python; use engine='tape'"
+            )
     changed = effects.store_attr_mutations
     names = {name for attributes in changed.values() for name in attributes}
     sets = any(node.target is Tensor.set_ or node.target == "set_" for node in output.graph.nodes)
@@ -753,11 +755,13 @@ def _guard_order() -> None:
 def _refuse_what_guards_miss() -> None:
     if torch._C._is_any_autocast_enabled() and _autocast_depth() == 0:
         raise CaptureError(
-            "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then goes on with "
-            "the weights that it has cast once; use `with torch.autocast(...)` around each step or in the loss"
+            "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then keeps using "
+            "the weights that it cast first; use `with torch.autocast(...)` around each step or in the loss"
         )
     if _len_torch_function_stack():
-        raise CaptureError("a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'")
+        raise CaptureError(
+            "a TorchFunctionMode is active around the step, which a graph would not call; use engine='tape'"
+        )
     if any(_hooks_of_every_module):
         raise CaptureError(
             "a hook is set on every module (torch.nn.modules.module.register_module_*_hook), which a graph would not "
@@ -765,11 +769,11 @@ def _refuse_what_guards_miss() -> None:
         )
     if torch.is_anomaly_enabled():
         raise CaptureError(
-            "anomaly detection looks at every gradient, which a graph does not; switch it off, or use engine='tape'"
+            "anomaly detection checks every gradient, which a graph does not; switch it off, or use engine='tape'"
         )
     if torch._C._autograd._top_saved_tensors_default_hooks(False):
         raise CaptureError(
-            "saved_tensors_hooks are set around the step, which a graph would not call; remove them, or use "
+            "saved_tensors_hooks are active around the step, which a graph would not call; remove them, or use "
             "engine='tape'"
         )
 

@@ -2,7 +2,7 @@
 
 While a thread compiles, PyTorch answers ``torch.compiler.is_compiling()`` with True in the whole process. Torch's
 optimizers ask it, and compute on tensors then where they take Python numbers otherwise: a plain loop in another thread
-would round otherwise for as long. In our compilations only traced code is told so, by Dynamo itself.
+would round differently for as long. In our compilations only traced code is told so, by Dynamo itself.
 """
 
 from __future__ import annotations

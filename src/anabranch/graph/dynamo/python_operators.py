@@ -1,7 +1,7 @@
-"""Operators whose kernels, derivatives or shapes somebody wrote in Python: Dynamo calls them without reading them.
+"""Operators with kernels, derivatives or shapes written in Python: Dynamo calls them without reading them.
 
 A graph would keep what their code read when it was captured, and a batch that is run both ways would do twice what
-they do beside their results, such as drawing from a generator of their own.
+they do apart from their results, such as drawing from their own generator.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ __all__ = [
 ]
 
 _REASONS = (
-    ("trace_numpy", "it computes with NumPy, which a graph would round otherwise; compute with torch"),
-    ("numpy.", "it computes with NumPy, which a graph would round otherwise; compute with torch"),
-    ("fork_rng", "it puts the state of torch's random numbers back in the middle of the step"),
-    ("scope of this HOP", "a checkpointed region, or a branch, changes a variable that lives outside of it"),
+    ("trace_numpy", "it computes with NumPy, which a graph would round differently; compute with torch"),
+    ("numpy.", "it computes with NumPy, which a graph would round differently; compute with torch"),
+    ("fork_rng", "it restores torch's random state in the middle of the step"),
+    ("scope of this HOP", "a checkpointed region, or a branch, changes a variable outside it"),
     ("tolist()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
     ("torch.nn.Parameter()", "it makes an nn.Parameter in the middle of the step"),
-    ("ops that return a non-Tensor", "it asks PyTorch for something that is not a tensor"),
+    ("ops that return a non-Tensor", "it calls a PyTorch operation whose result is not a tensor"),
     ("Cannot trace class definition", "it defines a class in the middle of the step"),
     ("sparse Tensors", "it computes with sparse tensors"),
     ("copy.deepcopy()", "it copies a tensor or a module (copy.deepcopy)"),
@@ -37,9 +37,9 @@ _REASONS = (
     ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
     ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
     ("DynamicOutputShape", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
-    ("returning intermediate with requires_grad_", "a result hangs on a tensor that was made to require a gradient"),
+    ("returning intermediate with requires_grad_", "a result depends on a tensor on which requires_grad was set"),
     ("_LegacyVariableBase", "it makes an autograd.Variable; use tensor.detach().requires_grad_()"),
-    ("pack_padded_sequence", "it packs sequences, whose form depends on the values of their lengths"),
+    ("pack_padded_sequence", "it packs sequences, whose shape depends on the values of their lengths"),
     ("intentionally marked", "PyTorch does not let this function be captured"),
     ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
     ("DataDependentOutput", "the code depends on a value that it computes"),
@@ -47,15 +47,15 @@ _REASONS = (
     ("operator `print`", "it prints"),
     ("operator `open`", "it reads or writes a file"),
     ("logging", "it writes to a log"),
-    ("random", "it draws random numbers that are not torch's"),
-    ("Generator", "it draws from a generator of its own"),
+    ("random", "it draws random numbers outside torch"),
+    ("Generator", "it draws from its own generator"),
     ("register_hook", "it sets a hook on a gradient"),
     ("backward hook", "a module has a backward hook"),
     ("Backward hook", "a module has a backward hook"),
     ("backward()", "it calls backward() in the middle of the step"),
 )
-DIVIDED = "it divides a float that changes by // or divmod(), which a graph would round otherwise"
-_CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
+DIVIDED = "it divides a float that changes by // or divmod(), which a graph would round differently"
+_CURE = "; use engine='tape' for this step, or 'auto', which does so automatically"
 
 
 class Raises(CaptureError):
@@ -139,7 +139,7 @@ _INSIDE = re.compile(
 """Words of PyTorch's tracers, which say nothing to those who write models."""
 
 
-WITHOUT_WORDS = "PyTorch does not capture what it does"
+WITHOUT_WORDS = "PyTorch cannot capture it"
 """The reason where PyTorch gives none that a user would know."""
 
 
@@ -169,7 +169,7 @@ def _simple(said: str) -> str:
 def _raised(text: str) -> str:
     held = re.search(r"exceptions must derive from BaseException, not (\w+)", text)
     if held:  # an exception that was made elsewhere, which Dynamo does not take for one
-        return f"{held[1]}, under the conditions of now,"
+        return f"{held[1]}, under the current conditions,"
     found = re.search(r"raised exception (.*)", text) or re.search(r"exception (\w+\(.*\))", text)
     return found[1].strip() if found else "an exception"
 

@@ -21,7 +21,7 @@ _LOUD = (
 @contextmanager
 def silent() -> Iterator[None]:
     """Run a block without warnings, and without records of PyTorch's tracers."""
-    # Each by itself: a logger that is disabled still passes on what those below it record.
+    # Each separately: a disabled logger still propagates records of its children.
     known = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(_LOUD)]
     loggers = [*known, *map(logging.getLogger, _LOUD)]
     before = [logger.disabled for logger in loggers]

@@ -16,7 +16,7 @@ _start_timer: Callable[[float, Callable[[], None]], threading.Timer] = threading
 
 @contextmanager
 def told_if_slow(tell: Callable[[], None] | None) -> Iterator[None]:
-    """Call ``tell`` once, on a thread of its own, if the block takes longer than ``PATIENCE``."""
+    """Call ``tell`` once, on its own thread, if the block takes longer than ``PATIENCE``."""
     if tell is None:
         yield
         return
@@ -27,4 +27,4 @@ def told_if_slow(tell: Callable[[], None] | None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join(PATIENCE)  # a logger that hangs holds nobody up for ever
+        timer.join(PATIENCE)  # a logger that hangs must not block forever

@@ -1,7 +1,7 @@
 """Dynamo's calls as the function that is traced: its arguments sorted into state and inputs, its calls in order.
 
-Dynamo hands over every tensor and number that a function reads. Those that are the model's own parameters and buffers
-are bound to the graph and compared by identity before each run; the others are given anew in every run.
+Dynamo passes on every tensor and number that a function reads. Those that are the model's own parameters and buffers
+are bound to the graph and compared by identity before each run; the others are given again in every run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Arguments:
 
 
 class Binding:
-    """Picks a program's arguments from the values of Dynamo's placeholders, and tells whether the program fits them."""
+    """Picks a program's arguments from the values of Dynamo's placeholders, and checks that the program fits."""
 
     def __init__(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
         self._bound = [args[index] for index in arguments.bound]
@@ -102,7 +102,7 @@ def arrange(
 
     Args:
         call: Dynamo's call.
-        args: the placeholders' values in the run under way.
+        args: the placeholders' values in the run in progress.
         state: the tensors that are bound, with their names.
         names: the meaning of the first part of an argument's name.
         fix_numbers: let the graph hold the Python numbers, where an operation does not accept an unknown number.
@@ -159,7 +159,7 @@ def run_calls(
 
 
 class _Runner(fx.Interpreter):
-    """Runs one call after the other, and tells the recorder the module and line of each."""
+    """Runs one call after the other, and passes the module and line of each to the recorder."""
 
     def __init__(self, call: TracedCall, recorder: TraceRecorder, module: fx.GraphModule | None = None) -> None:
         super().__init__(module or call.module, garbage_collect_values=False)
@@ -176,7 +176,7 @@ class _Runner(fx.Interpreter):
             return self._checkpointed(n)
         if isinstance(n.target, HigherOrderOperator) and (name := _CONTROL_FLOW.get(str(n.target))):
             raise CaptureError(
-                f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions that runs, "
+                f"{user_line_of(n)}the step cannot be a graph: it calls torch.{name}, and which functions it runs, "
                 "or how often, depends on values; choose between values with torch.where, or use engine='tape'"
             )
         self._recorder.switch(_scope(n))

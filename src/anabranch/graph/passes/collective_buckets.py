@@ -1,8 +1,8 @@
 """Collectives as early and as few as possible, and their waits as late, so that they overlap with backward.
 
-As captured, each gradient's all-reduce stands with its wait behind the backward pass. ``bucket_collectives`` moves each
-to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its first
-reader. ::
+In the captured graph, each gradient's all-reduce and its wait come after the backward pass. ``bucket_collectives``
+moves each to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its
+first reader. ::
 
     g2, g1, reduce g2, wait, reduce g1, wait, update      as captured
     g2, reduce g2, g1, reduce g1, wait, wait, update      after both
@@ -133,7 +133,7 @@ def _merge(graph: OperationGraph, bucket: list[fx.Node]) -> None:
         joined = _made(graph, _aten.cat.default, flat, like=last)
         launched = _made(graph, last.target, joined, *last.args[1:], like=joined)
     waits = [user for node in bucket for user in node.users]
-    assert all(map(is_wait, waits)), "a collective's result is read by its wait alone"
+    assert all(map(is_wait, waits)), "a collective's result is read only by its wait"
     with graph.fx.inserting_before(min(waits)):
         whole = _made(graph, waits[0].target, launched, like=launched)
     for node, start, size in zip(bucket, accumulate(sizes, initial=0), sizes, strict=False):

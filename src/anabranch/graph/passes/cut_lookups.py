@@ -58,7 +58,7 @@ def cut_lookups(graph: AnyGraph, tables: Collection[str] | None = None) -> AnyGr
 
 
 def _cut_rows(graph: fx.Graph, node: fx.Node, named: Mapping[str, Any], table: fx.Node) -> fx.Node:
-    """Return the rows, read by the lookup itself; those of the padding go on without a gradient."""
+    """Return the rows, read by the lookup itself; those of the padding continue without a gradient."""
     node.args, node.kwargs = (table, named["indices"]), {}
     padding = named.get("padding_idx", -1)
     if padding >= 0:

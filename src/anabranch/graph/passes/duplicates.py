@@ -15,7 +15,7 @@ __all__ = ["merge_duplicates"]
 def merge_duplicates(graph: AnyGraph) -> AnyGraph:
     """``graph`` with one node where several compute the same operation on the same values, and without dead nodes.
 
-    Values are the same if the nodes are and nobody has written to their memory in between. Nodes that draw random
+    Values are equal if the nodes are and their memory has not been written in between. Nodes that draw random
     numbers, write, or whose memory is written later stay apart.
     """
     graph = graph.copy()

@@ -1,6 +1,6 @@
 """Placement of fused optimizer updates: few nodes for small parameters, one as early as possible for each large one.
 
-Both passes only regroup the fused optimizer that the user asked for (``fused=True``): its kernel treats each tensor on
+Both passes only regroup the fused optimizer that the user requested (``fused=True``): its kernel treats each tensor on
 its own, so the results are the same bits. An optimizer that is not fused is never fused here: that rounds differently.
 """
 

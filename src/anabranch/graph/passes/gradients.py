@@ -50,12 +50,12 @@ def gradients(
 
     Raises:
         NotFound: for a name that is not in the graph.
-        TypeError: for what is not a graph, and an output or ``wrt`` of an integer dtype.
+        TypeError: for a value that is not a graph, and an output or ``wrt`` with an integer dtype.
         ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
         SchemaError: for gradients of the wrong number or shape.
     """
     if not isinstance(graph, Graph):
-        raise TypeError(f"graph is a Graph, as capture makes one, got {type(graph).__name__}")
+        raise TypeError(f"graph must be a Graph, as capture returns, got {type(graph).__name__}")
     if not wrt:
         raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
     tape = _Tape(cut_lookups(graph, _inputs(graph, wrt)), outputs, wrt)
@@ -85,7 +85,7 @@ def gradients(
 
 
 def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
-    """Return the inputs among ``wrt``, which may call them by their names or those of their nodes."""
+    """Return the inputs among ``wrt``, which may use their names or those of their nodes."""
     pairs = zip(graph.placeholders, graph.inputs, strict=True)
     return [name for node, name in pairs if name in wrt or node.name in wrt]
 
@@ -122,7 +122,7 @@ class _Tape:
         if name not in self._nodes:
             raise NotFound(f"the graph has no {name!r}; inputs {self._graph.inputs}, outputs {self._graph.outputs}")
         if not _floats(self._nodes[name]):
-            raise TypeError(f"{name!r} is not of a floating dtype: it has no gradient")
+            raise TypeError(f"{name!r} does not have a floating dtype, so it has no gradient")
 
     def example(self, name: str) -> Tensor:
         value = self._nodes[name].meta["val"]
@@ -159,7 +159,7 @@ class _Tape:
             if name in self._lookups:
                 if gradient is not None:
                     raise CaptureError(
-                        f"the table {name!r} is looked up sparsely and used densely too, so that its gradient is not a "
+                        f"the table {name!r} has both sparse lookups and dense uses, so its gradient is not a "
                         "list of rows; make it sparse=False"
                     )
                 pairs = [(computed[node.args[1]], rows[node]) for node in self._lookups[name]]  # type: ignore[index]

@@ -41,7 +41,7 @@ def reuse_in_place(graph: AnyGraph) -> AnyGraph:
 
 
 def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node], constant: set[fx.Node]) -> bool:
-    """Return True if the argument has the result's form, and its memory ends here and belongs to no other argument."""
+    """Return True if the argument has the result's form and its memory is not used later or by another argument."""
     source = node.args[index]
     if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
         return False

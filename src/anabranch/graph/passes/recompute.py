@@ -48,7 +48,7 @@ def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:
         if peak <= budget_bytes:
             return _gentlest(graph, plan.peak, choice, budget_bytes, found)
     raise ValueError(
-        f"no recomputation that was found fits {budget_bytes} bytes: a run needs {plan.peak_bytes}, with recomputation "
+        f"no recomputation found fits into {budget_bytes} bytes: a run needs {plan.peak_bytes}, with recomputation "
         f"{least}; give it at least that, or capture a smaller batch"
     )
 

@@ -1,4 +1,4 @@
-"""Dense gradients of tables, summed by the quicker of two kernels that add the same numbers in the same order.
+"""Dense gradients of tables, summed by the faster of two kernels that add the same numbers in the same order.
 
 ``embedding_dense_backward`` and ``_embedding_bag_backward`` go through a tensor iterator, or a sort, for each id; on a
 CPU ``index_add_`` into zeros takes a third to a tenth of their time, and the sums are the same bits.

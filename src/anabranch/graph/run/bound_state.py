@@ -40,10 +40,10 @@ class BoundState:
         self.note_optimizer_state()
 
     def note_optimizer_code(self) -> None:
-        """Record the optimizers' code, and what it reads, as they are now; called when an update is captured.
+        """Record the optimizers' current code and the values it reads; called when an update is captured.
 
         Raises:
-            CaptureError: a graph could not see what an optimizer reads.
+            CaptureError: a graph could not notice changes of a value that an optimizer reads.
         """
         self._code = OptimizerCode(self._optimizers)
 
@@ -57,7 +57,7 @@ class BoundState:
         """Return True if every object is identical to the recorded one.
 
         Args:
-            kept_by_optimizers: check the optimizers' state too; false where they step by themselves.
+            kept_by_optimizers: check the optimizers' state too; false if they step outside the graph.
 
         Raises:
             CaptureError: a hook was set that a graph would not call.
@@ -87,7 +87,7 @@ class BoundState:
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
     def knows_state(self) -> bool:
-        """Return True if the optimizers' state is the recorded one: nobody has replaced any of it since."""
+        """Return True if the optimizers' state is the recorded one, without replacements since."""
         held = zip(self._optimizers, self._states, strict=True)
         return all(optimizer.state is state for optimizer, state in held) and self._state_is_the_same()
 
@@ -101,7 +101,7 @@ class BoundState:
         return len(held) == len(self._held) and all(map(same, held, self._held))
 
     def _refuse_new_hooks(self) -> None:
-        """Look for hooks, but only if any was registered, anywhere, since the last look."""
+        """Check for hooks, but only if any was registered, anywhere, since the last check."""
         number = RemovableHandle.next_id
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
@@ -114,7 +114,7 @@ class BoundState:
         return list(map(len, lists)), list(chain.from_iterable(lists))
 
     def _moved_alike(self) -> bool:
-        """Return True if only memory has moved (``parameter.data = ...``), which generated code follows by itself."""
+        """Return True if only memory has moved (``parameter.data = ...``), which generated code follows."""
         if list(map(_form, self._tensors)) != self._forms:
             return False
         shared = self._shared

@@ -4,7 +4,7 @@ A Python loop over nodes loses most of what a graph gains, so the graph becomes 
 ``torch.fx`` turns into code. Three things keep a node cheap:
 
 - Operators are called through torch's own argument parser (``torch.mm``) rather than through their overload objects.
-  Each stand-in is proved: it is called once on fake tensors and must dispatch exactly the overload, with its
+  Each placeholder is proved: it is called once on fake tensors and must dispatch exactly the overload, with its
   arguments, that the graph holds.
 - State is never passed as arguments. Views of it, and values without inputs, are computed when it is bound.
 - Multiple results are unpacked in the call's own statement, and step counters advance without a kernel each.
@@ -154,7 +154,7 @@ class _Writer:
     def _where_final(
         self, told: Sequence[tuple[fx.Node, Callable[[object], None]]]
     ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
-        """Return the results to tell of, by the node after which they are final: the last write to their memory."""
+        """Return the results to report, by the node after which they are final: the last write to their memory."""
         found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
         if not told:
             return found
@@ -381,7 +381,7 @@ _proved: dict[object, Callable[..., object]] = {}
 
 
 def _fast_callable(node: fx.Node) -> Callable[..., object]:
-    """Return the quickest function that, called with the node's arguments as they are, dispatches the node's
+    """Return the fastest function that, called with the node's arguments as they are, dispatches the node's
     operator.
     """
     op = node.target

@@ -1,4 +1,4 @@
-"""CUDA: values that cross a boundary are copied in parallel with the computation, as much of which runs meanwhile.
+"""CUDA: values that cross a boundary are copied in parallel with as much of the computation as possible.
 
 ::
 
@@ -111,7 +111,7 @@ class _Beside(Crossing):
         with torch.cuda.stream(copies):
             brought = self._crossing(*arguments)
         compute.wait_stream(copies)
-        # The allocator may hand memory on only when both streams are done with it.
+        # The allocator may reuse memory only when both streams are done with it.
         for tensor in taken:
             tensor.record_stream(copies)
         for tensor in _on_cuda(brought):

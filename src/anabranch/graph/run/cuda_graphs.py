@@ -2,7 +2,7 @@
 
 On small steps a GPU waits for Python to launch the next kernel. The graph of one kind of batch has static shapes, so
 its kernels and their memory are the same at every run: recorded once, replayed with one call. Values that change
-between runs lie in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
+between runs are in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
 come from the generator that the recording has registered.
 
 The optimizers stay out of it: their learning rates and step counts are read by the CPU.
@@ -93,7 +93,7 @@ class Replayed(Program):
             except RuntimeError as error:  # a kernel that waits for the device
                 self._refused = True
                 reason = str(error).strip().split("\n")[0]
-                _log.info("a step is not a CUDA graph, and is launched kernel by kernel: %s", reason)
+                _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
                 return self._program.run(*inputs)
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)
@@ -107,7 +107,7 @@ class Replayed(Program):
 
 def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
     graph = torch.cuda.CUDAGraph()
-    # Other threads (a loader's, a connection's) may use the device meanwhile.
+    # Other threads (a loader's, a connection's) may use the device at the same time.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = program.run(*inputs)
     return graph.replay, results

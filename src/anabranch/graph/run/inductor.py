@@ -47,7 +47,9 @@ def _compile(graph: OperationGraph, leaves: Sequence[object]) -> Callable[..., t
     import torch._inductor.config
 
     if any(node.target is RECURRENT for node in graph.fx.nodes):
-        raise CaptureError("Inductor refuses the step: it runs nn.LSTM without what its backward needs; compile=False")
+        raise CaptureError(
+            "Inductor refuses the step: it runs nn.LSTM without the values its backward needs; use compile=False"
+        )
     lowered = drop_handles(graph, stops=True)
     bound = [binding.bound for binding in lowered.bindings]
     given = iter(leaves)

@@ -39,14 +39,14 @@ __all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
 @dataclass(frozen=True, slots=True)
 class JointKey:
-    """The purpose of a program, beside the state that guards check.
+    """The purpose of a program, in addition to the state that guards check.
 
     Attributes:
         whole: with the update; else forward and backward alone.
         epoch: the binding of state.
         numbers: the numbers in the optimizers' groups.
         extra: the kind of the arguments given to ``between``.
-        gradients: the gradients asked for, as ``<parameter>.grad``.
+        gradients: the gradients requested, as ``<parameter>.grad``.
     """
 
     whole: bool
@@ -134,14 +134,14 @@ class Joint:
 
     @property
     def added(self) -> list[str]:
-        """The results that ``between`` adds to those of the loss."""
+        """The results of ``between`` in addition to those of the loss."""
         if self._between is None:
             return []
         return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
 
     @property
     def captures_update(self) -> bool:
-        """True if a run of the whole step has the update in its graph, but for the rows of sparse tables."""
+        """True if a run of the whole step has the update in its graph, except for the rows of sparse tables."""
         return self._program is not None
 
     @property
@@ -177,7 +177,7 @@ class Joint:
             extra: the tensors and floats that ``between`` takes.
             begin: called with the names of the loss's results before the program runs.
             arrivals: called with gradients while backward runs.
-            later: gets the optimizers' own step, where they step by themselves; without it they do so at once.
+            later: gets the optimizers' own step if it is outside the graph; without it they step at once.
         """
         free = self._binding.free(args)
         if begin is not None:
@@ -228,7 +228,7 @@ class Joint:
     def _run_apart(
         self, free: Sequence[object], extra: Sequence[object], later: list[Callable[[], None]] | None
     ) -> dict[str, object]:
-        """Run part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
+        """Run part by part: the first time, when optimizers have no state yet, and when they step outside the graph."""
         step, backward = self._step, self.backward
         ran = self._rollback.run(self._apart().run, free)
         results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
@@ -272,7 +272,7 @@ class Joint:
         stepped: bool,
         left: bool = False,
     ) -> dict[str, object]:
-        """Step the optimizers on the rows that the graph yields, and add the gradients asked for, in final form."""
+        """Step the optimizers on the rows that the graph yields, and add the gradients requested, in final form."""
         if self._step.leaves_gradients and not left:
             self._leave_gradients(results)
         if not self.backward.lookups and not self.key.gradients:
@@ -339,13 +339,13 @@ class Joint:
             update = step.update_graph(dense) if dense else None
         except CaptureError as error:
             step.refused_update = error
-            self.key = replace(self.key, numbers=None)  # the optimizers read them by themselves
+            self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
         if update is not None:
             self._rollback.add_update(update)
             joined = merge_duplicates(join(graph, update, keep))
             graph = spread_fused_updates(join_fused_updates(joined))
-            if graph is not joined:  # parameters are written to in another order, and while backward goes on
+            if graph is not joined:  # parameters are written to in another order, and while backward continues
                 self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
         for improve in step.passes:
             graph = improve(graph)
@@ -445,7 +445,7 @@ def _own_memory(graph: Graph) -> bool:
 
 
 class _Noted:
-    """Arrivals that remember whether any has come; the loss is the first."""
+    """Arrivals that record whether any has arrived; the loss is the first."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals

@@ -22,7 +22,7 @@ class _Lost(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[None, None]:
         raise CaptureError(
-            "a gradient reaches a tensor that the model has kept from an earlier step, which ran as a graph and left "
+            "a gradient reaches a tensor that the model kept from an earlier step, which ran as a graph and recorded "
             "no history; detach() it where it is kept, or use engine='tape'"
         )
 

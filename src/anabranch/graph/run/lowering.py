@@ -1,4 +1,4 @@
-"""The last passes before code is generated: handles dropped, quicker kernels, memory reused in place."""
+"""The last passes before code is generated: handles dropped, faster kernels, memory reused in place."""
 
 from __future__ import annotations
 

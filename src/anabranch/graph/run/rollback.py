@@ -1,7 +1,8 @@
-"""``Rollback``: a step whose graph raises on a value, such as an id outside a table, is taken on the tape instead.
+"""``Rollback``: a step whose graph raises because of a value, such as an id outside a table, is run on the tape
+instead.
 
 Only the tape's run leaves behind what the plain loop's does: the error at the user's own line, what Python did before
-it, and the other branch of an ``except`` around it. So what the graph has changed up to then is put back. Checks stand
+it, and the other branch of an ``except`` around it. So what the graph has changed up to then is restored. Checks stand
 before all updates; what may have changed are buffers, inputs and the state of the random numbers.
 """
 
@@ -27,7 +28,7 @@ _MOST_BYTES = 4 << 20  # of buffers, copied before each step: a tenth of a milli
 
 
 class GraphRaised(Exception):
-    """An operation of a graph raised, and everything is as before the run; ``error`` is what it raised."""
+    """An operation of a graph raised ``error``; everything is as before the run."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

@@ -61,7 +61,7 @@ class SharedMemory:
         """
         if self._looks and self._clash(args):
             raise Raises(  # autograd may: a value that it has kept is written to
-                "a tensor that the step changes in place shares memory with another that it is given (views of one "
+                "a tensor that the step changes in place shares memory with another of its inputs (views of one "
                 "tensor in the batch, or '.data' of one buffer given to another), which a graph would not notice; "
                 "clone one of them, or use engine='tape'"
             )

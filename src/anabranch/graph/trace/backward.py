@@ -127,7 +127,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
     Args:
         call: Dynamo's calls for the loss, which is marked ``"loss"``.
         arguments: the placeholders of ``call``, sorted.
-        args: their values in the run under way.
+        args: their values in the run in progress.
         wrt: names of parameters, in the order in which gradients are wanted.
 
     Raises:
@@ -159,7 +159,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
         for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
             if gradient is not None:
                 raise CaptureError(
-                    f"a gradient reaches {name!r}, which is not a parameter of the model, and a graph would lose it; "
+                    f"a gradient reaches {name!r}, which is not a parameter of the model, so a graph would lose it; "
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
         found = {
@@ -209,14 +209,14 @@ def check_loss(call: TracedCall) -> None:
     """
     loss = call.marks().get("loss")
     if loss is None:
-        raise UserMistake("the loss is not a tensor that the model computes; nothing would be trained")
+        raise UserMistake("the loss is not a tensor computed by the model; nothing would be trained")
     value = loss.meta.get("example_value")
     if not isinstance(value, Tensor):
         return
     if value.numel() != 1:
         raise UserMistake(
-            f"the loss has shape {tuple(value.shape)}, and backward starts from one number; return loss.mean() with "
-            "reduction='mean', or loss.sum() with reduction='sum'"
+            f"the loss has shape {tuple(value.shape)}, but backward starts from a single number; return loss.mean() "
+            "with reduction='mean', or loss.sum() with reduction='sum'"
         )
     if not value.requires_grad:
         raise UserMistake(
@@ -236,7 +236,7 @@ def _sparse(
             continue
         if lookup.table in dense:
             raise CaptureError(
-                f"the table {lookup.table!r} is looked up sparsely and used densely too; make it sparse=False, or "
+                f"the table {lookup.table!r} has both sparse lookups and dense uses; make it sparse=False, or "
                 "use engine='tape'"
             )
         lookups.append((lookup.table, lookup.padding_idx))

@@ -28,7 +28,7 @@ __all__ = ["Lookup", "SparseLookups", "SparseRows", "as_sparse_gradient"]
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The gradient of a table: the rows' ids, duplicates included, and a gradient a row.
+    """The gradient of a table: the rows' ids, duplicates included, and a gradient per row.
 
     Attributes:
         ids: int tensor of any shape.
@@ -115,8 +115,8 @@ class SparseLookups:
         assert isinstance(ids, Tensor)
         if mode == "max" or (isinstance(scale, Tensor) and scale.requires_grad):
             raise CaptureError(
-                f"{user_line()}: a sparse embedding_bag is captured with mode 'sum' or 'mean' and weights that need no "
-                "gradient; use engine='tape'"
+                f"{user_line()}: a sparse embedding_bag can be captured only with mode 'sum' or 'mean' and weights "
+                "that need no gradient; use engine='tape'"
             )
         if ids.ndim == 2:
             width = ids.shape[1]

@@ -120,7 +120,7 @@ class TraceRecorder:
         self.phase = "forward"
         self.is_checkpointed = False
         self.line: Callable[[], str] = user_line
-        """The place of the operations under way in the user's code."""
+        """The place of the operations in progress in the user's code."""
         self.entries: list[Tensor] = []
         """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 
@@ -196,12 +196,12 @@ _READS = {
     Tensor.__bool__: "bool() of a tensor, as in `if tensor:`",
     Tensor.__float__: "float() of a tensor",
     Tensor.__int__: "int() of a tensor",
-    Tensor.__index__: "a tensor as an index of Python",
+    Tensor.__index__: "a tensor used as a Python index",
     Tensor.__complex__: "complex() of a tensor",
 }
 
 
-# These would be done to a stand-in, and lost with it.
+# These would be done to a placeholder, and lost with it.
 _LOST = {
     Tensor.backward: "backward() in the middle of the step",
     Tensor.data.__set__: "an assignment to the .data of a tensor",  # type: ignore[attr-defined]
@@ -236,13 +236,13 @@ class _Faithful(TorchFunctionMode):
             )
         if func in _LOST:
             raise CaptureError(
-                f"{self._recorder.line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, "
+                f"{self._recorder.line()}: {_LOST[func]} cannot be part of a graph; do it outside the step, "
                 "or use engine='tape'"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{self._recorder.line()}: it draws from a torch.Generator of its own, which a graph cannot hold; "
-                "draw from torch's default one, pass the numbers in the batch, or use engine='tape'"
+                f"{self._recorder.line()}: it draws from its own torch.Generator, which a graph cannot hold; "
+                "use torch's default generator, pass the numbers in the batch, or use engine='tape'"
             )
         for interceptor in self._interceptors:
             result = interceptor(func, args, kwargs)
@@ -392,13 +392,13 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
         sparse = any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values)
         if sparse or node.target is torch.ops.aten._trilinear.default:
             raise CaptureError(
-                f"{node.meta['scope'] or 'the step'} runs {node.target} under autocast, which casts within it; switch "
+                f"{node.meta['scope'] or 'the step'} runs {node.target} under autocast, which casts inside it; switch "
                 "autocast off around it, or use engine='tape'"
             )
 
 
 def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
-    """Return a fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
+    """Return a fresh placeholder, for the tracer's own memo would remember an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
             return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)
@@ -413,7 +413,7 @@ def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
 
 @contextmanager
 def _casts_cached(enabled: bool) -> Iterator[None]:
-    """Let autocast cast a parameter once in a block, however often it is used, as in eager: sums round alike."""
+    """Let autocast cast a parameter once per block, as in eager mode, so that sums round equally."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -444,7 +444,7 @@ def _explained() -> Iterator[None]:
         yield
     except (CaptureError, UserMistake, WrongType):
         raise
-    except (BoundaryError, NotFound, SchemaError):  # from a far side that was asked what it takes and gives
+    except (BoundaryError, NotFound, SchemaError):  # from a remote side that was asked for its schema
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -502,7 +502,7 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
         value = getattr(module, str(node.target))
         if isinstance(value, torch.ScriptObject):
             raise CaptureError(
-                f"{node.meta.get('scope') or 'the loss'} calls torch.distributed, whose collectives work outside of a "
+                f"{node.meta.get('scope') or 'the loss'} calls torch.distributed, whose collectives do not work in a "
                 "graph; use engine='tape'"
             )
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):

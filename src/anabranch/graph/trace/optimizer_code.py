@@ -38,7 +38,7 @@ _defaults_of = operator.attrgetter("__defaults__")
 
 
 class OptimizerCode:
-    """The code of some optimizers and what it reads besides their groups and their state, as it is now.
+    """The current code of some optimizers and the values it reads other than their groups and state.
 
     Raises:
         CaptureError: an optimizer runs code of the user's own, or holds an object whose changes could not be seen.
@@ -56,7 +56,8 @@ class OptimizerCode:
         for function in self._functions:
             if not function.__code__.co_filename.startswith(LIBRARIES):
                 raise CaptureError(
-                    f"{function.__qualname__} is code of your own, and a graph would not see what it reads change"
+                    f"{function.__qualname__} is your own code, and a graph would not notice when a value that it "
+                    "reads changes"
                 )
             for value in (*(function.__defaults__ or ()), function.__kwdefaults__):
                 self._watch(f"a default of {function.__qualname__}", value)
@@ -67,7 +68,7 @@ class OptimizerCode:
             self._examine(optimizer, attributes)
 
     def unchanged(self) -> bool:
-        """Return True if the code is what it was and would read the same values."""
+        """Return True if the code is unchanged and would read the same values."""
         same = operator.is_
         if list(map(_code_of, self._functions)) != self._codes or not self._classes.unchanged():
             return False
@@ -119,7 +120,7 @@ class OptimizerCode:
 
 
 class _Reads:
-    """Names in some dicts and what they stand for now; some may be absent."""
+    """Names in some dicts and their current values; some may be absent."""
 
     def __init__(self, reads: Iterable[tuple[dict[str, Any], str]]) -> None:
         names: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -135,7 +136,7 @@ class _Reads:
         self._values = list(self._read())
 
     def unchanged(self) -> bool:
-        """Return True if each name still stands for the identical object."""
+        """Return True if each name still refers to the identical object."""
         try:
             if not all(map(operator.is_, self._read(), self._values)):
                 return False
@@ -152,7 +153,7 @@ def _contents(held: Any) -> list[object]:
 
 
 def _unseen(what: str, value: object) -> CaptureError:
-    return CaptureError(f"{what} ({type(value).__name__}) may change in a way that a graph would not see")
+    return CaptureError(f"{what} ({type(value).__name__}) may change in a way that a graph would not notice")
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, object]:
@@ -223,7 +224,9 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
                 if near or not called.__code__.co_filename.startswith(LIBRARIES):
                     waiting.append(called)
             if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _CHANGEABLE:
-                raise CaptureError(f"{function.__qualname__} reads {value.__name__}, which a graph would read once")
+                raise CaptureError(
+                    f"{function.__qualname__} reads {value.__name__}, which a graph would read only once"
+                )
             if callable(value) and not (is_of_a_library(value) or _functions_in(value) or _is_a_hint(value)):
                 raise _unseen(f"{name}, which {function.__qualname__} calls", value)
 

@@ -1,7 +1,7 @@
 """The contents of an optimizer: tensors, and Python's lists, dicts and numbers around them, as they are at one moment.
 
 Optimizers of other libraries count steps in ``param_groups[0]``, keep numbers and lists in their state and attributes,
-and replace the tensors of their state instead of changing them. All of it is put back as the very objects that it was.
+and replace the tensors of their state instead of changing them. All of it is restored as the very objects that it was.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Contents:
         """Return the first difference to what the optimizers hold now, in words.
 
         Args:
-            alike: returns true if a present tensor, the second, is an acceptable replacement of a recorded one.
+            alike: returns true if a current tensor, the second, is an acceptable replacement for a recorded one.
         """
         now = Contents(self._optimizers)._leaves
         if len(now) != len(self._leaves):
-            return "an optimizer holds other things in Python"
+            return "an optimizer holds different Python values"
         for old, new in zip(self._leaves, now, strict=True):
             if isinstance(old, Tensor) and isinstance(new, Tensor):
                 if not alike(old, new):
-                    return f"an optimizer's tensor of shape {tuple(old.shape)} comes out otherwise"
+                    return f"an optimizer's tensor of shape {tuple(old.shape)} has a different result"
             elif type(old) is not type(new) or not _equal(old, new):
-                return f"an optimizer keeps {_shown(new)} in Python where the tape left {_shown(old)}"
+                return f"an optimizer keeps {_shown(new)} in Python where the tape has {_shown(old)}"
         return None
 
     def _walk(self, value: Any, seen: set[int]) -> Iterator[object]:

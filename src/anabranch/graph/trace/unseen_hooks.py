@@ -35,7 +35,7 @@ def refuse_hooks(
         own = vars(optimizer).get("step")
         if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
             raise CaptureError(
-                f"the step of this {type(optimizer).__name__} is a function of its own, which a graph would not call; "
+                f"the step of this {type(optimizer).__name__} is a custom function, which a graph would not call; "
                 "use engine='tape'"
             )
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -45,7 +45,7 @@ def refuse_hooks(
 def _refuse(hooks: Mapping[int, Callable[..., object]] | None, what: str) -> None:
     for hook in (hooks or {}).values():
         if getattr(hook, "__module__", "") == own_hooks.__name__:
-            continue  # of a session; outside a sweep of its own it does nothing
+            continue  # of a session; outside its own sweep it does nothing
         code = getattr(hook, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
         raise CaptureError(

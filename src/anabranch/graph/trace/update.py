@@ -26,7 +26,7 @@ __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
 class LearningRates:
     """The optimizers' learning rates as tensors, so that a scheduler reaches a graph that was captured before.
 
-    One float64 number a parameter group. ``refresh`` copies what the scheduler has set; a learning rate that is a
+    One float64 number per parameter group. ``refresh`` copies what the scheduler has set; a learning rate that is a
     tensor already is used itself.
     """
 
@@ -44,7 +44,7 @@ class LearningRates:
             rate = group["lr"]
             if rate is not self._values[index]:
                 self._values[index] = rate
-                if type(rate) in (float, int):  # others step by themselves
+                if type(rate) in (float, int):  # others step outside the graph
                     self._tensors[index].fill_(rate)
 
     def of(self, group: Mapping[str, object]) -> Tensor:
@@ -63,7 +63,7 @@ class GroupNumbers:
         self.look_again()
 
     def look_again(self) -> None:
-        """Read the groups anew, in which a number may have changed its type, or a name may have been added."""
+        """Read the groups again, in which a number may have changed its type, or a name may have been added."""
         self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
         # Two names at least, so that an itemgetter gives a tuple.
         self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
@@ -198,13 +198,13 @@ def _step(optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise CaptureError(
-            f"{type(optimizer).__name__}.step does what a graph cannot, such as to branch on the number of steps"
-            f"{_said(error)}"
+            f"{type(optimizer).__name__}.step does something that a graph cannot, such as branching on the number of "
+            f"steps{_said(error)}"
         ) from error
 
 
 def _said(error: Exception) -> str:
-    """Return the error of the optimizer's own code, without PyTorch's tracer, which tells a user nothing."""
+    """Return the error of the optimizer's own code, without that of PyTorch's tracer, which does not help a user."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -331,7 +331,7 @@ def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: M
     changed = [name for name, value in after.items() if name not in before or before[name] != value]
     if changed:
         raise CaptureError(
-            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all"
+            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do only once"
         )
 
 
@@ -340,6 +340,6 @@ def _refuse_rebound(optimizer: Optimizer, before: list[dict[str, object]], after
         changed = [key for key in new if key not in old or new[key] != old[key]]
         if changed:
             raise CaptureError(
-                f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, which "
-                "a graph whose state is bound once would lose"
+                f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, so "
+                "a graph, which binds its state once, would lose it"
             )

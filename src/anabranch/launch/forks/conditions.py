@@ -1,4 +1,4 @@
-"""Conditions under which a process of a job cannot be forked: what it needs is settled before its first line runs.
+"""Conditions under which a process cannot be forked, because its settings take effect before its first line runs.
 
 A fork has the fork server's interpreter, libraries and everything that those read from the environment when they were
 loaded. So a process whose environment says otherwise there is started as a plain one, and so are the processes of a job
@@ -50,7 +50,7 @@ _READ_AT_START = (
     "TSAN_",
     "VIRTUAL_ENV",
 )
-# ... but for these, which are read when they are needed, or which a fork sets itself.
+# ... except for these, which are read when they are needed, or which a fork sets itself.
 _READ_LATER = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -61,23 +61,23 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_HOME",
     # What importing scikit-learn leaves in the environment: a second copy of Intel's OpenMP may be loaded, and none is
-    # set up anew in a fork. Neither makes a process other than a fork is.
+    # set up again in a fork. Neither makes a process other than a fork is.
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 )
-# Where these stand at all each process is bound to processors, or watched, from its start on.
+# Where these are at all each process is bound to processors, or watched, from its start on.
 _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 
 def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
     """Return the reason why no process of a job with ``environment`` can be forked; ``None`` if they can."""
     if not sys.platform.startswith("linux"):
-        return "forks are made on Linux alone"
+        return "forking is supported only on Linux"
     if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
         return "a GPU is visible, and its driver does not survive a fork"
     for name in environment:
         if name.startswith(_FROM_THE_START) and not name.startswith(_READ_LATER):
-            return f"{name} is set, which is read as a process starts"
+            return f"{name} is set, which is read at process start"
     return None
 
 
@@ -88,7 +88,7 @@ def why_not_forked(program: PythonProgram, environment: Mapping[str, str], serve
     for name in sorted(environment.keys() | server.keys()):
         settled = name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
         if settled and environment.get(name) != server.get(name):
-            return f"{name} differs from the fork server's and is read as a process starts"
+            return f"{name} differs from the fork server's and is read at process start"
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         text = environment.get(name)
         if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):

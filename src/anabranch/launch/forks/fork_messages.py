@@ -16,7 +16,7 @@ _MOST_DESCRIPTORS = 16
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send ``message``; the far side has copies of ``descriptors``."""
+    """Send ``message``; the remote side has copies of ``descriptors``."""
     body = json.dumps(message).encode()  # ASCII: file names that are not UTF-8 survive as escaped surrogates
     socket.send_fds(channel, [len(body).to_bytes(_LENGTH_BYTES, "big")], descriptors)
     channel.sendall(body)

@@ -52,7 +52,7 @@ _started_as = sys.modules["__main__"]  # a role puts its own in place; the inter
 
 
 def main() -> None:
-    """Serve the launcher at the other end of stdin until it goes; in a fork, runs the role that was asked for."""
+    """Serve the launcher at the other end of stdin until it goes; in a fork, runs the role that was requested."""
     shared: list[str] = []
     keep_shared_modules(shared)
     set_title("fork-server", ["anabranch: fork server"])
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def threads() -> int:
-    """Return the number of threads of this process, those of C libraries included."""
+    """Return the number of threads of this process, including those of C libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -101,7 +101,7 @@ def _serve(channel: socket.socket) -> ForkedProcess:
         role = ForkedProcess.from_message(*received)
         try:
             if threads() != 1:
-                raise RuntimeError(f"the fork server has {threads()} threads; a fork might find their locks taken")
+                raise RuntimeError(f"the fork server has {threads()} threads; a fork might inherit held locks")
             middle = os.fork()  # with one thread, which was counted on the line before: no lock is held by another
         except (OSError, RuntimeError) as error:
             role.refuse(str(error))

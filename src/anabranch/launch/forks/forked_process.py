@@ -1,4 +1,4 @@
-"""Make a fork of the fork server a process that its script cannot tell from one that was started for it."""
+"""Turns a fork of the fork server into a process that looks like a newly started one to its script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A process that the launcher asked for, and what of the launcher it takes on.
+    """A process that the launcher requested, and what of the launcher it takes on.
 
     Attributes:
         name: what ``ps`` and ``top`` call it.
@@ -47,7 +47,7 @@ class ForkedProcess:
         umask: the permissions that it takes from new files.
         stdio: its stdin, stdout and stderr.
         directory: where it starts.
-        report: takes its process id once it stands on its own, or why it does not.
+        report: takes its process id once it is on its own, or why it does not.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ForkedProcess:
             os.close(descriptor)
 
     def refuse(self, why: str) -> None:
-        """Tell the launcher, if it is still there, that there will be no such process."""
+        """Tell the launcher, if it is still alive, that the process was not created."""
         with suppress(OSError):
             os.write(self.report, f"error {why}".encode())
 
@@ -111,7 +111,7 @@ class ForkedProcess:
         os.close(self.report)
 
     def run(self) -> None:
-        """Run the program; what it raises is for the interpreter, as anywhere."""
+        """Run the program; exceptions go to the interpreter, as usual."""
         run_as_main(self.program)
 
     def _tie_to_launcher(self) -> None:

@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: how it is started, asked for processes, and ended."""
+"""The launcher's side of the fork server: how it is started, requested processes, and ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork
 _CODE = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); from anabranch.launch.forks.fork_server import main; main()"
 )
-_START_SECONDS = 120.0  # importing torch from a cold disk, beside other jobs
+_START_SECONDS = 120.0  # importing torch from a cold disk, while other jobs run
 _FORK_SECONDS = 60.0
 _END_SECONDS = 5.0
 _LONGEST_REPORT = 4096
@@ -42,10 +42,10 @@ class ForkServerError(Exception):
 class ForkServer:
     """A fork server of this process; a context manager.
 
-    It starts in the background: ``wait_until_ready`` returns when it can be asked, and ``fork`` waits by itself.
+    It starts in the background: ``wait_until_ready`` returns when it is ready, and ``fork`` waits for it.
 
     Args:
-        environment: what it is started with, and what its forks' may differ from as ``conditions.py`` allows.
+        environment: its own; those of its forks may differ as far as ``conditions.py`` allows.
 
     Attributes:
         environment: the same.

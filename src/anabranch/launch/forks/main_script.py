@@ -1,4 +1,4 @@
-"""Runs a Python file or module as ``__main__`` of this process, so that it cannot tell it from ``python file.py``."""
+"""Runs a Python file or module as ``__main__`` of this process, exactly like ``python file.py``."""
 
 from __future__ import annotations
 

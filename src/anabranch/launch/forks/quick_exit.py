@@ -1,4 +1,4 @@
-"""Ends a fork without tearing down what it shares with its server: that would copy and walk half a gigabyte.
+"""Ends a fork without tearing down the memory shared with its server: that would copy and walk half a gigabyte.
 
 At its end the interpreter takes every module apart, and the C library every global object of every library. Those that
 a fork found loaded do not concern its script's, and all of them together take longer than many a script. So they are

@@ -21,7 +21,7 @@ def limit_threads(environment: Mapping[str, str]) -> None:
     of NumPy's BLAS, at 1: that library starts its threads as it is loaded.
     """
     text = environment.get("OMP_NUM_THREADS")
-    cores = len(os.sched_getaffinity(0))  # none of these libraries takes more by itself
+    cores = len(os.sched_getaffinity(0))  # the default of these libraries is not larger
     if text is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(min(cores, int(text)))
     blas_threads = min(cores, int(environment.get("OPENBLAS_NUM_THREADS") or text or cores))

@@ -2,7 +2,7 @@
 
 The kernel shows the memory in which it once placed the arguments and the environment. A fork of a server has the
 server's; so the server is started with room to spare, and each fork writes its own arguments and environment there.
-Both must be true: ``ps`` is read by people, and what a job leaves behind is found by its environment.
+Both must be correct: people read ``ps``, and processes left behind by a job are found by their environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Addresses of a job's services: sockets in one private folder, or TCP ports under certificates made for the job.
 
-All endpoints are known before anybody listens, so everybody starts at once. A port is kept by a socket of the launcher
-that is bound and does not listen: nobody else is given its number, and its service, started again or not, binds beside
+All endpoints are known before any process listens, so all start at once. A port is kept by a socket of the launcher
+that is bound but does not listen: no other process gets its number, and its service, restarted or not, also binds to
 it.
 """
 
@@ -40,7 +40,7 @@ class ServiceAddresses:
     keys: Path | None = None
 
     def expert(self, index: int) -> str | None:
-        """Return where an expert process listens that is told nothing else; ``None`` on TCP, where any port will do.
+        """Return the default endpoint of an expert process; ``None`` on TCP, where any port is fine.
 
         >>> ServiceAddresses("unix:/run/directory", ()).expert(0)
         'unix:/run/expert-0'
@@ -48,7 +48,7 @@ class ServiceAddresses:
         return None if self.directory.startswith("tcp:") else expert_socket(self.directory, index)
 
     def expert_listens(self, index: int) -> str:
-        """Return where an expert process listens that cannot tell it by the directory's own place.
+        """Return the endpoint of an expert process that cannot derive it from the directory's path.
 
         >>> ServiceAddresses("tcp://10.0.0.1:7000", ()).expert_listens(0)
         'tcp://10.0.0.1:0'
@@ -77,15 +77,15 @@ def check_directory(directory: str, *, experts: int, host: str | None, keys: str
             not any(isinstance(parse_endpoint(one), TcpEndpoint) for one in split_endpoints(directory)),
         )
         if not is_here and not keys:
-            raise ValueError(f"{shown} asks for certificates; name theirs in {KEYS_VARIABLE}")
+            raise ValueError(f"{shown} requires certificates; name their folder in {KEYS_VARIABLE}")
     if experts and host is None and not is_here:
         raise ValueError(
-            f"who asks {shown} may be on another host, and the experts have Unix sockets; give --host, too"
+            f"clients of {shown} may be on another host, but the experts use Unix sockets; also give --host"
         )
 
 
 def expert_socket(directory: str, index: int) -> str:
-    """Return the Unix socket of an expert process: beside the directory's."""
+    """Return the Unix socket of an expert process, in the folder of the directory's."""
     return f"unix:{Path(directory.removeprefix('unix:')).with_name(f'expert-{index}')}"
 
 
@@ -108,7 +108,7 @@ def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = Non
     """Free TCP ports of ``host``, an address of this machine, with ``keys`` or else certificates that go with the job.
 
     Raises:
-        ValueError: no address of this machine, or one that others could not be told.
+        ValueError: not an address of this machine, or one that others cannot connect to.
         ModuleNotFoundError: without the ``tls`` extra.
     """
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = Non
 
 @contextmanager
 def held_port(host: str) -> Iterator[int]:
-    """Keep a free port of ``host``, an address of this machine, for a service that binds beside it."""
+    """Reserve a free port of ``host``, an address of this machine, for a service that also binds to it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -130,7 +130,7 @@ def held_port(host: str) -> Iterator[int]:
     with sock:
         if ipaddress.ip_address(str(address[0])).is_unspecified:
             raise ValueError(
-                f"{host!r} is every address of this machine, which nobody can connect to; name one of them"
+                f"{host!r} stands for all addresses of this machine and cannot be connected to; name one of them"
             )
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -144,6 +144,6 @@ def held_port(host: str) -> Iterator[int]:
 def _keys_of_the_job() -> Iterator[Path]:
     with PrivateFolder() as folder:
         make_keys(folder)
-        # Nobody is to be let in later.
+        # No connection may be accepted later.
         (folder / "authority.key").unlink()
         yield folder

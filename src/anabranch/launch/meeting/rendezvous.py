@@ -22,10 +22,10 @@ _BACKLOG = 1024
 
 
 def expert_marks(run: str | None = None) -> str:
-    """Return the prefix of the uids under which expert processes are announced, beside their experts.
+    """Return the prefix of the uids with which expert processes, in addition to their experts, are announced.
 
     Args:
-        run: tells them from those of other jobs, in a directory that is not the job's own.
+        run: distinguishes them from those of other jobs in a shared directory.
     """
     return _MARK if run is None else f"{_MARK}-{run}"
 
@@ -50,7 +50,7 @@ class Rendezvous:
 
     Attributes:
         port: where the rendezvous store listens, on ``host``.
-        descriptor: what the process gets as its stdin.
+        descriptor: the process's stdin.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Rendezvous:
         self.descriptor = self._theirs.fileno()
 
     def started(self) -> None:
-        """Hands the process what it serves; call it once it runs."""
+        """Pass the process its configuration; call it once it runs."""
         self._theirs.close()
         self._channel.settimeout(_START_SECONDS)
         keys = None if self._keys is None else str(self._keys)
@@ -82,7 +82,7 @@ class Rendezvous:
         self._channel.settimeout(_ANSWER_SECONDS)
 
     def is_announced(self, uid: str) -> bool:
-        """Tell whether somebody serves ``uid``."""
+        """Return True if ``uid`` is announced."""
         try:
             send(self._channel, {"uid": uid})
             received = receive(self._channel)

@@ -1,6 +1,6 @@
 """The process in which a job's members find one another: it holds the rendezvous store and the directory.
 
-Apart from the launcher, so that the launcher imports no torch, and a launcher that is paused holds nobody up. It is
+Apart from the launcher, so that the launcher imports no torch, and a paused launcher does not delay the job. It is
 there before all others, outlives them, and dies with the launcher, to which its stdin leads.
 """
 
@@ -57,7 +57,7 @@ def _is_announced(directory: DirectoryLike, uid: str) -> bool:
     try:
         return bool(within(directory, Deadline.after(_ASK_SECONDS)).lookup([uid]))
     except BoundaryError:
-        return True  # it cannot be told: whoever died is started again, as often as its budget allows
+        return True  # unknown which: every process that died is restarted, as often as its budget allows
 
 
 if __name__ == "__main__":

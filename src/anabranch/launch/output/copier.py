@@ -3,11 +3,11 @@
     python copier.py LOG TERMINAL PICTURES DRAWN SOURCE TARGET [SOURCE TARGET]
 
 All are descriptors but TERMINAL, which is 1 where the screen is one, and DRAWN, which is 1 where another copier has
-drawn pictures before this one; PICTURES is -1 where none are drawn. A process of its own, in a session of its own, so
+drawn pictures before this one; PICTURES is -1 where none are drawn. A process of its own, in its own session, so
 that rank 0 never waits for a launcher that stands still: neither Ctrl-Z nor SIGSTOP of the launcher reaches it. Its
 stdin is the channel to the launcher, which sends one letter at a time and reads ``DONE`` for each.
 
-A picture stands at the bottom of the terminal, below the region in which rank 0's output scrolls::
+A picture is at the bottom of the terminal, below the region in which rank 0's output scrolls::
 
     1 ┌────────────────────────┐
       │ what rank 0 prints     │  the terminal's scrolling region: rank 0 draws its own progress bars here
@@ -41,13 +41,13 @@ END = b"e"
 
 DONE = b"."
 
-_CHUNK = select.PIPE_BUF  # what a pipe that is ready takes without blocking
+_CHUNK = select.PIPE_BUF  # bytes that a ready pipe accepts without blocking
 _LOG_CHUNK = 1 << 16
 _ROOM_MILLISECONDS = 1000
 _MOST_OF_A_PICTURE = 1 << 17
 _TEXT_LINES = 3  # of a terminal, without which there is no picture
 _SAVE, _RESTORE, _ALL_SCROLLS, _CLEAR_BELOW, _DOWN = b"\x1b7", b"\x1b8", b"\x1b[r", b"\x1b[J", b"\x1bD"
-# What an escape sequence looks like once it is whole; one may come in two pieces.
+# A complete escape sequence; one may arrive in two pieces.
 _WHOLE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
 _TAIL = 128
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and one that was killed does not show it again
@@ -102,7 +102,7 @@ class Pane:
 
 
 def _is_whole(tail: bytes) -> bool:
-    """Tell whether neither a character nor an escape sequence ends later than ``tail``."""
+    """Return True if ``tail`` does not end in the middle of a character or an escape sequence."""
     begin = tail.rfind(b"\x1b")
     if begin >= 0 and tail[begin - 1 : begin + 2] == b"\x1b\x1b\\":
         return True
@@ -126,7 +126,7 @@ class Copier:
         targets: descriptors to copy from, each with the one that it is shown on.
         terminal: whether those are a terminal.
         pictures: where pictures come from, one a packet; -1 without any.
-        drawn: whether a picture stands there already.
+        drawn: whether a picture is there already.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Copier:
         self._targets = targets
         self._terminal = terminal
         self._open = set(targets)  # sources that have not ended
-        self._unread: set[int] = set()  # targets without a reader (`| head`): the log goes on
+        self._unread: set[int] = set()  # targets without a reader (`| head`): the log continues
         self._shown = True
         self._log_lost = False
         self._mid_line = False
@@ -153,7 +153,7 @@ class Copier:
             os.set_blocking(source, False)
 
     def run(self) -> None:
-        """Copy until it is told to end, or nobody is left to tell it."""
+        """Copy until it is told to end, or the launcher is gone."""
         while True:
             ready = self._wait()
             for source in sorted(self._open & ready):
@@ -182,13 +182,13 @@ class Copier:
             return b""
 
     def _obey(self, order: bytes) -> bool:
-        """Do what the launcher asks for; True if that is to end."""
+        """Execute the launcher's request; return True if it is to end."""
         if order == END:
             for source in sorted(self._open):
                 while self._copy(source):
                     pass
         else:
-            self._shown = self._shown and order != b""  # nobody waits for a reader on behalf of a dead launcher
+            self._shown = self._shown and order != b""  # do not wait for a reader after the launcher has died
             for source in sorted(self._open):
                 while not self._blocked(source) and self._copy(source):
                     pass
@@ -227,18 +227,18 @@ class Copier:
         return self._shown and target not in self._unread
 
     def _blocked(self, source: int) -> bool:
-        """Tell whether what comes from ``source`` could not be shown now without waiting for the screen's reader."""
+        """Return True if output of ``source`` could not be shown now without waiting for the screen's reader."""
         target = self._targets[source]
         return self._visible(target) and not _has_room(target, 0)
 
     def _copy(self, source: int) -> bool:
-        """Copy some of what has come from ``source``; False if there was nothing."""
+        """Copy some pending output of ``source``; False if there was none."""
         target = self._targets[source]
         try:
             data = os.read(source, _CHUNK if self._visible(target) else _LOG_CHUNK)
         except BlockingIOError:
             return False
-        except OSError:  # a terminal that nobody holds any more
+        except OSError:  # a terminal without a process
             data = b""
         if not data:
             self._open.discard(source)
@@ -264,7 +264,7 @@ class Copier:
                 self._pane.passed(data)
             try:
                 _write(target, data)
-            except OSError:  # a pipe that nobody reads any more, a terminal that was closed, a full disk
+            except OSError:  # a pipe without a reader, a closed terminal, a full disk
                 self._unread.add(target)
 
 
@@ -279,7 +279,7 @@ def _write(target: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(target, view) :]
-        except BlockingIOError:  # somebody we share it with has made it non-blocking
+        except BlockingIOError:  # another process that shares it has made it non-blocking
             _has_room(target, _ROOM_MILLISECONDS)
 
 

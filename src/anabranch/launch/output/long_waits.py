@@ -13,7 +13,7 @@ __all__ = ["LongWaits"]
 
 _EVERY = 2.0  # seconds between two looks
 _LONG = 10.0
-_CONNECTING = ("life", "join")  # what a worker asks a parameter server first
+_CONNECTING = ("life", "join")  # a worker's first request to a parameter server
 _AGAIN = 3  # times as long until the next line about the same wait
 
 
@@ -34,14 +34,14 @@ class LongWaits:
         self._look_at = look_at
         self._next = 0.0
         self._due_doings: dict[str, float] = {}
-        self._due: dict[str, float] = {}  # for each process that was told of, how long it waits at the next line
+        self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
 
     def moment(self) -> float | None:
         """Return the time of the next look."""
         return self._next
 
     def look(self, now: float) -> None:
-        """Tell of the waits that have become long."""
+        """Report the waits that have become long."""
         if now < self._next:
             return
         self._next = now + _EVERY
@@ -59,7 +59,7 @@ class LongWaits:
             self._due.update({role.name: _AGAIN * _seconds(role) for role in alike})
 
     def _look_at_doings(self, roles: Sequence[RoleStatus]) -> None:
-        """Tell of what workers are at themselves: each thing once, and again when it takes three times as long."""
+        """Report long activities of workers: each once, and again when it takes three times as long."""
         busy = [role for role in roles if role.role == "worker" and role.doing and role.state == "running"]
         due = [role for role in busy if role.doing_seconds >= self._due_doings.get(_doing(role), _LONG)]
         for doing, group in groupby(sorted(due, key=_doing), key=_doing):

@@ -1,4 +1,4 @@
-"""The picture of a job: a ``JobStatus`` as something that ``rich`` draws, for ``anabranch run`` and ``status`` alike.
+"""The status display of a job: a ``JobStatus`` as a ``rich`` renderable, for both ``anabranch run`` and ``status``.
 
 ::
 
@@ -52,7 +52,7 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
     Args:
         job: as it is now.
         before: as it was a moment ago, so that services have rates of that moment, not of their whole lives.
-        lines: so many lines at most, with the roles left out that have the least to tell.
+        lines: this many lines at most, without the roles that have the least to show.
     """
     room = None if lines is None else lines - _BESIDE_ROLES
     shown = _most_telling(job.roles, room)
@@ -263,7 +263,7 @@ def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
 
 
 class _Crossing:
-    """A line or two that tell what crosses: no part is on both of them, and those without room are counted."""
+    """One or two lines about the traffic: no part is on both, and those without room are counted."""
 
     def __init__(self, parts: Sequence[str]) -> None:
         self._parts = parts

@@ -11,7 +11,7 @@ so that ``anabranch run ... > file`` keeps stdout and stderr apart.
 
 A reader that does not keep up (``| less``) holds rank 0 back, as it would without a launcher. The launcher never does,
 even one that stands still: the copying is another process's, see ``copier.py``. The launcher has the sources open, too,
-so that nothing is lost when the copier is killed: another one goes on.
+so that nothing is lost when the copier is killed: another one continues.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _LATE_ANSWERS = 64
 
 
 class Screen:
-    """Has copied what one worker writes to this process's stdout and stderr, and to a log; a context manager.
+    """Copies one worker's output to this process's stdout and stderr, and to a log; a context manager.
 
-    Leaving it copies what has come until then.
+    Leaving it copies all pending output.
 
     Args:
-        log: the file, made anew.
-        goes_on: keep what is in it.
+        log: the file, made again.
+        goes_on: keep its content.
         pictures: whether ``draw`` is to be used; on a terminal alone.
 
     Attributes:
-        stdout: what the worker gets as its stdout.
-        stderr: what the worker gets as its stderr.
+        stdout: the worker's stdout.
+        stderr: the worker's stderr.
         log: the path of the log.
         pidfd: of the copier; readable when that has ended, and ``revive`` is due.
     """
@@ -102,7 +102,7 @@ class Screen:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Have these lines stand at the bottom of the terminal, what the worker writes above them; on any thread.
+        """Keep these lines at the bottom of the terminal and the worker's output above them; on any thread.
 
         Passed over if the copier has not taken the last ones yet.
         """
@@ -121,7 +121,7 @@ class Screen:
 
     @contextmanager
     def unattended(self) -> Iterator[None]:
-        """While the block runs the screen is left alone: what comes goes to the log, and this process stands still."""
+        """While the block runs, output goes only to the log, and this process is stopped."""
         self._order(copier.HIDE)
         try:
             yield
@@ -130,7 +130,7 @@ class Screen:
             self.fit()
 
     def finish_line(self) -> None:
-        """Show what has come, and go to a new line if the worker left one unfinished, a progress bar say."""
+        """Show pending output, and start a new line if the worker left one unfinished, such as a progress bar."""
         self._order(copier.FINISH_LINE)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:

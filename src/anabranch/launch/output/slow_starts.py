@@ -18,7 +18,7 @@ class SlowStarts:
 
     Args:
         services: those of the job.
-        tell: called with the line, once however many servers write it.
+        tell: called with the line, once for all servers.
     """
 
     def __init__(self, services: Sequence[RoleProcess], tell: Callable[[str], None]) -> None:

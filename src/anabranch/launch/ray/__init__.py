@@ -34,22 +34,22 @@ def run(
 
     Args:
         script: the Python file, below the current directory, which is shipped to the nodes.
-        args: what it finds in ``sys.argv[1:]``.
+        args: its ``sys.argv[1:]``.
         workers: how many workers.
         servers: how many parameter servers.
         experts: how many processes that serve experts.
         address: ``HOST:PORT`` of the head node; by default ``RAY_ADDRESS``, or a cluster of this machine.
-        resources: what each role asks of Ray, such as ``{"worker": {"CPU": 2, "GPU": 1}}``.
-        max_restarts: how often a job that fails is started again.
+        resources: the Ray resources of each role, such as ``{"worker": {"CPU": 2, "GPU": 1}}``.
+        max_restarts: how often a job that fails is restarted.
 
     Raises:
-        ValueError: invalid numbers or resources, or no such script.
+        ValueError: invalid numbers or resources, or a script that does not exist.
         RayError: the cluster cannot be reached, or cannot run the job; names the cure.
         ModuleNotFoundError: without the extra ``ray``.
     """
     if workers < 1 or servers < 0 or experts < 0:
         raise ValueError(
-            f"a job has 1 worker or more, and 0 servers and experts or more; got {workers}, {servers}, {experts}"
+            f"a job has at least 1 worker and at least 0 servers and experts; got {workers}, {servers}, {experts}"
         )
     check_resources(resources or {})
     program = PythonProgram(str(script), tuple(map(str, args)))

@@ -34,7 +34,7 @@ def import_ray() -> ModuleType:
         raise ModuleNotFoundError("--engine ray needs Ray: pip install 'anabranch[ray]'", name="ray") from None
     if ray.__version__ != _VERSION:
         raise RayError(
-            f"Ray {ray.__version__} is installed here, and this Anabranch is made for {_VERSION}: "
+            f"Ray {ray.__version__} is installed here, but this version of Anabranch needs {_VERSION}: "
             f"pip install 'ray=={_VERSION}', on all nodes"
         )
     found: ModuleType = ray
@@ -45,10 +45,10 @@ def import_ray() -> ModuleType:
 def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
     """Be connected to the cluster at ``address``, to which the current directory is shipped.
 
-    A connection that is there already is used, with what it ships, and stays.
+    An existing connection is used, with the files it ships, and is kept open.
 
     Raises:
-        RayError: nobody answers there, or a Ray of another version.
+        RayError: nothing answers there, or it is another version of Ray.
     """
     if ray.is_initialized():
         yield
@@ -66,11 +66,11 @@ def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
         words = " ".join(str(error).split())
         if "ersion mismatch" in words:
             raise RayError(
-                f"the cluster at {address} runs another version of Ray or Python than this process (Ray {_VERSION}): "
-                f"install the same on all nodes, pip install 'ray=={_VERSION}'. Ray says: {words[:300]}"
+                f"the cluster at {address} runs a different version of Ray or Python than this process (Ray "
+                f"{_VERSION}): install the same on all nodes, pip install 'ray=={_VERSION}'. Ray says: {words[:300]}"
             ) from None
         raise RayError(
-            f"no Ray cluster can be used at {address or 'this machine'}: {words[:300]}; look whether `ray status` "
+            f"no Ray cluster can be used at {address or 'this machine'}: {words[:300]}; check that `ray status` "
             "answers, and give --address HOST:6379 of its head node"
         ) from None
     # Ray prints what befalls its nodes on stdout, which is rank 0's; the pinned version has this switch.
@@ -93,11 +93,11 @@ def _check_answers(address: str | None) -> None:
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise RayError(f"--address {address!r} names no HOST:PORT; the head node's is shown by `ray start --head`")
+        raise RayError(f"--address {address!r} is not HOST:PORT; `ray start --head` shows that of the head node")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise RayError(
-            f"nobody answers at {address} ({error}); start the head node there with `ray start --head --port {port}`, "
-            "or give the --address that it has shown"
+            f"nothing answers at {address} ({error}); start the head node there with `ray start --head --port {port}`, "
+            "or give the --address that it showed"
         ) from None

@@ -1,4 +1,4 @@
-"""Runs a script as one job on a Ray cluster: each role in a seat of its own, watched as those of one machine are.
+"""Runs a script as one job on a Ray cluster: each role in its own seat, watched as those of one machine are.
 
 ::
 
@@ -92,7 +92,7 @@ def launch_on_ray(
 
         def attempt(number: int) -> JobOutcome:
             if (pause := free_at[0] - time.monotonic()) > 0:
-                tell(f"waiting {pause:.0f} s until what may live on where a node was lost has ended")
+                tell(f"waiting {pause:.0f} s until processes that may still run on a lost node have ended")
                 time.sleep(pause)
             if number:
                 job_file.all_return()
@@ -308,8 +308,8 @@ class _Attempt:
             self._check_stopped()
         if not placed:
             raise RayError(
-                f"the cluster has no room for the job in {_PLACE_SECONDS:.0f} s: it asks for {bundles}, and free are "
-                f"{ray.available_resources()}; ask for less with --resources, or add nodes"
+                f"the cluster had no room for the job within {_PLACE_SECONDS:.0f} s: it needs {bundles}, and available "
+                f"are {ray.available_resources()}; request less with --resources, or add nodes"
             )
         folder = stack.enter_context(PrivateFolder())
         keys = make_keys(folder / "keys", job=self._run_id)
@@ -337,14 +337,14 @@ class _Attempt:
         blind = [f"{role} {rank}" for (role, rank), there in seen.items() if not there and role != "rendezvous"]
         if blind:
             say(
-                f"{', '.join(blind)} run on nodes that do not see {os.getcwd()}, in a copy of it that goes with the "
-                "job: what a script saves there by a relative path is lost; give it a path that all nodes see"
+                f"{', '.join(blind)} run on nodes without access to {os.getcwd()}, in a copy of it shipped with the "
+                "job: files that a script saves there by a relative path are lost; use a path on shared storage"
             )
         if self._durability != "none" and self._counts["parameters"]:
             say(
-                f"parameter servers keep what --durability {self._durability} promises on a disk of their own node, "
-                "which no other sees: it brings back a server that dies there, and is lost with the node; then "
-                "--max-restarts goes on from the script's own checkpoint"
+                f"parameter servers store the state of --durability {self._durability} on their own node's disk, "
+                "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
+                "--max-restarts resumes from the script's own checkpoint"
             )
 
     def _begin(self, recipe: Recipe) -> int:
@@ -388,18 +388,19 @@ class _Attempt:
             return self._ray.get(reference, timeout=seconds)
         except exceptions.RuntimeEnvSetupError as error:
             raise RayError(
-                f"Ray cannot ship {os.getcwd()} to its nodes: {_first_line(error)}; give the command in a small folder"
+                f"Ray cannot ship {os.getcwd()} to its nodes: {_first_line(error)}; run the command in a small folder"
             ) from None
         except exceptions.GetTimeoutError:
             raise RayError(
-                f"a node of the cluster has not answered in {seconds:.0f} s; look at `ray status`, at the newest files "
-                "of Ray's logs there, and whether Python lies at a path with a space: Ray starts no process by one"
+                f"a node of the cluster has not answered in {seconds:.0f} s; check `ray status`, the newest files "
+                "of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
             ) from None
         except (exceptions.RayTaskError, exceptions.RayActorError) as error:
             words = str(error)
             if "No module named 'anabranch" in words:
                 raise RayError(
-                    "a node of the cluster has no Anabranch: pip install 'anabranch[ray]' of this version on all nodes"
+                    "a node of the cluster does not have Anabranch: pip install 'anabranch[ray]' of this version on "
+                    "all nodes"
                 ) from None
             cause = getattr(error, "cause", None)
             raise RayError(str(cause) if isinstance(cause, ValueError) else _first_line(error)) from None

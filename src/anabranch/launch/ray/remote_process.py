@@ -1,4 +1,4 @@
-"""``RemoteProcess``: a role's process on another node, as the supervisor knows those of this machine."""
+"""``RemoteProcess``: a role's process on another node, with the supervisor's interface for local processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RemoteProcess"]
 
 
 class _LostExit(Exit):
-    """The end of a process whose node was lost: nobody knows how it ended."""
+    """The end of a process whose node was lost; its exit status is unknown."""
 
     __slots__ = ()
 
@@ -81,7 +81,7 @@ class RemoteProcess(RoleProcess):
         return _LostExit(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     def signal(self, number: signal.Signals) -> None:
-        """Send ``number``; of a seat that is lost nobody hears it."""
+        """Send ``number``; does nothing if the seat is lost."""
         if self.running:
             self.stopped = True
             with suppress(Exception):  # Ray's errors are many, and the follower sees the loss
@@ -134,7 +134,7 @@ class RemoteProcess(RoleProcess):
             os.close(self._end)
 
     def _keep_told(self, news: News) -> None:
-        """Put what the process tells of itself where ``anabranch status`` looks, in times of this machine's clock."""
+        """Write the process's reported status for ``anabranch status``, in times of this machine's clock."""
         for ending, text in news.told.items():
             if ending == ".status":
                 text = _in_time(text, time.monotonic() - news.now)

@@ -1,4 +1,4 @@
-"""The resources of Ray that each role asks for: fractions of a CPU, so that small jobs fit small nodes."""
+"""The resources of Ray that each role requests: fractions of a CPU, so that small jobs fit small nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_resources(text: str) -> Resources:
 
 
 def check_resources(found: object) -> None:
-    """Raise a ``ValueError`` for what is not resources."""
+    """Raise a ``ValueError`` for invalid resources."""
     if not isinstance(found, Mapping) or not all(
         role in _ROLES
         and isinstance(wanted, Mapping)
@@ -45,13 +45,13 @@ def check_resources(found: object) -> None:
         for role, wanted in found.items()
     ):
         raise ValueError(
-            f'resources name amounts a role, such as {{"worker": {{"CPU": 2, "GPU": 1}}}}; roles are '
+            f'resources give amounts per role, such as {{"worker": {{"CPU": 2, "GPU": 1}}}}; roles are '
             f"{', '.join(_ROLES)}; got {found!r}"
         )
 
 
 def resources_of(role: str, wanted: Resources, *, gpus: bool) -> dict[str, float]:
-    """Return what one process of ``role`` asks for.
+    """Return what one process of ``role`` requests.
 
     >>> resources_of("worker", {}, gpus=True)
     {'CPU': 0.5, 'GPU': 1.0}

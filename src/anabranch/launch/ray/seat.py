@@ -138,7 +138,7 @@ class Seat:
         if not program.is_module and not Path(directory or ".", program.target).exists():
             raise ValueError(
                 f"node {self._host} has no {program.target!r}; keep the script below the folder in which the command "
-                "is given, which is shipped, or on storage that all nodes see"
+                "is run, which is copied to the nodes, or on shared storage"
             )
         return self._begin(program, environment, directory, None, apart)
 

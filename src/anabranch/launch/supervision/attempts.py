@@ -1,7 +1,7 @@
-"""A job that failed is run again from its last whole checkpoint, which its script finds where it saved it.
+"""A job that failed is run again from its last complete checkpoint, which its script finds where it saved it.
 
 All of it is: workers that lost a step together with a server go back together. Parameter servers begin empty, so that
-what they hold is what the script loads; a script that loads nothing begins at the beginning.
+what they hold is what the script loads; a script that loads nothing starts from the beginning.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ __all__ = ["run_attempts"]
 
 
 def run_attempts(attempt: Callable[[int], JobOutcome], max_restarts: int, tell: Callable[[str], None]) -> JobOutcome:
-    """Call ``attempt`` with 0, and again with the next number as long as it fails by itself and restarts are left.
+    """Call ``attempt`` with 0, and again with the next number as long as it fails on its own and restarts are left.
 
     Raises:
         ValueError: a number of restarts below 0.
     """
     if max_restarts < 0:
-        raise ValueError(f"a job is started again 0 times or more, got max_restarts={max_restarts}")
+        raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
     for number in range(max_restarts + 1):
         outcome = attempt(number)
         failure = outcome.first_failure
         if failure is None or outcome.interrupted is not None or outcome.timed_out or number == max_restarts:
             break
-        tell(f"{failure.describe()}; starting the job again ({number + 1} of {max_restarts})")
+        tell(f"{failure.describe()}; restarting the job ({number + 1} of {max_restarts})")
     return outcome

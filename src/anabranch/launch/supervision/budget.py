@@ -1,4 +1,4 @@
-"""``RestartBudget``: how often a service may be started again, in any stretch of so many seconds.
+"""``RestartBudget``: how often a service may be restarted, in any stretch of this many seconds.
 
 A service that crashes now and then comes back for as long as the job runs; one that crashes whenever it starts uses its
 budget up, with longer and longer pauses, and ends.
@@ -45,7 +45,7 @@ class RestartBudget:
 
     @classmethod
     def parse(cls, text: str) -> RestartBudget:
-        """Return that of ``"N/SECONDSs"``.
+        """Return the budget for ``"N/SECONDSs"``.
 
         >>> str(RestartBudget.parse("3/600s"))
         '3/600s'

@@ -35,7 +35,7 @@ _adopting = 0
 
 @contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Make this process the parent of its descendants' orphans until the block, and every other such block, ends."""
+    """Make this process the parent of its descendants' orphans until the last of these blocks ends."""
     _count(+1)
     try:
         yield

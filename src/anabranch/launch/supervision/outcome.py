@@ -45,7 +45,7 @@ class Exit:
         stopped: whether it was asked to stop, because another failed or the job was interrupted.
         log: the file with its output.
         role: what it did.
-        forgiven: whether the job went on without it.
+        forgiven: whether the job continued without it.
         early: whether it ended although there was still something to do for it, a service while workers run.
     """
 
@@ -68,7 +68,7 @@ class Exit:
     def well(self) -> bool:
         """True if the job did not fail because of it.
 
-        A service that was told to stop while it was still starting has had no chance to say so by its exit code.
+        A service stopped while it was still starting could not return a meaningful exit code.
         """
         told_early = self.role != "worker" and self.stopped and self.code == -signal.SIGTERM
         return (self.code == 0 and not self.early) or self.forgiven or told_early
@@ -124,9 +124,9 @@ class JobOutcome:
 
     Attributes:
         exits: one for each worker, by rank.
-        services: one for each parameter server, then one for each expert process; of one that was started again, the
+        services: one for each parameter server, then one for each expert process; of one that was restarted, the
             last.
-        interrupted: the signal that ended the job, ``None`` if it ended by itself.
+        interrupted: the signal that ended the job; ``None`` if it ended on its own.
         timed_out: whether it was ended because its time was over.
         seconds: how long it ran.
     """
@@ -139,9 +139,9 @@ class JobOutcome:
 
     @property
     def first_failure(self) -> Exit | None:
-        """The process that failed first, by itself; ``None`` if all succeeded or were stopped.
+        """Return the process that failed first, on its own; ``None`` if all succeeded or were stopped.
 
-        Clocks decide, but for one that failed because another was lost: it may be reaped before that one is.
+        Clocks decide, except for one that failed because another was lost: it may be reaped before that one is.
         """
         failures = [exit_ for exit_ in (*self.exits, *self.services) if not exit_.well and not exit_.stopped]
         return min(failures, key=lambda exit_: (exit_.blames_another(), exit_.failed_at()), default=None)
@@ -150,7 +150,7 @@ class JobOutcome:
     def exit_code(self) -> int:
         """0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 128 + signal when another one ended the job.
 
-        Workers that meet SIGTERM by finishing what they were at and exiting with 0 have succeeded.
+        Workers that finish after SIGTERM and exit with 0 have succeeded.
         """
         failed = not self.exits or any(not exit_.well for exit_ in (*self.exits, *self.services))
         if self.interrupted is not None and (failed or self.interrupted == signal.SIGINT):

@@ -1,8 +1,8 @@
-"""Tell a second request to stop from the echo of the first.
+"""Distinguishes a second request to stop from an echo of the first.
 
 One request can arrive twice: ``timeout`` and wrappers that pass signals on send one to the launcher and one to its
 process group, or one beside the terminal's own. A terminal itself sends exactly one SIGINT a key press, and the kernel
-tells that it is the sender: each of those is a request of its own, however fast the fingers. Only for what processes
+tells that it is the sender: each of those is its own request, however fast the fingers. Only for what processes
 send does the time decide.
 """
 
@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 
 class Presses:
-    """The signals that have come until now.
+    """The signals received so far.
 
     >>> presses = Presses()
     >>> presses.is_another(signal.SIGINT, TERMINAL, 0.0), presses.is_another(signal.SIGINT, 4711, 0.1)
@@ -39,7 +39,7 @@ class Presses:
         self._last: dict[tuple[int, signal.Signals], float] = {}
 
     def is_another(self, number: signal.Signals, sender: int, now: float) -> bool:
-        """Tell whether this stopping signal is another request beside that of the first, which is none."""
+        """Return True if this stopping signal is a new request, not the first one or an echo of it."""
         before = self._last.get((sender, number))
         self._last[sender, number] = now
         if self._first is None:

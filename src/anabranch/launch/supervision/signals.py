@@ -6,7 +6,7 @@
 
 A Python handler is not told who has sent a signal. So the stopping signals are blocked in the main thread, and taken
 by a thread that is told; it hands them over by another signal, which interrupts whatever the main thread waits for. In
-a process with more threads, a program with a job of its own, the kernel would choose one of those: there all is left to
+a process with more threads, a program with its own job, the kernel would choose one of those: there all is left to
 the handler, which knows no sender.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "hold_signals"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
 
-_CARRIER = signal.SIGRTMIN + 7  # any that nobody else uses
+_CARRIER = signal.SIGRTMIN + 7  # any that is unused
 _SI_KERNEL = 0x80
 _JOIN_SECONDS = 10.0
 
@@ -37,7 +37,7 @@ _held: frozenset[int] = frozenset()
 
 
 class Stopped(BaseException):
-    """A signal ends the job before it has begun; no ``Exception``, so that nobody takes it for a failure of his."""
+    """A signal ends the job before it has started; not an ``Exception``, so that it is not handled as a failure."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
@@ -67,7 +67,7 @@ class SignalBox:
             self._on_stop(signal.Signals(number), again)
 
     def call_on_stop(self, act: Callable[[signal.Signals, bool], None]) -> None:
-        """Call ``act`` with each stopping signal, and whether it is another request beside the first one's.
+        """Call ``act`` with each stopping signal, and whether it is a new request after the first.
 
         It is called in the handler, wherever the program is: a loop that is busy, or has not begun, would see to the
         signal late. For signals that have come before, it is called now.
@@ -165,14 +165,14 @@ def collect_signals() -> Iterator[SignalBox]:
 
 
 def inherited_mask() -> list[int]:
-    """Return the signals that what this thread starts is to block: those that it blocks, but for the ones taken
+    """Return the signals that what this thread starts is to block: those that it blocks, except for the ones taken
     here.
     """
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _held))
 
 
 def stand_still() -> None:
-    """Do what SIGTSTP does by itself; returns when the shell lets this process go on (``fg``, ``bg``).
+    """Stop like the default action of SIGTSTP; returns when the shell lets this process continue (``fg``, ``bg``).
 
     At once where there is no shell that could: the kernel knows, and does nothing.
     """

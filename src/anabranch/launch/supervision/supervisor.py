@@ -1,4 +1,4 @@
-"""Watches a job's processes until the last has ended, and ends them in time when one fails or a signal asks for it.
+"""Watches a job's processes until the last has ended, and ends them in time when one fails or a signal requests it.
 
 One thread, one selector, no polling: a process's end and the launcher's signals are descriptors.
 
@@ -12,8 +12,8 @@ One thread, one selector, no polling: a process's end and the launcher's signals
                         └──── patience.stop ────> SIGKILL <──── patience.stop ────┘
 
 Services (parameter servers, experts) are stopped when the last worker has ended, however it did, so that workers that
-drain still find them. A service that dies earlier is started again as its budget allows. One that has no restart
-left ends the job, but for an expert that has served: mixtures go on with the experts that answer.
+drain still find them. A service that dies earlier is restarted as its budget allows. One that has no restart
+left ends the job, except for an expert that has served: mixtures continue with the experts that answer.
 
 torch's own agent starts workers alike and is what ``torchrun`` uses; it is not used here because it kills the others
 the moment one fails, before they can name the peer they lost, waits 30 seconds for a frozen worker, and forgets
@@ -56,7 +56,7 @@ class Looker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds that the launcher waits for processes to end by themselves.
+    """Seconds that the launcher waits for processes to end on their own.
 
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
@@ -118,7 +118,7 @@ class _Ending:
         if self._given_up_at is not None and now >= self._given_up_at:
             for process in self.running():
                 who = called(process.role, process.rank)
-                self._tell(f"{who} (pid {process.pid}) does not die of SIGKILL: it hangs in the kernel")
+                self._tell(f"{who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
                 process.abandon()
             self._given_up_at = None
 
@@ -129,12 +129,12 @@ class Supervisor:
     Args:
         workers: the running workers, by rank.
         signals: what the launcher received.
-        services: the running services; one that is started again takes its predecessor's place here.
+        services: the running services; one that is restarted takes its predecessor's place here.
         rendezvous: where they all find one another; a job that loses it ends. It is for the caller to end.
-        start: starts one again.
-        returns: called when one has ended that is to be started again.
+        start: restarts one.
+        returns: called when one has ended that is to be restarted.
         screen: rank 0's output, if it is shown.
-        lookers: they tell the user what they see.
+        lookers: report their observations to the user.
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
@@ -174,7 +174,7 @@ class Supervisor:
         self._tell = tell
         self._lookers = lookers
         self._failed = False
-        self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be started again
+        self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be restarted
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
@@ -230,13 +230,13 @@ class Supervisor:
         elif (pause := self._pause_before(service)) is not None:
             assert recipe.restarts is not None
             when = f" in {pause:g} s" if pause else ""
-            self._tell(f"{exit_.describe()}; started again{when} ({recipe.restarts.used} of {recipe.restarts.times})")
+            self._tell(f"{exit_.describe()}; restarted{when} ({recipe.restarts.used} of {recipe.restarts.times})")
             self._returns(recipe)
             self._returning.append((time.monotonic() + pause, service))
             self._bring_back(selector)
         elif recipe.role == "expert" and (recipe.has_served() or service.restarted):
             service.forgiven = True
-            self._tell(f"{exit_.describe()}; the job goes on without it")
+            self._tell(f"{exit_.describe()}; the job continues without it")
         else:
             service.early = True
             if exit_.code == 0:
@@ -244,14 +244,14 @@ class Supervisor:
             self._fail(service)
 
     def _pause_before(self, service: RoleProcess) -> float | None:
-        """Return the seconds to wait before a service is started again; ``None`` if it is not."""
+        """Return the seconds to wait before a service is restarted; ``None`` if it is not."""
         recipe = service.recipe
         if recipe.restarts is None or not (recipe.has_served() or service.restarted):
             return None
         return recipe.restarts.take()
 
     def _bring_back(self, selector: selectors.BaseSelector) -> None:
-        """Start the services again whose pause is over, if anybody still needs them."""
+        """Restart the services whose pause is over, if they are still needed."""
         now = time.monotonic()
         due = [service for moment, service in self._returning if moment <= now]
         self._returning = [(moment, service) for moment, service in self._returning if moment > now]
@@ -263,7 +263,7 @@ class Supervisor:
             self._watch(selector, successor)
 
     def _fail(self, process: RoleProcess) -> None:
-        """End the job because of ``process``: the others have a moment to say what they saw."""
+        """End the job because of ``process``, after giving the others a moment to report."""
         if self._failed:
             return
         self._failed = True
@@ -279,7 +279,7 @@ class Supervisor:
             self._workers.end_by(now + self._patience.failure + self._patience.stop)
 
     def _stop_services(self) -> None:
-        """Asks them to finish what they are at, to save, and to end: nobody is left to ask them anything."""
+        """Request that they finish, save and exit: no worker is left to call them."""
         self._service_ending.send(signal.SIGTERM)
         hurried = self._failed or self.timed_out or self.interrupted not in (None, signal.SIGTERM)
         patience = self._patience.stop if hurried else self._patience.drain
@@ -301,16 +301,16 @@ class Supervisor:
                     ending.end_by(time.monotonic())
             else:
                 self.interrupted = number
-                self._tell(f"{number.name}: stopping the workers (once more kills them)")
+                self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
                 self._workers.send(number)
                 self._workers.clear()
                 patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
                 self._workers.end_by(time.monotonic() + patience)
 
     def _pause(self) -> None:
-        """Ctrl-Z: this process stands still, and nothing that it has started."""
-        seen = f"; {self._screen.log} has what rank 0 writes meanwhile" if self._screen else ""
-        self._tell(f"the launcher is paused and the job goes on{seen}. `fg` brings the screen back")
+        """Ctrl-Z: stop only this process, not those that it has started."""
+        seen = f"; meanwhile the output of rank 0 goes to {self._screen.log}" if self._screen else ""
+        self._tell(f"the launcher is paused and the job continues{seen}. `fg` brings the screen back")
         with self._screen.unattended() if self._screen else nullcontext():
             signal_box.stand_still()
 

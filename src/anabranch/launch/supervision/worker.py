@@ -40,8 +40,8 @@ class Recipe:
         screen: shows the output, too.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         server: forks it; a plain process is started where there is none.
-        restarts: how often it is started again when it dies; never by default.
-        has_served: whether it has been of use once: a service that never was is not started again.
+        restarts: how often it is restarted when it dies; never by default.
+        has_served: whether it has been of use once: a service that never was is not restarted.
         endpoint: where it listens, if that is known before.
     """
 
@@ -74,7 +74,7 @@ class RoleProcess:
         exit_code: ``None`` while it runs, then its exit code, or minus the signal that killed it.
         ended_at: when it ended, in seconds since the epoch; 0.0 while it runs.
         stopped: whether the launcher had asked it to stop before it ended.
-        forgiven: whether the job goes on without it.
+        forgiven: whether the job continues without it.
         early: whether it ended although there was still something to do for it.
     """
 
@@ -84,7 +84,7 @@ class RoleProcess:
         self.pidfd = os.pidfd_open(self.pid)
 
     def _describe(self, recipe: Recipe, restarted: int) -> None:
-        """Set what is known of a process before it starts."""
+        """Set the facts about a process that are known before it starts."""
         self.recipe = recipe
         self.restarted = restarted
         self.role = recipe.role
@@ -145,7 +145,7 @@ class RoleProcess:
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; a frozen worker is woken to see it.
 
-        To the worker alone, not to what it started: one that finishes its step first still needs its DataLoader.
+        Only to the worker, not to its child processes: one that finishes its step first still needs its DataLoader.
         """
         if not self.running:
             return

@@ -1,7 +1,7 @@
 """The caches of all of a worker's tables: one by one, or tables of one kind in one call.
 
 A step's ids of all tables are known together, and a model has dozens of tables: a kernel's fixed cost is the same for
-ten rows and ten thousand, and a torch call's fixed cost is paid a dozen times a table. ``CacheGroup`` keeps the rows
+ten rows and ten thousand, and a torch call's fixed cost is paid a dozen times per table. ``CacheGroup`` keeps the rows
 of tables of one width, dtype and rule in arrays of its own and does to them in one compiled call what ``RowCache`` does
 to one table, bit for bit except for squares, whose sums are taken in another order. ``CachesOneByOne`` is the simple
 form: for tables that no group can have, and without Numba.
@@ -282,7 +282,7 @@ class CacheGroup:
             pushed=np.zeros(whole, np.bool_),
             counters=self._counters,
         )
-        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: that were pushed lately
+        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: that were pushed recently
         self._clock = 0  # of the last step that was asked about ahead, or written
 
     def check_again(self, names: Iterable[str], step: int) -> None:

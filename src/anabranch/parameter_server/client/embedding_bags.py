@@ -27,7 +27,7 @@ __all__ = ["EmbeddingBagCollection"]
 
 
 class EmbeddingBagCollection(nn.Module):
-    """Reduces the ids of each feature to one row a batch's row, by a bag of its own.
+    """Reduces the ids of each feature to one row a batch's row, by its own bag.
 
     >>> from anabranch.tensors import KeyedJagged
     >>> bags = EmbeddingBagCollection(
@@ -39,7 +39,7 @@ class EmbeddingBagCollection(nn.Module):
 
     The result for a feature is that of its module on the feature's ids and offsets, gradients included. Rows that live
     on servers (a ``RemoteEmbedding``, or an ``nn.EmbeddingBag`` that an ``Executor`` has moved there) come in one
-    message a shard for all features.
+    message per shard for all features.
 
     Args:
         bags: for each feature an ``nn.EmbeddingBag``, or a ``RemoteEmbedding`` with a ``mode``; features may share one.
@@ -67,7 +67,7 @@ class EmbeddingBagCollection(nn.Module):
         """Return ``{feature: (rows, width)}`` of a ``KeyedJagged``, or of TorchRec's ``KeyedJaggedTensor``.
 
         Weights of ids go to bags as ``per_sample_weights``, which need ``mode="sum"``. Features without a bag are
-        passed over.
+        skipped.
 
         Raises:
             SchemaError: a feature that has a bag is not there, or has weights and a bag of another mode.
@@ -76,8 +76,8 @@ class EmbeddingBagCollection(nn.Module):
         tracer = current_tracer()
         if tracer is not None and tracer.captures:
             raise CaptureError(
-                "EmbeddingBagCollection reads from each batch where a feature's ids end, and a graph has sizes of its "
-                "own; run the step on the tape: engine='tape' or 'auto'"
+                "EmbeddingBagCollection reads the sizes of its features from each batch, and a graph has fixed "
+                "sizes; run the step on the tape: engine='tape' or 'auto'"
             )
         given = bags_of(features)
         missing = [key for key in self.bags if key not in given]
@@ -104,7 +104,7 @@ class EmbeddingBagCollection(nn.Module):
 
 
 def _source_of(bag: nn.Module) -> WeightSource | None:
-    """Return where a bag's rows come from, if that is known before they are asked for."""
+    """Return where a bag's rows come from, if that is known before they are requested."""
     if isinstance(bag, RemoteEmbedding):
         return bag.source
     weight = bag.weight

@@ -112,7 +112,7 @@ class HeldTables:
     def every_id(self, name: str, holding: Holding) -> Tensor:
         """Return the ids of a fixed table."""
         if holding.shape[0] < 0:
-            raise SchemaError(f"table {name} has a dynamic vocabulary; there is no whole of it to pull or push")
+            raise SchemaError(f"table {name} has a dynamic vocabulary and cannot be pulled or pushed as a whole")
         return torch.arange(holding.shape[0])
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:

@@ -127,7 +127,7 @@ class ParameterClient:
         timeout: seconds that a call may take.
         watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
         retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
-            started again is rejoined while there are retries and time.
+            restarted is rejoined while there are retries and time.
         compression: rounding of rows and their gradients on the way: ``None`` for none, ``"bfloat16"`` to half
             their bytes, ``"int8"`` to 17 bytes for 16 numbers, each off by 1/177 of the largest of them at most: one
             above 4.5e18 is ``NonFinite``, those below 1.5e-22 come to 0. Ids, versions, dense parameters and
@@ -252,7 +252,7 @@ class ParameterClient:
         """
         shape = _checked_shape(shape)
         if not isinstance(name, str):
-            raise TypeError(f"name is a text, got {name!r}")
+            raise TypeError(f"name is a string, got {name!r}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype!r}")
         if not (isinstance(init, (int, float, Tensor, Initial)) or callable(init)):
@@ -394,7 +394,7 @@ class ParameterClient:
         ahead: bool = False,
         exact: bool = False,
     ) -> dict[str, Pulled]:
-        """Rows of several tables, and dense parameters (no ids), in one message a shard.
+        """Rows of several tables, and dense parameters (no ids), in one message per shard.
 
         Args:
             wanted: flat int64 ids by table; none for a dense parameter.
@@ -445,7 +445,7 @@ class ParameterClient:
         return {name: found[name] for name in wanted}
 
     def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
-        """Return the parameters of a message that lie on this shard."""
+        """Return the parameters of a message that are on this shard."""
         mine = [name for name in layout.dense if self._tables.home(name) == shard]
         return {name: Share(self._tables.holdings[name].dtype, self._tables.holdings[name].shape) for name in mine}
 
@@ -475,7 +475,7 @@ class ParameterClient:
         unordered: bool = False,
         awaited: bool = True,
     ) -> None:
-        """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
+        """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message per shard.
 
         Args:
             gradients: ids and a gradient for each by table; those of one id are added up.
@@ -491,7 +491,7 @@ class ParameterClient:
         """
         if hold and (self._worker is None or self._worker.consistency != "bsp"):
             raise ValueError(
-                "only under bsp do the workers' gradients come to one whose norm can be taken before it counts"
+                "only under bsp are the workers' gradients combined into one whose norm is known before it is applied"
             )
         deadline = Deadline.after(self._calls.timeout)
         kinds = {rule: number for number, rule in enumerate(dict.fromkeys((rules or {}).values()))}
@@ -551,14 +551,14 @@ class ParameterClient:
             return error
         if step is not None:
             self._torn = step
-        told = f"{error} on one shard; {taken} other shards had taken their parts of this push by then"
+        told = f"{error} on one shard; {taken} other shards had already applied their parts of this push"
         return type(error)(told)
 
     def _check_whole(self) -> None:
-        """Raise once the shards do not stand at one step any more."""
+        """Raise if the shards are no longer at the same step."""
         if self._torn is not None:
             raise BoundaryError(
-                f"the push of step {self._torn} was refused by one shard and taken by others, so they no longer hold "
+                f"the push of step {self._torn} was refused by one shard and applied by others, so they no longer hold "
                 "one state; restart the job from its last checkpoint",
                 peer="the servers",
                 operation="push",
@@ -650,7 +650,7 @@ class ParameterClient:
         if step is None:
             return -1, -1
         if self._worker is None:
-            raise ValueError("a bare client has no steps; give ParameterClient a worker")
+            raise ValueError("a client without a worker has no steps; give ParameterClient a worker")
         self._check_whole()
         return self._worker.rank, step
 
@@ -677,12 +677,12 @@ class ParameterClient:
 def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
     """Return the endpoints as a list; of what a caller gave, at least one."""
     if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
-        raise TypeError(f"endpoints is a list of texts such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
+        raise TypeError(f"endpoints is a list of strings such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
     for endpoint in endpoints:
         if not isinstance(endpoint, str):
-            raise TypeError(f"an endpoint is a text such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
+            raise TypeError(f"an endpoint is a string such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
     if given and not endpoints:
-        raise ValueError("endpoints is empty; name the shards, or leave it out for those of the job")
+        raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
     for endpoint in endpoints:
         if list(endpoints).count(endpoint) > 1:
             raise ValueError(f"endpoints names {endpoint} more than once; name each shard once, in the shards' order")
@@ -705,15 +705,15 @@ def _first_value(
 ) -> Tensor:
     if isinstance(init, Initial):
         if not isinstance(init, Constant):
-            raise ValueError("a dense parameter begins with a number, a tensor or a function of its shape")
+            raise ValueError("the init of a dense parameter is a number, a tensor or a function of its shape")
         init = init.value
     if isinstance(init, (int, float)):
         try:
             return torch.full(shape, float(init), dtype=dtype)
         except (RuntimeError, TypeError, OverflowError) as error:  # torch has no kind of its own for it
             raise ValueError(
-                f"this process has no memory for a parameter of shape {shape}; kind='rows' with a Constant, Uniform "
-                "or Normal is made on the shards alone"
+                f"this process does not have enough memory for a parameter of shape {shape}; kind='rows' with a "
+                "Constant, Uniform or Normal is created on the shards only"
             ) from error
     value = init if isinstance(init, Tensor) else init(shape)
     check_plain(value, "init")

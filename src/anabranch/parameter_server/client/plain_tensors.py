@@ -25,7 +25,7 @@ torch.view_as_real(tensor)
         SchemaError: a complex, sparse, quantised, nested or meta tensor; the message names a replacement.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what}: a tensor is needed, got {type(tensor).__name__}; torch.as_tensor makes one")
+        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor")
     if tensor.is_nested:
         raise SchemaError(f"{what} is a nested tensor; give torch.nested.to_padded_tensor(tensor, 0.0)")
     if tensor.layout is not torch.strided:
@@ -35,4 +35,4 @@ torch.view_as_real(tensor)
     if tensor.is_complex():
         raise SchemaError(f"{what} is {tensor.dtype}; servers keep real numbers; give torch.view_as_real(tensor)")
     if tensor.is_meta:
-        raise SchemaError(f"{what} is on the meta device and has no numbers; give a tensor that has some")
+        raise SchemaError(f"{what} is on the meta device and has no values; give a tensor that has values")

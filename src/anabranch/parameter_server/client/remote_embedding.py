@@ -42,7 +42,7 @@ class RemoteEmbedding(nn.Module):
     Args:
         name: of the table, for all workers and checkpoints; letters, digits, ``_ - .``.
         num_embeddings: ids are ``range(num_embeddings)``; ``None`` takes any int64 as an id, and training admits it.
-        embedding_dim: numbers a row.
+        embedding_dim: numbers per row.
         mode: ``None`` gives a row for each id, ``[*ids.shape, embedding_dim]``; ``"sum"``, ``"mean"`` and ``"max"``
             reduce bags as ``torch.nn.EmbeddingBag`` does, with ``offsets`` and ``per_sample_weights``.
         init: the first values of rows: a number, ``Constant``, ``Uniform`` or ``Normal``.
@@ -148,7 +148,7 @@ class RemoteEmbedding(nn.Module):
         if client.in_process and self._link.lost:
             client.close()
             raise ValueError(
-                f"the rows of RemoteEmbedding {self.name} were in the memory of another process, which pickled it; "
+                f"the rows of RemoteEmbedding {self.name} were in the memory of the process that pickled it; "
                 "modules that go to other processes need a job with servers"
             )
         client.init_table(self.spec, rule)

@@ -117,9 +117,9 @@ class RemoteTables:
     # --- adopting parameters ----------------------------------------------------------------------------------------
 
     def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Move parameters of ``model`` to the servers, by their qualified names, and leave stand-ins in their place.
+        """Move parameters of ``model`` to the servers, by their qualified names, and leave placeholders in their place.
 
-        Every module that shares such a parameter gets the stand-in. Rank 0's values are taken; the memory here is
+        Every module that shares such a parameter gets the placeholder. Rank 0's values are taken; the memory here is
         freed. The optimizer, which must have the parameters, tells how the servers move them, with the numbers that it
         has when a step is pushed; its own step skips them, because they have no gradient here. A table whose lookups
         are dense (``sparse=False``) moves in every step as a dense optimizer moves it.
@@ -154,7 +154,7 @@ class RemoteTables:
         Args:
             name: of the table.
             parameter: two-dimensional; its memory is freed.
-            users: the modules that hold it, and its name in each; each gets the stand-in.
+            users: the modules that hold it, and its name in each; each gets the placeholder.
             rule: its optimizer, with the numbers that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
         """
@@ -194,7 +194,7 @@ class RemoteTables:
         if spec.dtype == torch.float16 and self._cache is not None and self._cache.push_bound:
             raise ValueError(
                 f"table {spec.name} is float16, and a cache with push_bound={self._cache.push_bound} would round its "
-                "rows here at other steps than the servers do; use push_bound=0, or another dtype"
+                "rows here at different steps than the servers; use push_bound=0, or another dtype"
             )
         self._client.init_table(spec, rule())
         source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
@@ -243,7 +243,7 @@ class RemoteTables:
         Args:
             step: counts pushes.
             training: false if it only reads, and admits no ids.
-            between: called once the step has read as often as the one before it: a good time to ``prefetch``.
+            between: called once the step has read as often as the previous one: a good time to ``prefetch``.
         """
         self._collect()
         self._step = step
@@ -261,13 +261,13 @@ class RemoteTables:
                 source.gradients.clear()
 
     def _uncount_evaluation(self) -> None:
-        """Let training ask for rows that evaluation has just checked, where asking is what keeps a row its place."""
+        """Let training request rows that evaluation has just checked, where asking is what keeps a row its place."""
         for caches, names in self._caches:
             leaving = [name for name in names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
 
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
-        """Read the rows that this step's lookups are expected to need, of all tables together: one message a shard.
+        """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
 
         A lookup of other ids reads them itself, so a wrong expectation only costs time. Ids of
         dynamic vocabularies are left to the lookups, because reading them admits them.
@@ -281,7 +281,7 @@ class RemoteTables:
                 self._sources[name].at_hand = found[name], rows
 
     def read_together(self, wanted: Mapping[str, Tensor]) -> None:
-        """Read the rows of lookups that follow at once, of all tables together: one message a shard.
+        """Read the rows of lookups that follow at once, of all tables together: one message per shard.
 
         As ``expect``, for ids that are certain: those of dynamic vocabularies are read, and admitted, too.
 
@@ -310,7 +310,7 @@ class RemoteTables:
         return found | distinct_ids({name: wanted[name] for name in fixed}, fixed)
 
     def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows of distinct ids of several tables, through the caches: one message a shard."""
+        """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
         if self._cache is None:
             return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
         questions: list[tuple[Caches, Question]] = []
@@ -337,7 +337,7 @@ class RemoteTables:
             self._sources[name].leaving.append(due)
 
     def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
-        """Asks for the rows that the next step's lookups will miss, while this step goes on; needs a cache.
+        """Asks for the rows that the next step's lookups will miss, while this step continues; needs a cache.
 
         They are read as of this step, before its pushes, and are cached rows when the next step begins: as old as that,
         so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed. With a
@@ -350,7 +350,7 @@ class RemoteTables:
             ValueError: there is no cache.
         """
         if self._cache is None:
-            raise ValueError("prefetched rows are cached rows; give RemoteTables a cache")
+            raise ValueError("prefetching needs a cache; give RemoteTables a cache")
         self._collect()
         self._ahead = self._distinct(wanted)
         distinct = {
@@ -449,7 +449,7 @@ class RemoteTables:
             ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
         """
         if hold and self._cache is not None and self._cache.push_bound:
-            raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
+            raise ValueError(f"push_bound={self._cache.push_bound} delays gradients, so a step has no norm; use 0")
         self._weight, self._mean = weight or self._weight, mean
         given = self.take() if given is None else given
         self._arrive()
@@ -540,7 +540,7 @@ class RemoteTables:
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
             with suppress(Exception):  # raised again where the result is needed
-                self._client.wait_for(future, "come to rest", step=self._step)
+                self._client.wait_for(future, "become quiet", step=self._step)
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Statistics of each table's cache; empty without caches."""
@@ -589,7 +589,7 @@ class _Source:
     tables: RemoteTables
     rule: Callable[[], RowOptimizer]
     spec: TableSpec
-    held: int  # numbers a row with its state
+    held: int  # numbers per row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
     at_hand: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
@@ -659,14 +659,15 @@ class _Push:
             self.arrived.set_result(None)
 
     def end(self, seconds: float) -> None:
-        """Wait until the thread has ended, whatever the push's outcome; it has a deadline of its own."""
+        """Wait until the thread has ended, whatever the push's outcome; it has its own deadline."""
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
             report("tables.thread_left_behind", thread=self._thread.name)
 
 
 def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> None:
-    """Read the rows of several lookups that follow, those of the tables of one ``RemoteTables`` in one message a shard.
+    """Read the rows of several lookups that follow, those of the tables of one ``RemoteTables`` in one message per
+    shard.
 
     Sources of other kinds are left to the lookups.
     """
@@ -718,7 +719,7 @@ def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
-    """Return the numbers by which ``optimizer`` moves ``parameter``, read anew at each call.
+    """Return the numbers by which ``optimizer`` moves ``parameter``, read again at each call.
 
     Raises:
         ValueError: it does not have the parameter, or servers cannot run it.

@@ -1,4 +1,4 @@
-"""A stand-in for a weight that lives on the servers: it has shape and dtype, no memory, and can only be looked up.
+"""A placeholder for a weight that lives on the servers: it has shape and dtype, no memory, and can only be looked up.
 
 It replaces an embedding's weight, so a model runs unchanged: ``F.embedding`` and ``F.embedding_bag``, from any
 caller, find it among their arguments and return pulled rows::
@@ -31,7 +31,7 @@ __all__ = ["RemoteWeight", "Table", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
-    """The source of a stand-in's rows, which also takes their gradients."""
+    """The source of a placeholder's rows, which also takes their gradients."""
 
     name: str
 
@@ -213,7 +213,7 @@ class _Leave(torch.autograd.Function):
 
 
 class RemoteWeight(Tensor):
-    """The stand-in for the weight of the table that ``source`` reads.
+    """The placeholder for the weight of the table that ``source`` reads.
 
     Any use but a lookup is a ``TypeError`` that names the table, because the weight is not here to be multiplied.
     """
@@ -261,7 +261,7 @@ class RemoteWeight(Tensor):
         weight = next(arg for arg in [*args, *kwargs.values()] if isinstance(arg, RemoteWeight))
         raise TypeError(
             f"table {weight.source.name} lives on the servers, where {getattr(func, '__name__', func)!r} cannot reach "
-            "it, only lookups can. Keep this parameter on the workers: routes={its name: 'AllReduce'}"
+            "it; only lookups can. Keep this parameter on the workers: routes={its name: 'AllReduce'}"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

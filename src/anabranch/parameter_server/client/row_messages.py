@@ -41,7 +41,7 @@ class Pulled:
     """Rows of one table as they came.
 
     Attributes:
-        positions: the positions of these rows among the ids asked for, ascending; int64.
+        positions: the positions of these rows among the ids requested, ascending; int64.
         versions: the version of each row, to be given as ``known`` when it is asked about again; int64, at least 0.
         rows: ``[len(positions), width]``.
     """
@@ -106,7 +106,7 @@ class Layout:
         return torch.int32 if self.short else torch.int64
 
     def alike(self, wide: Sequence[int | None]) -> list[tuple[torch.dtype, int, int | None, list[int]]]:
-        """Dtype, width, numbers a row with its state if ``wide`` has any, and the tables of these by their numbers."""
+        """Dtype, width, numbers per row with state if ``wide`` has any, and the numbers of these tables."""
         found: dict[tuple[torch.dtype, int, int | None], list[int]] = {}
         for number, ((dtype, width), whole) in enumerate(zip(self.kinds, wide, strict=True)):
             found.setdefault((dtype, width, whole), []).append(number)
@@ -130,7 +130,7 @@ class Routed:
         self.layout, self.shards = layout, shards
         for name, some in zip(layout.tables, ids, strict=True):
             if some.dtype != torch.int64:
-                raise SchemaError(f"table {name}: ids are int64, got {some.dtype}; convert with ids.long()")
+                raise SchemaError(f"table {name}: ids must be int64, got {some.dtype}; convert with ids.long()")
         self.flat = _flat(ids)
         self.starts = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([some.numel() for some in ids], out=self.starts[1:])
@@ -160,7 +160,7 @@ class Pull:
     """One request to all shards.
 
     Args:
-        routed: the ids that are asked for.
+        routed: the ids that are requested.
         known: of each table, the versions held, as in ``ParameterClient.pull_many``; ``None`` if none are.
         wide: of each table the numbers of a row with its state, or ``None`` if none comes with it.
         clocks: generation and base of each shard's clock.
@@ -450,11 +450,13 @@ def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
         ProtocolError: the places are not ascending positions within each part.
     """
     if places.dtype != torch.int32 or places.shape != (int(changed.sum()),):
-        raise ProtocolError(f"shard {shard} says {tuple(places.shape)} {places.dtype} for {changed.tolist()} places")
+        raise ProtocolError(
+            f"shard {shard} returned {tuple(places.shape)} {places.dtype} for {changed.tolist()} places"
+        )
     own = places.numpy().astype(np.int64)
     found: Array = own + np.repeat(np.cumsum(known) - known, changed)
     if (own < 0).any() or (own >= np.repeat(known, changed)).any() or (np.diff(found) <= 0).any():
-        raise ProtocolError(f"shard {shard} says places {own.tolist()[:8]}... of {known.tolist()} known rows")
+        raise ProtocolError(f"shard {shard} returned places {own.tolist()[:8]}... of {known.tolist()} known rows")
     return found
 
 

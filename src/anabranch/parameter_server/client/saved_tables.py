@@ -78,14 +78,14 @@ def collect(
 def restore(tables: HeldTables, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
     """Load what ``collect`` gave, in place of everything on the shards."""
     if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
-        raise CheckpointError("this checkpoint holds no tables and parameters of servers")
+        raise CheckpointError("this checkpoint holds no server tables or parameters")
     for entry in state["tables"]:
         _check_table(entry, groups)
     tables.drop(None)
     try:
         restore_some(tables, state, groups)
     except Exception as error:
-        error.add_note("the servers hold a part of the checkpoint now: load it again, or another one")
+        error.add_note("the servers now hold only part of the checkpoint: load it again, or load another one")
         raise
 
 

@@ -125,7 +125,7 @@ class ShardCalls:
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
         """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive.
 
-        Each check costs the request anew, so they come at growing intervals: a slow request gets through.
+        Each check costs the request again, so they come at growing intervals: a slow request gets through.
         """
         if self._watch is None:
             return self.gather(requests, deadline)

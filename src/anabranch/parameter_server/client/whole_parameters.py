@@ -1,6 +1,6 @@
 """Parameters on the servers of which every worker holds a copy: read whole, before a step begins.
 
-Dense parameters are always held so; a table is if the worker prefers to refresh all of it over asking for the rows of
+Dense parameters are always held so; a table is if the worker prefers to refresh all of it over requesting the rows of
 each batch. Of a table only the rows with a gradient are pushed: the servers move the others as the optimizer does.
 
 A read overwrites what was written to a copy by hand, so what was read is kept to tell. Comparing bits costs 6 to 9 % of
@@ -104,7 +104,7 @@ class WholeParameters:
         return spec
 
     def refresh(self, step: int | None) -> None:
-        """Read all of them, in one message a shard, once it is the turn of ``step``."""
+        """Read all of them, in one message per shard, once it is the turn of ``step``."""
         wanted = {
             name: torch.arange(len(held.parameter)) if held.rows else _NO_IDS for name, held in self._held.items()
         }

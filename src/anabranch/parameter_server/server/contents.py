@@ -40,7 +40,7 @@ class ShardContents:
 
     Attributes:
         tables, dense, counts: by name.
-        generation: a random id, drawn again when rows change other than by steps: clients must read them anew.
+        generation: a random id, drawn again when rows change other than by steps: clients must read them again.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class ShardContents:
         rule = self._rules.setdefault(rule, rule)  # one object, by which tables find what they may share
         if message.table is None:
             if len(tensors) != 1:
-                raise SchemaError(f"parameter {message.name} begins with one tensor, got {len(tensors)}")
+                raise SchemaError(f"parameter {message.name} has one initial tensor, got {len(tensors)}")
             if not torch.isfinite(tensors[0]).all():
-                raise NonFinite(f"parameter {message.name} begins with NaN or Inf")
+                raise NonFinite(f"the initial value of parameter {message.name} holds NaN or Inf")
             return DenseParameter(message.name, tensors[0], rule)
         spec = TableSpec.from_dict(message.table)
         if spec.name != message.name:

@@ -26,7 +26,7 @@ def _check_parts(
     parts: Sequence[PullPart | PushPart] = message.parts
     names = [part.name for part in parts]
     if len(set(names)) != len(names):
-        raise SchemaError("a message names a table twice; merge its ids")
+        raise SchemaError("the message names a table twice; merge its ids")
     for name in names:
         contents.check_name(name)
     check_kinds(message)
@@ -123,7 +123,7 @@ def shares_of(contents: ShardContents, message: PullMessage | PushMessage) -> li
 
 
 def numbers_of(contents: ShardContents, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-    """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
+    """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is treated as them."""
     return expected(shares_of(contents, message), message.compression)
 
 

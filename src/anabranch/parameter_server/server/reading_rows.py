@@ -34,7 +34,7 @@ class _Room:
 def read(
     contents: ShardContents, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
 ) -> tuple[PullReply, list[Tensor]]:
-    """Read the rows asked for, except known rows that have not changed."""
+    """Read the rows requested, except known rows that have not changed."""
     for part in message.parts:
         contents.counts[part.name].pulls += 1
     if ages is not None or any(part.with_state for part in message.parts):
@@ -121,7 +121,7 @@ def _since(contents: ShardContents, message: PullMessage, ages: Tensor | None) -
 
 
 def _fill(contents: ShardContents, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
-    """Read everything asked for, with as few copies as possible, into ``room``."""
+    """Read everything requested, with as few copies as possible, into ``room``."""
     wanted: dict[str, Tensor] = {}
     places: dict[str, Tensor] = {}
     for part, some, place in zip(message.parts, ids, room.parts, strict=True):

@@ -94,7 +94,7 @@ class Shard:
         scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= shard < shards:
-            raise ValueError(f"shard={shard} lies outside shards={shards}")
+            raise ValueError(f"shard={shard} is out of range for shards={shards}")
         self.shard, self.shards = shard, shards
         self._contents = ShardContents(shard, shards, pool or KernelThreads(1), scratch)
         self._journal = journal or (lambda verb, payload, tensors: None)
@@ -128,7 +128,7 @@ class Shard:
             SchemaError: another worker has given another world or consistency.
         """
         if not message.rank < message.world:
-            raise SchemaError(f"rank {message.rank} lies outside a world of {message.world}")
+            raise SchemaError(f"rank {message.rank} is out of range for a world of {message.world}")
         Consistency.parse(message.consistency)
         with self._state:
             self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
@@ -212,11 +212,11 @@ class Shard:
             self._wait_for_clocks(message.rank, message.step + 1, deadline, "norm")
             job = self._joined(message.rank)
             if message.step not in job.norms and message.step not in job.held:
-                raise SchemaError(f"no push of step {message.step} is held here; push it with hold=True")
+                raise SchemaError(f"no held push of step {message.step} here; push it with hold=True")
             return self._keep_norm(job, message.step)
 
     def _keep_norm(self, job: WorkerOrder, step: int) -> float:
-        """Return the squared norm of ``step``, which is held or was asked for; keep it for later requests."""
+        """Return the squared norm of ``step``, which is held or was requested; keep it for later requests."""
         norm = job.norms.get(step)
         if norm is None:
             held = job.held[step]
@@ -238,7 +238,7 @@ class Shard:
         with self._state:
             job = self._joined(message.rank)
             if any(clock <= message.step for clock in job.clocks):
-                raise SchemaError(f"step {message.step} is released before every worker has pushed it")
+                raise SchemaError(f"step {message.step} was released before every worker had pushed it")
             self._record("release", message, ())
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
@@ -260,7 +260,7 @@ class Shard:
             )
 
     def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-        """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
+        """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is treated as them."""
         with self._state:
             return numbers_of(self._contents, message)
 
@@ -347,7 +347,7 @@ class Shard:
         self._job.clocks[message.rank] = message.step
         self._job.norms = {step: norm for step, norm in self._job.norms.items() if step < message.step}
         for step in list(self._job.held):
-            if step >= message.step:  # the worker will push it anew
+            if step >= message.step:  # the worker will push it again
                 self._job.pending[step] = self._job.held.pop(step)
         for step, pushes in self._job.pending.items():
             if step >= message.step:
@@ -393,7 +393,7 @@ class Shard:
         job = self._joined(message.rank)
         held = job.held.get(message.step)
         if held is not None:  # else another worker's release came first
-            # Known already, unless the shard was killed since: the other workers ask for it still.
+            # Known already, unless the shard was killed since: the other workers request it still.
             self._keep_norm(job, message.step)
             apply(self._contents, [held[rank] for rank in range(job.world)], message.scale)
             del job.held[message.step]
@@ -443,7 +443,7 @@ class Shard:
         """
         with self._state:
             if not message.rank < message.world:
-                raise SchemaError(f"rank {message.rank} lies outside a world of {message.world}")
+                raise SchemaError(f"rank {message.rank} is out of range for a world of {message.world}")
             self._barriers[message.rank] = max(message.number, self._barriers.get(message.rank, 0))
             self._state.notify_all()
             patience = _patience(deadline)
@@ -545,7 +545,7 @@ def _patience(deadline: Deadline | None) -> Deadline:
 def _missing(ranks: Sequence[int], patience: Deadline, operation: str, step: int) -> DeadlineExceeded:
     names = ", ".join(f"worker {rank}" for rank in ranks)
     return DeadlineExceeded(
-        f"nothing came from {names} before the deadline", peer=names, operation=operation, step=step,
+        f"nothing arrived from {names} before the deadline", peer=names, operation=operation, step=step,
         elapsed=patience.elapsed(),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@
     checkpoint_dir/shard-1-of-2
     checkpoint_dir/shard-0-of-1    of another number of shards: its rows lie elsewhere, so nobody here can use it
 
-A server that was started with the wrong number would begin empty beside the state that it was meant to go on with.
+A server that was started with the wrong number would begin empty beside the state that it was meant to continue with.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
         names = sorted(name for found in others.values() for name in found)
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise CheckpointError(
-            f"{checkpoint_dir} holds the state of another number of shards ({shown}), and shard {shard} of {shards} "
-            f"would start empty beside it: start with --shards {counts}, or give another --checkpoint-dir. To change "
-            "the number of shards, save from the old servers with ParameterClient.save, and load that into new ones"
+            f"{checkpoint_dir} holds the state of a different number of shards ({shown}), and shard {shard} of "
+            f"{shards} would start empty: start with --shards {counts}, or give another --checkpoint-dir. To change "
+            "the number of shards, save from the old servers with ParameterClient.save and load that into new ones"
         )
     return checkpoint_dir / f"shard-{shard}-of-{shards}"
 

@@ -1,6 +1,6 @@
 """``ParameterServer``: a shard behind an endpoint.
 
-Every verb is checked against the shard's tables before memory is taken for its tensors. Changes to the shard are
+Every verb is checked against the shard's tables before memory is treated as its tensors. Changes to the shard are
 numbered by their client and done exactly once, and under ``durability="log"`` they are acknowledged only when they
 are on the disk.
 """
@@ -241,7 +241,7 @@ class ParameterServer:
         except BaseException as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
             report("parameter_server.checkpoint_failed", error=str(error))
             if str(error) != self._said:
-                _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
+                _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
             self._said = str(error)
 
     def _announce_again(self) -> None:
@@ -332,7 +332,7 @@ class ParameterServer:
             except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
                 raise SchemaError(f"{call.verb}: {error}") from error
             except (MemoryError, OverflowError) as error:
-                raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error
+                raise Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}") from error
             self._keeper.commit(call.deadline)
             call.reply(payload=pack(place))
 

@@ -41,7 +41,7 @@ class Work(Protocol):
         ...
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait for it; the host goes on."""
+        """Let the current stream wait for it; the host continues."""
         ...
 
 
@@ -116,7 +116,7 @@ def abort(backends: Sequence[Backend]) -> None:
 
 
 def reached(tensor: Tensor) -> Callable[[], bool]:
-    """Return a function that tells whether the current stream has come to where it is now; on CPU it has."""
+    """Return a function that is true once the current stream has reached this point; on CPU always."""
     if not tensor.is_cuda:
         return lambda: True
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ def connect(
 
 
 def _problem(attempt: Callable[[int], None], peers: Sequence[int]) -> Exception | None:
-    """Return what was raised for a peer; each is attempted, because each waits for this rank."""
+    """Return the exception for a peer; each is attempted, because each waits for this rank."""
     problem = None
     for peer in peers:
         try:

@@ -9,15 +9,15 @@
     receiver's host   ──────────── header, irecv ── wait
 
 Order. NCCL pairs the operations of two ranks by their order alone, and runs those of one communicator one after the
-other, so an activation one way would stand in line behind a gradient the other way that waits for it. Each direction
-of each pair of ranks has therefore a communicator of its own, a group of two. It carries tensors in the order of their
+other, so an activation one way would queue behind a gradient the other way that waits for it. Each direction
+of each pair of ranks has therefore its own communicator, a group of two. It carries tensors in the order of their
 headers, which one thread sends, and one thread reads in that order and posts a receive for each, whether its stage
 wants it next or later. Communicators are made with the pipe: see ``communicators.py``.
 
 Waits. The host posts, and the stream waits; a wait for a header checks its peers as on any channel. A rank says
 that it has done its part of a turn after all that it received is there, so no turn ends well with a tensor that never
 came. A host can still stop at a tensor on its way, where a stage reads a number; a thread looks after the peers
-meanwhile, and aborts the communicators when one is lost or the turn's time is over.
+meanwhile, and aborts the communicators when one is lost or the turn's deadline has passed.
 
 Failures. A turn that fails leaves operations that were never matched, on which a stream would wait for ever. So who
 tells a peer that a turn failed, or hears it from that peer, aborts the two communicators between them; from then on
@@ -168,7 +168,7 @@ class DirectLinks:
         return ends
 
     def take_up(self, receipt: Receipt) -> None:
-        """Let the current stream wait for what is received; see ``gave_up``."""
+        """Make the current stream wait for the received tensors; see ``gave_up``."""
         self._awaited.append(receipt)
         with self._naming(receipt.peer):
             receipt.block()
@@ -187,7 +187,7 @@ class DirectLinks:
         return {peer: why for peer, (since, why) in list(self._failed.items()) if monotonic() - since > self._patience}
 
     def gave_up(self) -> bool:
-        """Return True if the link closed by which something waited for was to come: what is there may be anything."""
+        """Return True if a link closed from which tensors were awaited: their contents are undefined."""
         return bool(self._cut_off())
 
     def _cut_off(self) -> set[int]:
@@ -203,7 +203,7 @@ class DirectLinks:
         return all(receipt.has_arrived() for receipt in list(self._awaited)) and not self.gave_up()
 
     def finish(self) -> None:
-        """Lets go of what was sent, once a turn has ended well on all ranks."""
+        """Release the sent tensors, once a turn has succeeded on all ranks."""
         for peer, pending in self._sent.items():
             with self._naming(peer):
                 for work, _ in pending:
@@ -215,13 +215,13 @@ class DirectLinks:
         """Close the links to ``peers``, because a turn has failed between them."""
         if self.close(peers):
             _log.warning(
-                "a turn of the pipe failed: tensors on their way from device to device were given up, and rank %d "
-                "of the pipe sends them over the host from now on; make the pipe anew to have them go directly again",
+                "a turn of the pipe failed: tensors in transit between devices were abandoned, and rank %d "
+                "of the pipe sends tensors over the host from now on; make a new pipe to send them directly again",
                 self._rank,
             )
 
     def give_up(self, lost: Mapping[int, str]) -> None:
-        """Close all links, because ranks are lost or time is over, which waiting ranks may not know."""
+        """Close all links, because ranks are lost or the deadline has passed, which waiting ranks may not know."""
         self._failed.update((peer, (-math.inf, why)) for peer, why in lost.items())
         self.close()
 

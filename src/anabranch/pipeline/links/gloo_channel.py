@@ -1,6 +1,7 @@
 """Messages over ``torch.distributed`` point-to-point, to ranks on any host.
 
-gloo never ends a waiting receive early, so no thread that must go on waits in one: each peer has a thread that receives
+gloo never ends a waiting receive early, so no thread that must continue waits in one: each peer has a thread that
+    receives
 and one that sends. gloo reads straight into the received tensors' memory, which is used again when they are freed.
 """
 
@@ -64,7 +65,7 @@ class GlooChannel:
         """Do nothing: the threads take in messages as they arrive."""
 
     def flush(self, seconds: float) -> None:
-        """Wait until the sending threads have sent all messages handed to them."""
+        """Wait until the sending threads have sent all their messages."""
         until = monotonic() + seconds
         for peer, outgoing in self._outgoing.items():
             sent = threading.Event()
@@ -74,7 +75,7 @@ class GlooChannel:
                     break
 
     def is_stuck(self) -> bool:
-        """Return True if a thread waits for a peer, which gloo lets nobody interrupt."""
+        """Return True if a thread waits for a peer, which cannot be interrupted in gloo."""
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
     def settle(self, seconds: float) -> None:

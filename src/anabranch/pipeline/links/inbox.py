@@ -18,7 +18,7 @@ __all__ = ["Channel", "Inbox"]
 
 
 class Inbox:
-    """Takes in messages from any thread; those of an earlier turn are dropped, except that its ends are counted.
+    """Receives messages from any thread; those of an earlier turn are dropped, but its ends are counted.
 
     Attributes:
         faulted: the peers of which some turn's fault has arrived.
@@ -106,16 +106,16 @@ class Channel(Protocol):
         """Send a message without waiting for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Return when ``found()``, which looks at the inbox, is true, or after so many seconds."""
+        """Return when ``found()``, which looks at the inbox, is true, or after this many seconds."""
 
     def look(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Process arrived messages without waiting."""
 
     def flush(self, seconds: float) -> None:
         """Wait until all messages are on their way: the process may end after this."""
 
     def is_stuck(self) -> bool:
-        """Return True if a wait for a peer is under way that nobody can end."""
+        """Return True if a wait for a peer is in progress that cannot be interrupted."""
 
     def settle(self, seconds: float) -> None:
         """Wait for peers that are about to end a failed turn, so that they are not taken for stuck."""

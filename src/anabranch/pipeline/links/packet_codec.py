@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 HEADER_BYTES = 1024
-"""Size of every header; a longer one goes on in a second message, whose size it gives."""
+"""Size of every header; a longer one continues in a second message, whose size it gives."""
 
 _LENGTH_BYTES = 8
 
@@ -60,7 +60,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PacketFault(msgspec.Struct, array_like=True, frozen=True):
-    """The error that ended a call, on the rank that sends this or on the one that it heard of first."""
+    """The error that ended a call, on the sending rank or on the first one reported to it."""
 
     rank: int
     type_name: str
@@ -136,7 +136,7 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
 
 
 def describe(value: Structure) -> tuple[_Spec, list[tuple[str, list[int]]], list[bool]]:
-    """Return plain values that tell of ``value`` all but what its tensors hold.
+    """Return plain values that describe ``value`` except the contents of its tensors.
 
     Raises:
         TypeError: a value that is meaningless outside this process; names its type.
@@ -148,7 +148,7 @@ def describe(value: Structure) -> tuple[_Spec, list[tuple[str, list[int]]], list
 
 
 def described(spec: _Spec, shapes: Sequence[tuple[str, list[int]]], needs_grad: Sequence[bool]) -> Structure:
-    """Return the value that ``describe`` told of, its tensors without memory."""
+    """Return the value that ``describe`` described, with meta tensors."""
     tensors = [
         torch.empty(shape, dtype=dtype_named(dtype), device="meta", requires_grad=needs)
         for (dtype, shape), needs in zip(shapes, needs_grad, strict=True)
@@ -200,7 +200,7 @@ def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
     )
     raise TypeError(
         f"a {kind} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, list and tuple, of "
-        "these types and not of some derived from them"
+        "these exact types, not types derived from them"
     )
 
 

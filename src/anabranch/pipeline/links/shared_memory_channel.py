@@ -7,7 +7,7 @@
     header, "in slot 3" ────────────── Unix socket ──────────────> header           │ freed
               slot 3 is free again <──────── a byte in the slot <───────────────────┘
 
-A slot is memory that its sender made; its receiver gets the descriptor once. The receiver's tensors lie in the slot
+A slot is memory that its sender made; its receiver gets the descriptor once. The receiver's tensors are in the slot
 itself, and when the last of them is freed, so is the slot: buffers of one step serve the next. There is no thread: a
 rank that waits polls the sockets, and one that computes polls them between two actions, so neither a dead
 peer nor a failing one is overlooked. gloo makes two copies through sockets, on a thread that takes time from
@@ -48,7 +48,7 @@ __all__ = ["Meeting", "SharedMemoryChannel", "meet"]
 
 _log = logging.getLogger("anabranch.pipeline")
 
-_FRAME = struct.Struct("<?xxxiQ")  # whether the header goes on in another frame, the slot, its size if it is new
+_FRAME = struct.Struct("<?xxxiQ")  # whether the header continues in another frame, the slot, its size if it is new
 _CREDENTIALS = struct.Struct("3i")
 _PART_BYTES = 1 << 15
 _ALIGNED = 64
@@ -202,7 +202,7 @@ class _Line:
             return header, [torch.empty(shape, dtype=dtype_named(name)) for name, shape in header.tensors]
 
     def close(self) -> None:
-        """Close the socket, the slots, and the descriptors of slots that the peer was never told of."""
+        """Close the socket, the slots, and the descriptors of slots that were never announced to the peer."""
         self.socket.close()
         for _, descriptor in self.unsent:
             if descriptor is not None:
@@ -306,7 +306,7 @@ def meet(rank: int, gather: Callable[[str], list[str]], seconds: float) -> dict[
         except OSError as error:
             problem = error
     if problem is not None:
-        _log.warning("rank %d of a pipe reaches another rank of its host over gloo only: %s", rank, problem)
+        _log.warning("rank %d of a pipe can reach another rank on its host only over gloo: %s", rank, problem)
     if all(answer == "yes" for answer in gather("no" if sockets is None else "yes")):
         return sockets
     for sock in (sockets or {}).values():
@@ -323,7 +323,7 @@ class Meeting:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._directory = Path(tempfile.mkdtemp(prefix="anabranch-pipeline-"))  # nobody else may look into it
+        self._directory = Path(tempfile.mkdtemp(prefix="anabranch-pipeline-"))  # other users must not read it
         self.path = str(self._directory / "socket")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

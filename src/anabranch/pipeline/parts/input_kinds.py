@@ -1,4 +1,4 @@
-"""The kinds of inputs that a call's microbatches make, told to all ranks, so that each makes the same programs."""
+"""The kinds of inputs of a call's microbatches, sent to all ranks, so that each creates the same programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prepare(
     records: bool,
     tells: bool,
 ) -> list[InputKind]:
-    """Make the programs for microbatches of these sizes; returns what the other ranks need to make them too."""
+    """Create the programs for microbatches of these sizes; return the data that other ranks need to do the same."""
     kinds: list[InputKind] = []
     for size in dict.fromkeys(sizes):
         inputs = _microbatch(args, kwargs, size, records)
@@ -47,7 +47,7 @@ def learn(source: SplitSource, kinds: Sequence[InputKind]) -> None:
 
 
 def _microbatch(args: tuple[Structure, ...], kwargs: Mapping[str, Structure], size: int, records: bool) -> _Inputs:
-    """Return inputs like those of a microbatch of ``size`` rows, without memory."""
+    """Return meta inputs like those of a microbatch of ``size`` rows."""
     opened, whole = open_whole((args, dict(kwargs)))
     leaves, treedef = flatten(opened)
     for index, (leaf, is_whole) in enumerate(zip(leaves, whole, strict=True)):

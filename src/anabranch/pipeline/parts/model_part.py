@@ -1,6 +1,6 @@
 """A part of a model as a layer, and a model in parts as a ``nn.Sequential`` of them.
 
-A part has a tree of its own, under the model's names: the model's own modules, and empty ones that hold what the code
+A part has its own tree, under the model's names: the model's own modules, and empty ones that hold what the code
 around these reads. The sequence has the model's tree, so a walk over it sees the model.
 """
 

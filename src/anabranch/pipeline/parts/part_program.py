@@ -91,7 +91,7 @@ class PartProgram:
         key: of the kind of inputs.
         inputs: the slots of the tensors in the inputs.
         parts: the instructions of each part.
-        carried: for each part but the last the slots handed to the next.
+        carried: for each part except the last the slots passed to the next.
         out_tree: the containers of the model's output.
         out_leaves: what is in them: ``Slot``, ``HeldTensor`` or a constant.
         device: where it was traced; a part on another device puts its own in place of it.
@@ -165,8 +165,8 @@ def _keep(instruction: Instruction, result: object, slots: dict[int, object]) ->
     if tree != instruction.out_tree or not all(map(_fits, instruction.out_leaves, found)):
         what = repr(instruction.target) if isinstance(instruction.target, str) else str(instruction.target)
         raise CaptureError(
-            f"{what} returned something else than when the model was traced ({instruction.place}); return the same "
-            "structure and numbers whatever the tensors hold, or do not cut around it"
+            f"{what} returned a different result than when the model was traced ({instruction.place}); return the same "
+            "structure and numbers for all tensor values, or do not cut around it"
         )
     for leaf, value in zip(instruction.out_leaves, found, strict=True):
         if isinstance(leaf, Slot):

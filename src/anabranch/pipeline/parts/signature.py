@@ -53,12 +53,12 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
 def _facts(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
-            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a model that was split; make it dense")
+            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
         return TensorFacts(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     if is_plain(leaf) or isinstance(leaf, torch.dtype):
         return leaf
     raise TypeError(
-        f"a {type(leaf).__name__} cannot be an input of a model that was split; pass tensors, numbers, strings and "
+        f"a {type(leaf).__name__} cannot be an input of a split model; pass tensors, numbers, strings and "
         "None, nested in dict, list, tuple and dataclass"
     )
 
@@ -119,7 +119,7 @@ def _seen(value: object, depth: int, seen: set[int]) -> str:
 
 
 def _of_function(function: types.FunctionType) -> list[object]:
-    """Return what a function does: its code, its defaults and the values that it closes over."""
+    """Return the identity of a function: its code, its defaults and its closure's values."""
     code = function.__code__
     constants = [constant for constant in code.co_consts if is_plain(constant)]
     closed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]

@@ -1,7 +1,7 @@
 """``split``: a model as a ``nn.Sequential`` of parts that begin at named modules.
 
 The result holds the model's own modules in the model's own tree, so that names, state dicts, ``train`` and optimizers
-are the model's. Its layers are the parts. Each part has a tree of its own, of the modules that it calls and of the
+are the model's. Its layers are the parts. Each part has its own tree, of the modules that it calls and of the
 tensors that the code between them reads, under the same names::
 
     model                        part "start"             part "h.1"
@@ -130,7 +130,7 @@ class SplitModel(PartedModel):
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
     if isinstance(at, str) or not all(isinstance(name, str) for name in at):
-        raise TypeError(f"at={at!r} is not a list of names of submodules; say at=['h.3', 'h.7']")
+        raise TypeError(f"at={at!r} is not a list of names of submodules; use for example at=['h.3', 'h.7']")
     named = dict(model.named_modules())
     for name in at:
         if name not in named or not name:
@@ -141,7 +141,7 @@ def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
                 f"{name!r} is a {type(named[name]).__name__}, which is never called; name one of its items"
             )
     if len(set(at)) < len(at) or not at:
-        raise ValueError(f"at={at!r} names each submodule that begins a stage once, and at least one")
+        raise ValueError(f"at={at!r} must name at least one submodule that starts a stage, each once")
     return list(at)
 
 
@@ -172,8 +172,8 @@ class SplitSource:
         for path, parts in parts_of.items():
             if len(parts) > 1 and has_state(self.model.get_submodule(path)):
                 raise CaptureError(
-                    f"{path!r} is called by the parts {parts}, but its parameters and buffers can lie in one; call it "
-                    "in one part, or make two modules that share their parameters"
+                    f"{path!r} is called by the parts {parts}, but its parameters and buffers can be in only one; call "
+                    "it in one part, or make two modules that share their parameters"
                 )
             self.units[parts[0]].append(path)
         self._drop_nested()
@@ -184,14 +184,14 @@ class SplitSource:
         self._assign_the_rest()
 
     def _drop_nested(self) -> None:
-        """Leave out modules that lie in others of their part; refuse those that lie in one of another part."""
+        """Leave out modules that are in others of their part; refuse those that are in one of another part."""
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         for unit, part in owned.items():
             for other, its_part in owned.items():
                 if unit != other and lies_in(unit, other) and has_state(self.model.get_submodule(unit)):
                     if part != its_part:
                         raise CaptureError(
-                            f"{unit!r} is called by part {part}, but {other!r}, which it lies in, by part {its_part}; "
+                            f"{unit!r} is called by part {part}, but {other!r}, which contains it, by part {its_part}; "
                             "move the cut so that both are called in one part"
                         )
                     self.units[part] = [one for one in self.units[part] if one != unit]
@@ -211,7 +211,7 @@ class SplitSource:
                 module.training = flag
 
     def _assign_the_rest(self) -> None:
-        """Give modules and tensors that the example did not reach to the part of what stands before them."""
+        """Assign modules and tensors that the example did not reach to the part of those before them."""
         part = 0
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         taken = {tensor for tensors in self.held for tensor in tensors}
@@ -262,7 +262,7 @@ class SplitSource:
                 if not any(lies_in(path, unit) for unit in self.units[part]):
                     owner = next((p for p, units in enumerate(self.units) if path in units), None)
                     raise CaptureError(
-                        f"with these inputs {path!r} is called by part {part}, but it lies in part {owner}; split the "
+                        f"with these inputs {path!r} is called by part {part}, but it is in part {owner}; split the "
                         "model with example= inputs of this kind"
                     )
         for tensor, parts in traced.users.held.items():
@@ -270,8 +270,8 @@ class SplitSource:
                 units = self.units[part]
                 if tensor not in self.held[part] and not any(lies_in(tensor.module, unit) for unit in units):
                     raise CaptureError(
-                        f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, where it does not "
-                        "lie; split the model with example= inputs of this kind"
+                        f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, which does not "
+                        "hold it; split the model with example= inputs of this kind"
                     )
 
     def program(self, token: object) -> PartProgram:
@@ -279,8 +279,8 @@ class SplitSource:
         found = self._by_token.get(cast(str, token))
         if found is None:
             raise CaptureError(
-                "the part before ran another program than this process has for these inputs: the models of the ranks "
-                "differ in a mode or a plain value; give all of them the same model in the same mode"
+                "the previous part ran a different program than this process has for these inputs: the models of the "
+                "ranks differ in a mode or a plain value; use the same model in the same mode on all of them"
             )
         return found
 

@@ -51,7 +51,7 @@ __all__ = ["Traced", "Users", "WrongCut", "trace", "users_by_fx"]
 
 @dataclass(slots=True)
 class Users:
-    """The parts that call or read what the model has.
+    """The parts that call or read the model's modules and tensors.
 
     Attributes:
         modules: for each module called, by name, the parts that call it.
@@ -73,7 +73,7 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Results of a trace: the model's code, and the parts that use what the model has."""
+    """Results of a trace: the model's code, and the parts that use its modules and tensors."""
 
     program: PartProgram
     users: Users
@@ -97,7 +97,7 @@ def trace(
         except BaseException as caught:  # noqa: BLE001 - raised again in the caller's thread
             error.append(caught)
 
-    # In a thread of its own, where no mode of the caller's is on.
+    # In its own thread, where no mode of the caller's is on.
     thread = threading.Thread(target=run, name="anabranch-split")
     thread.start()
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
@@ -132,7 +132,7 @@ class _Recorder(TorchFunctionMode):
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
             copied, self._names, named = _without_memory(self._model, device, fake)
-            self._alive += named  # a module may drop its own, and another tensor would get that one's identity
+            self._alive += named  # a module may drop its own, and another tensor would get the same id
             kept = [
                 (HeldTensor(path, name), tensor, tensor._version)
                 for path, module in copied.named_modules()
@@ -182,7 +182,7 @@ class _Recorder(TorchFunctionMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(
                 f"the module {path!r} at {_line_of(error)} depends on the values of a tensor, so the shapes of its "
-                "results are not known before it runs; give split the code of the parts by glue="
+                "results are not known before it runs; pass the code of the parts to split as glue="
             ) from error
 
     @property
@@ -215,7 +215,7 @@ class _Recorder(TorchFunctionMode):
             self._depth -= 1
 
     def applied(self, function: type[torch.autograd.Function], run: Callable[[], object], given: object) -> object:
-        """Write down a call of a function with a backward of its own."""
+        """Write down a call of a function with its own backward."""
         return self._record(_apply.__get__(None, function), run, given)
 
     def _write_down(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
@@ -257,25 +257,25 @@ class _Recorder(TorchFunctionMode):
             return self._slots[id(leaf)] if id(leaf) in self._slots else self._constant(leaf, what)
         if is_plain(leaf) or (isinstance(leaf, _CONSTANTS) and not _holds_something(leaf)):
             return leaf
-        hint = "; say use_cache=False" if "Cache" in type(leaf).__name__ else ""
+        hint = "; set use_cache=False" if "Cache" in type(leaf).__name__ else ""
         raise CaptureError(
-            f"{_place()} gives a {type(leaf).__name__} to {what}, which may change from call to call{hint}; pass "
+            f"{_place()} passes a {type(leaf).__name__} to {what}, which may change from call to call{hint}; pass "
             "tensors, numbers, strings and containers of them between the modules around a cut"
         )
 
     def _constant(self, tensor: Tensor, what: str) -> Tensor:
         if isinstance(tensor, FakeTensor):
             raise CaptureError(
-                f"{_place()} gives {what} a tensor that no function of PyTorch and no module's result gave it; make it "
-                "with torch.tensor and the like, return it from the module, or move the cut so that this code lies "
+                f"{_place()} passes {what} a tensor that comes from no PyTorch function and no module's result; make "
+                "it with torch.tensor or similar, return it from the module, or move the cut so that this code is "
                 "inside a module"
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise CaptureError(f"{_place()} runs inside a transform of torch.func; put that into a module of its own")
+            raise CaptureError(f"{_place()} runs inside a torch.func transform; put that into its own module")
         if id(tensor) in self._originals:
             raise CaptureError(
-                f"{_place()} reaches a module of the model by another way than its attributes (a closure, say), so "
-                "that a copy of the model does too; call it as self.<name>"
+                f"{_place()} reaches a module of the model other than through its attributes (for example a closure), "
+                "so that a copy of the model does too; call it as self.<name>"
             )
         if tensor.requires_grad:
             raise CaptureError(f"{_place()} trains a tensor that is not a parameter of the model; register it as one")
@@ -306,8 +306,8 @@ class _Recorder(TorchFunctionMode):
             if was != now or (old is not new and not is_plain(old)):
                 where = path or type(self._model).__name__
                 raise CaptureError(
-                    f"the forward of {where!r} sets its attribute {name!r}, which parts of it could not share; keep "
-                    "it in a module inside, change a buffer in place, or return it"
+                    f"the forward of {where!r} sets its attribute {name!r}, which its parts could not share; keep "
+                    "it in a submodule, change a buffer in place, or return it"
                 )
 
     def _check_changed(self, changed: Mapping[HeldTensor, Tensor], program: PartProgram) -> None:
@@ -319,8 +319,8 @@ class _Recorder(TorchFunctionMode):
                 parts.update((part, part + 1) if self._storages.has(tensor, slots) else ())
             if len(parts) > 1:
                 raise CaptureError(
-                    f"{held.module}.{held.name} is changed in place, and the parts {sorted(parts)} use it, which run "
-                    "other microbatches meanwhile; use it in one part only, or hand on a copy"
+                    f"{held.module}.{held.name} is changed in place, but it is used by the parts {sorted(parts)}, "
+                    "which run different microbatches at the same time; use it in one part only, or pass on a copy"
                 )
 
 
@@ -345,7 +345,7 @@ def _without_memory(
     try:
         copied = copy.deepcopy(model, memo)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied to be traced: {error}") from error
+        raise CaptureError(f"{type(model).__name__} cannot be copied for tracing: {error}") from error
     for path, module in model.named_modules():
         twin = vars(copied.get_submodule(path))
         for name, kept in list(vars(module).items()):
@@ -370,20 +370,18 @@ class _Cuts:
         if path not in self._at:
             return
         if path in self._at[: self.part]:
-            raise WrongCut(f"{path!r} is called twice, so no stage can begin there; name a module that is called once")
+            raise WrongCut(f"{path!r} is called twice, so no stage can start there; name a module that is called once")
         if path != self._at[self.part]:
-            raise WrongCut(
-                f"at={self._at!r} are not in the order they run: {path!r} runs before {self._at[self.part]!r}"
-            )
+            raise WrongCut(f"at={self._at!r} are not in execution order: {path!r} runs before {self._at[self.part]!r}")
         self.part += 1
 
     def close(self) -> None:
         if self.part != len(self._at):
-            raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage begins there")
+            raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage starts there")
 
 
 def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
-    """Return the parts that use what the model has, as ``torch.fx`` traces it, without inputs.
+    """Return the parts that use the model's modules and tensors, traced by ``torch.fx`` without inputs.
 
     Raises:
         CaptureError: it cannot.
@@ -455,8 +453,8 @@ _READS: frozenset[Callable[..., object]] = frozenset({Tensor.numpy, Tensor.__arr
 """Functions that hand a tensor's values to code that is not PyTorch's."""
 
 _READS_VALUES = (
-    "depends on the values of a tensor, which are not known before the parts run; put it into a module of its own, or "
-    "move the cut so that it lies inside one"
+    "depends on the values of a tensor, which are not known before the parts run; put it into its own module, or "
+    "move the cut so that it is inside one"
 )
 
 _EFFECTS: frozenset[Callable[..., object]] = frozenset({Tensor.register_hook, torch._assert})
@@ -511,14 +509,14 @@ def _seeing_functions(recorder: _Recorder) -> Iterator[None]:
 
 
 def _around(cut: str) -> Iterator[str]:
-    """Return the names of the modules that a cut lies in, the model's own first."""
+    """Return the names of the modules that a cut is in, the model's own first."""
     names = cut.split(".")
     return (".".join(names[:n]) for n in range(len(names)))
 
 
 def _empty(facts: TensorFacts, device: torch.device) -> Tensor:
     tensor = torch.empty(facts.shape, dtype=facts.dtype, device=device)
-    # No leaf: the model may change its inputs in place, as it may those of a stage.
+    # Not a leaf: the model may change its inputs in place, like those of a stage.
     return tensor.requires_grad_().clone() if facts.requires_grad else tensor
 
 
@@ -536,8 +534,8 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(hooks):
         raise CaptureError(
-            f"{path!r} has hooks, and a cut lies inside it: they would see it whole, which no part does; put them on "
-            "modules that lie within one part"
+            f"{path!r} has hooks, but a cut is inside it: no part runs the whole module that they expect; put them on "
+            "modules within one part"
         )
 
 
@@ -583,7 +581,7 @@ class _Storages:
                 if count > 1 and later:
                     raise CaptureError(
                         f"{later[0]} changes in place one of {count} views of the same memory that cross the cut at "
-                        f"{at[part]!r}, where they part; make it out of place"
+                        f"{at[part]!r} separately; make it out of place"
                     )
 
 

@@ -25,7 +25,8 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None
     rank 1   .. F0 B0 B0 F1 B1 B1 .. ..   holds 1
 
     With several stages a rank the stage comes first: ``2F0``. Times that are not whole numbers are rounded; where some
-    action takes less than one, the shortest is the unit. Lines longer than ``width`` go on below, all ranks together.
+    action takes less than one, the shortest is the unit. Lines longer than ``width`` continue below, all ranks
+    together.
     """
     simulation = simulate(schedule, costs)
     unit = _unit(simulation)

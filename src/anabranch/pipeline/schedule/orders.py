@@ -69,17 +69,17 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
     if name == "ZBV":
         if ranks < 1 or stages != 2 * ranks:
             raise ValueError(
-                f"ZBV lays two stages on every rank, so {stages} stages do not fit {ranks} ranks; "
+                f"ZBV places two stages on every rank, so {stages} stages do not fit on {ranks} ranks; "
                 f"make {2 * max(ranks, 1)} stages, or use {stages // 2 or 1} ranks"
             )
     elif name == "Interleaved1F1B":
         if ranks < 1 or stages % ranks:
             fitting = [count for count in range(1, stages + 1) if stages % count == 0]
-            raise ValueError(f"{name} lays the same number of stages on every rank, but {stages} is not a multiple of "
+            raise ValueError(f"{name} places equally many stages on every rank, but {stages} is not a multiple of "
                              f"{ranks} ranks; use one of {fitting} ranks")  # fmt: skip
     elif ranks != stages:
         raise ValueError(
-            f"{name} lays one stage on every rank, got {stages} stages for {ranks} ranks; make {ranks} stages, "
+            f"{name} places one stage on every rank, got {stages} stages for {ranks} ranks; make {ranks} stages, "
             "or use Interleaved1F1B or ZBV"
         )
 
@@ -133,7 +133,7 @@ def _interleaved(n: int, m: int, p: int) -> _Made:
     if m % p == 0:
         return rank_of, list(map(_alternate, forward, backward, warmup))
 
-    # Strict alternation may deadlock around a shorter group: there a rank goes on as soon as it can.
+    # Strict alternation may deadlock around a shorter group: there a rank continues as soon as it can.
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
         backwards = backward[rank.index][rank.backwards : rank.backwards + 1]
         forwards = forward[rank.index][rank.forwards : rank.forwards + 1]
@@ -164,7 +164,7 @@ def _zbv(n: int, m: int, p: int) -> _Made:
         return (
             _first(ready, Kind.B)
             or (coming[0] if coming and room > 0 else None)
-            # The second side of microbatches under way needs room too, or nothing would ever be freed.
+            # The second side of microbatches in progress needs room too, or nothing would ever be freed.
             or (going[0] if going and room > 1 else None)
             or _first(ready, Kind.W)
         )

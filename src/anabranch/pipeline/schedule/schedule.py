@@ -55,7 +55,9 @@ class Schedule:
             )
         stuck = SimulatedRun(self.with_transfers().actions, lambda action: 0.0).stuck
         if stuck:
-            raise ValueError(f"{self.name} never ends, its ranks wait for one another: {stuck}; change their order")
+            raise ValueError(
+                f"{self.name} never ends because its ranks wait for each other: {stuck}; change their order"
+            )
 
     @property
     def ranks(self) -> int:
@@ -98,7 +100,7 @@ class Schedule:
         try:
             record = _RECORDS.decode(Path(path).read_bytes())
         except msgspec.DecodeError as error:
-            raise ValueError(f"{path} holds no schedule: {error}") from None
+            raise ValueError(f"{path} does not hold a schedule: {error}") from None
         return _from_record(record)
 
 
@@ -151,21 +153,21 @@ def _faults(schedule: Schedule) -> Iterator[str]:
         for action in actions:
             key = (action.kind, action.stage, action.microbatch)
             if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
-                yield f"{action} lies outside"
+                yield f"{action} is out of range"
                 return
             if action.kind not in (Kind.F, Kind.B, Kind.W):
                 yield f"{action} is not an F, B or W; transfers are added by with_transfers"
             if schedule.rank_of[action.stage] != rank:
-                yield f"{action} stands on rank {rank}, its stage on rank {schedule.rank_of[action.stage]}"
+                yield f"{action} is on rank {rank}, but its stage is on rank {schedule.rank_of[action.stage]}"
             if key in seen:
-                yield f"{action} stands there twice"
+                yield f"{action} appears twice"
             needed = {Kind.B: Kind.F, Kind.W: Kind.B}.get(action.kind)
             if needed is not None and (needed, *key[1:]) not in seen:
                 yield f"{action} comes before its {needed.value}"
             seen.add(key)
     wanted = schedule.stages * schedule.microbatches * (3 if split else 2)
     if len(seen) != wanted:
-        yield f"it has {len(seen)} actions of {wanted}"
+        yield f"it has {len(seen)} of {wanted} actions"
 
 
 class _Record(msgspec.Struct):

@@ -29,13 +29,15 @@ class PipeSchedules:
 
     def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
         if not isinstance(given, str | Schedule):
-            raise TypeError(f"schedule is a name or what make_schedule makes, got {given!r}; names are {[*SCHEDULES]}")
+            raise TypeError(
+                f"schedule is a name or a Schedule from make_schedule, got {given!r}; names are {[*SCHEDULES]}"
+            )
         given = choice("schedule", given, SCHEDULES) if isinstance(given, str) else given
         self.name = name = given if isinstance(given, str) else given.name
         self.given = None if isinstance(given, str) else given
         if self.given is not None:
             if self.given.stages != stages:
-                raise ValueError(f"the schedule is for {self.given.stages} stages, the balance makes {stages}")
+                raise ValueError(f"the schedule is for {self.given.stages} stages, but the balance makes {stages}")
             wanted = self.given.ranks
         elif ranks is None or name not in ("Interleaved1F1B", "ZBV"):
             wanted = default_ranks(name, stages)
@@ -43,12 +45,12 @@ class PipeSchedules:
             wanted = ranks
         if exactly and ranks != wanted:
             raise ValueError(
-                f"{stages} stages under {name} take {wanted} ranks, the process group has {ranks}; make the balance "
-                "as long as the group, or a multiple for Interleaved1F1B and ZBV"
+                f"{stages} stages under {name} need {wanted} ranks, but the process group has {ranks}; make the "
+                "balance as long as the group, or a multiple for Interleaved1F1B and ZBV"
             )
         if ranks is not None and ranks < wanted:
             raise ValueError(
-                f"{stages} stages under {name} take {wanted} devices, got {ranks}; name more (CPU may be named "
+                f"{stages} stages under {name} need {wanted} devices, got {ranks}; name more (CPU may be named "
                 "several times), or make the balance shorter"
             )
         self._make = partial(make_schedule, name, stages, ranks=wanted)
@@ -74,8 +76,8 @@ class PipeSchedules:
             if (made.rank_of, made.splits_backward) == (given.rank_of, given.splits_backward):
                 return made
         raise ValueError(
-            f"the schedule {self.name!r} is for {given.microbatches} microbatches, this batch makes {m}; give batches "
-            f"of at least {given.microbatches} rows with chunks={given.microbatches}, or a schedule by name"
+            f"the schedule {self.name!r} is for {given.microbatches} microbatches, but this batch makes {m}; give "
+            f"batches of at least {given.microbatches} rows with chunks={given.microbatches}, or a schedule by name"
         )
 
 

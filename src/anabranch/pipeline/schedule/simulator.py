@@ -60,11 +60,13 @@ def simulate(
     stages = (schedule if isinstance(schedule, Schedule) else schedule.schedule).stages
     for sizes in (activation_bytes, input_bytes):
         if len(sizes) not in (0, stages):
-            raise ValueError(f"bytes are given for {len(sizes)} stages, the schedule has {stages}; give one each")
+            raise ValueError(
+                f"bytes were given for {len(sizes)} stages, but the schedule has {stages}; give one value each"
+            )
     lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
     clock = SimulatedRun(lowered.actions, _as_function(costs, lowered.schedule))
     if clock.stuck:
-        raise ValueError(f"{lowered.schedule.name} never ends, its ranks wait for one another: {clock.stuck}")
+        raise ValueError(f"{lowered.schedule.name} never ends because its ranks wait for each other: {clock.stuck}")
     makespan = max(clock.times)
     busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
     return Simulation(

@@ -91,7 +91,7 @@ class _Profile:
     def __init__(self, n: int, module: nn.Module, sample: Structure) -> None:
         self._layers = flatten_layers(copy.deepcopy(module))
         if not 1 <= n <= len(self._layers):
-            raise ValueError(f"{len(self._layers)} layers cannot make {n} stages; ask for 1 to {len(self._layers)}")
+            raise ValueError(f"{len(self._layers)} layers cannot make {n} stages; choose 1 to {len(self._layers)}")
         self._store = _Recording()
         self._seen: list[_Seen] = []
         with drawing_from(0, 0, 0, 0):
@@ -220,7 +220,7 @@ def _bytes(value: Structure) -> int:
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """Return the sizes of ``n`` consecutive parts such that the costliest, both its ends included, costs least."""
+    """Return the sizes of ``n`` consecutive parts that minimise the cost of the costliest, both its ends included."""
     length = len(costs)
     before = [0.0]
     for cost in costs:

@@ -1,7 +1,7 @@
 """BatchNorm whose running statistics are the whole batch's, though it sees one microbatch after the other.
 
 Each microbatch is normalised by its own mean and variance, because later rows are not known yet. For the running
-statistics sums over the microbatches are kept, and entered once a step, as if by one forward of the
+statistics sums over the microbatches are kept, and entered once per step, as if by one forward of the
 whole batch.
 """
 

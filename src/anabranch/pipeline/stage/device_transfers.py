@@ -8,7 +8,7 @@
     target device    ────────────────────┴─ F1.0        waits for the copy alone
 
 PyTorch runs a copy on the current stream of the source device, and makes that of the target wait. If these were the
-streams that compute, a copy would stand in both queues and hold up the next computation.
+streams that compute, a copy would be in both queues and hold up the next computation.
 
 Source: torchgpipe (Kim et al., 2020), section 4.
 """
@@ -24,7 +24,7 @@ __all__ = ["brought"]
 
 
 class _Streams(threading.local):
-    """This thread's streams for copies, one a device."""
+    """This thread's streams for copies, one per device."""
 
     def __init__(self) -> None:
         self._by_device: dict[torch.device, torch.cuda.Stream] = {}

@@ -63,6 +63,6 @@ class Watch:
         for what, tensor, version in self._watched:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"stage {stage} changes {what} in place, which is on its way to another stage too: the unsplit "
-                    "module changes both, a split one cannot; make the operation out of place, or stash a clone"
+                    f"stage {stage} changes {what} in place, which is also sent to another stage: the unsplit "
+                    "module changes both, but a split one cannot; make the operation out of place, or stash a clone"
                 )

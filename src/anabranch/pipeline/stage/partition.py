@@ -81,7 +81,7 @@ def _refuse_duplicates(layers: list[Layer]) -> None:
             if stateful and earlier != path:
                 raise ValueError(
                     f"{earlier!r} and {path!r} are the same {type(child).__name__}, which two stages would run at "
-                    "once; make two modules, and tie what they share: b.weight = a.weight"
+                    "once; make two modules and tie their parameters: b.weight = a.weight"
                 )
 
 

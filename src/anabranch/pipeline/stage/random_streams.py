@@ -134,7 +134,7 @@ class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _refusal(what: str) -> str:
     return (
         f"{what} draws random numbers but takes no generator, so a pipeline could not replay them; use dropout between "
-        "the operations instead, or draw inside forward with torch.rand and the like"
+        "the operations instead, or draw inside forward with torch.rand or similar"
     )
 
 

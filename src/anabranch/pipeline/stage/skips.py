@@ -180,7 +180,7 @@ def skippable(
     ``isinstance`` and ``super()`` work as before.
 
     Args:
-        stash: names that ``forward`` hands out, each exactly once a call.
+        stash: names that ``forward`` returns, each exactly once a call.
         pop: names that ``forward`` takes in, each exactly once a call.
         shared: those of the names that more than one module may pop; one declaration, where it is stashed, is enough.
 

@@ -10,8 +10,8 @@
                        stand-ins for the parameters
 
 Every microbatch has a separate graph, from its entering packets to its leaving ones, so stages run backward in parallel
-as they run forward in parallel. In the graph stand-ins replace the parameters: leaves that share their memory.
-Gradients gather in the stand-ins; the parameters get them once, whole, at the end of a call, through autograd, so
+as they run forward in parallel. In the graph placeholders replace the parameters: leaves that share their memory.
+Gradients gather in the placeholders; the parameters get them once, whole, at the end of a call, through autograd, so
 a hook on a parameter fires once, a tied parameter has one gradient, and a step that fails leaves nothing behind.
 """
 
@@ -85,7 +85,7 @@ class Stage:
 class Head:
     """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
 
-    ``finish`` makes the model's output of what the last layer returned.
+    ``finish`` makes the model's output from the result of the last layer.
     """
 
     loss: Callable[[Structure, Structure], Structure]
@@ -131,7 +131,7 @@ class _Pass:
 
 
 class StageRun:
-    """A stage during one call of the pipeline: its stand-ins and the passes on their way."""
+    """A stage during one call of the pipeline: its placeholders and the passes on their way."""
 
     def __init__(self, stage: Stage, plan: StagePlan, head: Head | None = None) -> None:
         self.stage = stage
@@ -190,10 +190,11 @@ class StageRun:
         here = self._passes[i]
         if _versions(here.inputs) != here.versions:
             raise RuntimeError(
-                f"what stage {self.stage.index} got was changed in place after its forward, so it cannot run forward "
+                f"the input of stage {self.stage.index} was changed in place after its forward, so it cannot run "
+                "forward "
                 'again; leave the batch as it is until backward is done, or use checkpoint="never"'
             )
-        # Copied once more: another backward, with retain_graph, starts from them again.
+        # Copied again: another backward, with retain_graph, starts from them.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
         with self._buffers.replaced(here.buffers), self._recomputing(), recomputing():
             self._run(i, inputs, here)
@@ -273,7 +274,7 @@ class StageRun:
         loss = self.head.loss(self.head.finish(output), self.head.targets[i])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be one number a microbatch, got {shape}; end it with .mean() or .sum()")
+            raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
         return loss.reshape(()) * self.head.weights[i]
 
     def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:
@@ -331,7 +332,7 @@ class StageRun:
         return [slot.parameter for slot in self._slots]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Each parameter with the gradient that its stand-in has gathered; the stand-in starts again from none."""
+        """Return each parameter with the gradient of its placeholder, and clear the placeholder's."""
         taken: list[tuple[Tensor, Tensor | None]] = []
         for slot in self._slots:
             taken.append((slot.parameter, slot.stand_in.grad))
@@ -339,7 +340,7 @@ class StageRun:
         return taken
 
     def abandon(self) -> None:
-        """Drop all passes under way: the step has failed."""
+        """Drop all passes in progress: the step has failed."""
         self._passes.clear()
         for norm in self._norms:
             norm.forget()
@@ -347,7 +348,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One place in a module where a stand-in replaces a parameter."""
+    """One place in a module where a placeholder replaces a parameter."""
 
     module: nn.Module
     name: str
@@ -377,7 +378,7 @@ def _standing_in(slots: Sequence[_Slot]) -> Iterator[None]:
 
 
 class _BufferSlots:
-    """The buffers of some modules; a second forward must start from the first one's values, and change nothing."""
+    """The buffers of some modules; a second forward must start from the same values and change nothing."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots = [(module, name) for module in modules for name in module._buffers]

@@ -1,4 +1,4 @@
-"""The stages of a pipe on devices and ranks: where each lies, what ranks share, and which talk to each other."""
+"""The stages of a pipe on devices and ranks: where each is, what ranks share, and which communicate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find_balance(
     n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
     if group is None:
         return finders[by](n, module, sample)
-    # Measured on one rank, because all must cut alike; zeros mean that it failed.
+    # Measured on one rank, because all must split equally; zeros mean that it failed.
     sizes = torch.zeros(n, dtype=torch.int64)
     try:
         if dist.get_rank(group) == 0:
@@ -55,18 +55,18 @@ def find_balance(
     finally:
         dist.broadcast(sizes, group=group, group_src=0)
     if not sizes.any():
-        raise PipelineError(f"rank 0 of the group could not find a balance by {by}; it raises the reason")
+        raise PipelineError(f"rank 0 of the group could not find a balance by {by}; see its error")
     return [int(size) for size in sizes]
 
 
 def count_places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
     """Return the number of ranks for the stages; ``None`` if neither argument is given."""
     if isinstance(devices, str):
-        raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
+        raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; use [{devices!r}, ...]")
     if group is None:
         return None if devices is None else len(devices)
     if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to those that are not in it
-        raise ValueError("process_group= is not a group that this process is a rank of; only its ranks make the pipe")
+        raise ValueError("this process is not a rank of process_group=; only its ranks make the pipe")
     size = dist.get_world_size(group)
     if devices is not None and len(devices) != size:
         raise ValueError(f"devices= names {len(devices)} devices for {size} ranks; name one for each rank")
@@ -171,6 +171,8 @@ def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch
     if _device_of(split).type == "cuda":
         available = torch.cuda.device_count()
         if available < count:
-            raise ValueError(f"{count} stages need {count} CUDA devices, there are {available}; name devices= to share")
+            raise ValueError(
+                f"{count} stages need {count} CUDA devices, but there are {available}; name devices= to share them"
+            )
         return [torch.device("cuda", index) for index in range(count)]
     return [torch.device("cpu")] * count

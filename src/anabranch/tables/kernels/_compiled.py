@@ -8,7 +8,7 @@ Conventions that all of them share:
   against the table by the caller: nothing below checks them again.
 - *Ranges.* ``first`` and ``last`` are the part of the work that this thread does; parts never write the same row.
 - *Arithmetic is that of torch's fused optimizers, bit for bit*: where their compiled form multiplies and adds in one
-  rounding, ``fma`` stands here, and a plain expression where it does not.
+  rounding, ``fma`` is used here, and otherwise a plain expression.
 - ``error_model="numpy"`` because the test for a zero divisor stops vectorising; ``parallel=False`` because Numba's own
   thread layers abort when two threads enter a kernel, or after a fork.
 """
@@ -482,7 +482,7 @@ def _row_wise_adagrad_row(storage: Any, base: Any, wide: Any, sums: Any, row: An
 def step_row_wise_adagrad(
     storage: Any, stride: int, width: int, sums: Any, rows: Any, grads: Any, c: Any, first: int, last: int
 ) -> None:
-    """Row-wise Adagrad on distinct rows; ``sums`` has one number a row, its squares added up in float64."""
+    """Row-wise Adagrad on distinct rows; ``sums`` has one number per row, its squares added up in float64."""
     wide, step = U(width), U(stride)
     for i in range(first, last):
         if i + _PREFETCH < last:
@@ -575,7 +575,7 @@ def replay(
     """Move each distinct row through the steps ``history[since[i]:]``, in none of which it had a gradient.
 
     Each missed step is run with its own constants. Once ``_QUIET`` steps in a row have left the weights unchanged, and
-    no later one can move them either, only moments and decoupled decay go on: the rest would change no bit.
+    no later one can move them either, only moments and decoupled decay continue: the rest would change no bit.
     ``steady`` means no such decay and moments' constants that never change: then it stops once a step leaves the
     moments unchanged too.
     """

@@ -2,7 +2,7 @@
 
 ``held`` has all contents of the caches, an array of ``[tables, ...]`` of each kind. ``members`` names the tables of a
 call, and ``starts`` splits its ids by table: those of ``members[k]`` are ``starts[k]:starts[k + 1]``.
-Each kernel does to one table what the method of that name of ``RowCache`` does, which is its oracle.
+Each kernel does for one table the same as the ``RowCache`` method of that name, which is its test oracle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CacheArrays(NamedTuple):
     rows: Any
     waiting: Any
     energy: Any
-    pushed: Any  # since what is taken in was asked for
+    pushed: Any  # since the received rows were requested
     counters: Any
 
 
@@ -290,7 +290,7 @@ def admit(
 
 @_kernel
 def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """Mark ``ids`` as pushed since the rows now taken in were asked for."""
+    """Mark ``ids`` as pushed since the rows now taken in were requested."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):

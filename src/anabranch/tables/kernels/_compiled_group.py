@@ -1,7 +1,7 @@
 """Kernels that work on several tables in one call: what ``TableGroup`` runs, compiled.
 
 Each table's memory comes as its address, so tables need not be moved to be grouped. They share the facts that a kernel
-is compiled for: the numbers a row, their type and the rule. ``starts`` splits the lookups by table: those of table
+is compiled for: the numbers per row, their type and the rule. ``starts`` splits the lookups by table: those of table
 ``t`` are ``starts[t]:starts[t + 1]``. ``first`` and ``last`` are the tables that this thread processes.
 """
 
@@ -523,7 +523,7 @@ def kind_of(family: str, states: int) -> tuple[int, ...]:
 
 
 def new_scratch(lookups: int, width: int, like: Any) -> tuple[Any, Any, Any]:
-    """``buckets``, ``scratch`` and ``total`` of ``step_all`` for tables of at most so many lookups."""
+    """``buckets``, ``scratch`` and ``total`` of ``step_all`` for tables of at most this many lookups."""
     size = 4
     while size < 2 * lookups:
         size *= 2

@@ -1,7 +1,7 @@
 """The index of a dynamic vocabulary, compiled: open addressing, and a heap of the rows to evict next.
 
-``keys`` and ``slots`` are one hash table of a power of two: an id lies at the first free place from its mixed bits on;
-``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are handed out from 0 up; once they are all
+``keys`` and ``slots`` are one hash table of a power of two: an id is at the first free place from its mixed bits on;
+``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are returned from 0 up; once they are all
 in use a new id takes the row of another.
 
 ``heap`` orders the rows by (uses or 0, last use, row), the least first. Keys only grow, so an entry is brought up to
@@ -154,8 +154,8 @@ def use(
     reused: Any,
     left: Any,
 ) -> tuple[int, int, int]:
-    """Return the row of each id in a training step; admits the ids marked in ``admitted``. A row is used at most once a
-    step.
+    """Return the row of each id in a training step; admits the ids marked in ``admitted``. A row is used at most once
+    per step.
 
     Returns the number of filled rows, the size of the heap, and the number of rows taken from other ids: ``reused``
     lists them, ``left`` their former ids. No row that this step has used is taken, nor one used in ``settled`` steps;

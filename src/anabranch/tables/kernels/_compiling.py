@@ -1,10 +1,11 @@
 """Compilation of kernels: one process at a time for each function, and once on a machine.
 
-Numba keeps what it has compiled on the disk: for each function an index of signatures, and beside it a file of machine
+Numba caches compiled code on disk: for each function an index of signatures, and beside it a file of machine
 code for each. It writes the index first and takes no lock, so two processes that compile a function for two dtypes at
 once can leave an index whose entry for one dtype names the code of the other, for good. And every server of a job that
 starts on a new machine would compile the same kernels. Here a process that compiles locks the function, and whoever
-waited for it finds the code in the cache. Those that load what is there share the lock and wait for nobody but it.
+waited for it finds the code in the cache. Processes that load existing code share the lock and wait only for the
+compiling one.
 
 Numba looks whether the file of a function has changed, not those of the functions that it calls, and reads an index
 that names classes of another version before it looks. So the version that it compares first is here that of all sources
@@ -71,7 +72,7 @@ def compiled(function: Function) -> Function:
     try:
         dispatcher = numba.njit(cache=True, **_MADE_FOR)(function)
     except RuntimeError as error:  # neither the package's folder nor the user's cache can be written to
-        warnings.warn(f"kernels are compiled in each process anew: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"each process compiles the kernels again: {error}", RuntimeWarning, stacklevel=2)
         return cast(Function, numba.njit(**_MADE_FOR)(function))
     dispatcher._cache._cache_file._version = f"{numba.__version__} {_sources()}"
     compile_ = dispatcher.compile

@@ -242,7 +242,7 @@ def step_adam(
 def step_row_wise_adagrad(
     storage: Array, stride: int, width: int, sums: Array, rows: Array, grads: Array, c: Array, first: int, last: int
 ) -> None:
-    """Row-wise Adagrad on distinct rows; ``sums`` has one number a row, its squares added up in float64."""
+    """Row-wise Adagrad on distinct rows; ``sums`` has one number per row, its squares added up in float64."""
     where = torch.from_numpy(rows[first:last])
     totals = torch.from_numpy(sums)
 

@@ -49,7 +49,7 @@ def kernels(kind: Literal["compiled", "plain"] | None = None) -> Kernels:
     1
 
     Raises:
-        ImportError: ``"compiled"`` was asked for and Numba is not installed.
+        ImportError: ``"compiled"`` was requested and Numba is not installed.
     """
     if kind == "plain" or (kind is None and not _has_numba()):
         from anabranch.tables.kernels import _plain
@@ -65,7 +65,7 @@ def _has_numba() -> bool:
     if importlib.util.find_spec("numba") is not None:
         return True
     warnings.warn(
-        "numba is not installed, so tables run their plain PyTorch kernels, many times slower; "
+        "numba is not installed, so tables use the plain PyTorch kernels, which are many times slower; "
         "pip install 'anabranch[servers]'",
         RuntimeWarning,
         stacklevel=3,

@@ -13,7 +13,7 @@ __all__ = ["FTRL", "follow"]
 
 
 class FTRL(GradientOptimizer):
-    """FTRL-Proximal: steps a weight of its own scale, and an ``l1`` that leaves most weights exactly 0.
+    """FTRL-Proximal: steps its own weight scale, and an ``l1`` that leaves most weights exactly 0.
 
     >>> weight = torch.nn.Parameter(torch.zeros(3))
     >>> optimizer = FTRL([weight], lr=0.5, l1=1.0)

@@ -1,4 +1,4 @@
-"""Finite gradients whose update overflows: detecting such a push without a second look at every row.
+"""Finite gradients whose update overflows: detecting such a push without checking every row again.
 
 Two gradients of 3e38 for one row are finite and their sum is not; three of -3e38 make a momentum of NaN. Such a push
 is refused only after rows have moved, so their old values must have been kept. Almost no push needs it:
@@ -31,7 +31,7 @@ from anabranch.tensors.packing import largest_scale
 __all__ = ["Bounds", "peak_of"]
 
 _MOST_OF_HALF = 65000.0  # a little less than float16 holds
-_LIMIT = 1e37  # a tenth of what float32 and bfloat16 hold, for what is between two roundings
+_LIMIT = 1e37  # a tenth of the range of float32 and bfloat16, as a margin for values between two roundings
 _LEAST_RATE = 1e-12  # of FTRL, which divides by it
 _SUMS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "n")
 _MOST_SHRUNK = 256.0  # squares.py may take all but 2^-16 off a square that is added
@@ -56,7 +56,7 @@ class Bounds(NamedTuple):
 
     @property
     def safe(self) -> bool:
-        """Tell whether all of them are finite in every dtype."""
+        """Return True if all of them are finite in every dtype."""
         return self.weights <= _LIMIT and self.first <= _LIMIT and self.sums <= _LIMIT
 
     def after(self, rule: RowOptimizer, peak: float, width: int) -> Bounds:
@@ -152,7 +152,7 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
 
 
 def _ratio(rule: RowOptimizer) -> float:
-    """Return the most that the first moment can be in units of what it is divided by.
+    """Return the largest first moment in units of its divisor.
 
     That is the second moment's root in Adam, by Cauchy and Schwarz, and a geometric series in Adamax.
     """
@@ -172,7 +172,7 @@ def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> boo
 
 
 def _largest(numbers: Tensor) -> float:
-    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are found far quicker than a norm."""
+    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are found far faster than a norm."""
     if not numbers.numel():
         return 0.0
     least, most = torch.aminmax(numbers)

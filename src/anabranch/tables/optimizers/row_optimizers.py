@@ -194,7 +194,7 @@ class RowOptimizer:
         correction1 = 1 - self.beta1**step
         correction2 = math.sqrt(1 - self.beta2**step)
         step_size, root = -self.lr / correction1, correction2
-        if self.family is Family.SPARSE_ADAM:  # its eps stands beside the uncorrected root
+        if self.family is Family.SPARSE_ADAM:  # its eps is added to the uncorrected root
             step_size, root = -self.lr * correction2 / correction1, 1.0
         decoupled = self.family is Family.ADAMW
         return (
@@ -208,8 +208,7 @@ class RowOptimizer:
         """Return the rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
         if not callable(factory):
             raise TypeError(
-                f"optimizer is called with parameters, as functools.partial(torch.optim.SGD, lr=0.1) can be, got "
-                f"{factory!r}"
+                f"optimizer is called with parameters, like functools.partial(torch.optim.SGD, lr=0.1), got {factory!r}"
             )
         optimizer = factory([torch.nn.Parameter(torch.zeros(1))])
         return cls.from_torch(optimizer)
@@ -239,7 +238,7 @@ class RowOptimizer:
         numbers = cast(Mapping[str, object], optimizer.param_groups[group])
         if numbers.get("differentiable"):
             raise ValueError(
-                f"{family} has differentiable=True, and no gradient flows through a step on the servers; leave it False"
+                f"{family} has differentiable=True, but no gradient flows through a step on the servers; leave it False"
             )
         if family is Family.ADAM and numbers.get("decoupled_weight_decay"):
             family = Family.ADAMW

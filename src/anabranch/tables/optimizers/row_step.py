@@ -1,4 +1,4 @@
-"""One optimizer step on rows that a worker holds, with their state, so that it reads its own writes meanwhile."""
+"""One optimizer step on rows cached by a worker, so that it reads its own writes before they are pushed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, square
 
 
 def step_kernel(rule: RowOptimizer, run: Kernels, values: Array, stride: int, width: int, sums: Array) -> StepKernel:
-    """Return the kernel of ``rule``'s step on ``values``, ``stride`` numbers a row; ``sums`` as row-wise Adagrad keeps.
+    """Return the kernel of ``rule``'s step on ``values``, ``stride`` numbers per row; ``sums`` as row-wise Adagrad
+    keeps.
 
     It takes rows, their gradients, the step's constants, and the first and last of the rows to move.
     """

@@ -14,7 +14,7 @@ __all__ = ["RowWiseAdagrad", "sums_dtype"]
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sums beside weights of ``dtype``: what grows step by step soon stands still in a half.
+    """Return the dtype of the sums beside weights of ``dtype``: a growing sum soon stops changing in half precision.
 
     >>> sums_dtype(torch.bfloat16), sums_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -23,7 +23,7 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowWiseAdagrad(GradientOptimizer):
-    """Adagrad whose sum of squares is one number a row: the mean of the squared gradient over the row.
+    """Adagrad whose sum of squares is one number per row: the mean of the squared gradient over the row.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
     >>> optimizer = RowWiseAdagrad(table.parameters(), lr=0.1)
@@ -78,10 +78,12 @@ class RowWiseAdagrad(GradientOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim == 0:
-                    raise ValueError("RowWiseAdagrad keeps a number a row; a parameter without dimensions has no rows")
+                    raise ValueError(
+                        "RowWiseAdagrad keeps one number per row; a parameter without dimensions has no rows"
+                    )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave. The sums stay float32 beside half weights, where torch would round them."""
+        """Load the result of ``state_dict``; unlike in torch, sums stay float32 for half-precision weights."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True):
@@ -105,7 +107,9 @@ class RowWiseAdagrad(GradientOptimizer):
             self._update_rows(parameter, state["sum"], grad, rate, group)
             return
         if group["weight_decay"]:
-            raise RuntimeError("weight_decay moves every row, a sparse gradient names a few; use sparse=False")
+            raise RuntimeError(
+                "weight_decay changes every row, but a sparse gradient names only a few; use sparse=False"
+            )
         grad = grad.coalesce()
         rows = grad.indices()[0]
         weights, sums = parameter[rows], state["sum"][rows]

@@ -20,7 +20,7 @@ class ParameterState:
 
     Attributes:
         values: of the whole parameter.
-        states: one tensor of its shape for each number a weight; of row-wise Adagrad one number a row.
+        states: one tensor of its shape for each number a weight; of row-wise Adagrad one number per row.
         step: optimizer steps so far.
     """
 
@@ -47,7 +47,7 @@ def to_torch(rule: RowOptimizer, kept: ParameterState) -> dict[str, object]:
 
 
 def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) -> ParameterState:
-    """Return the inverse of ``to_torch``; an empty ``state`` is that of a parameter without any step so far.
+    """Return the inverse of ``to_torch``; an empty ``state`` belongs to a parameter without steps so far.
 
     Raises:
         ValueError: a state of another optimizer, or of another shape.

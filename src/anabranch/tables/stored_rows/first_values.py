@@ -1,4 +1,4 @@
-"""``FirstValues``: the numbers a row begins with, computed from its id when it is first used."""
+"""``FirstValues``: the numbers per row begins with, computed from its id when it is first used."""
 
 from __future__ import annotations
 

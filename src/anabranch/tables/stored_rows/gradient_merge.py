@@ -26,7 +26,7 @@ class GradientMerge:
         """Return the distinct rows, the sum of each one's gradients, and where each first appears.
 
         Unknown rows, which are -1, are dropped. The fourth result is, for each known one of ``rows``, its index among
-        the distinct ones. Gradient ``i`` lies at ``memory[i * apart:]``.
+        the distinct ones. Gradient ``i`` is at ``memory[i * apart:]``.
         """
         width, source = self._spec.width, np.empty(0, np.int64)
         if self._spec.rows is None and (rows < 0).any():

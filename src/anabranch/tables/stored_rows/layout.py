@@ -1,4 +1,4 @@
-"""``RowLayout``: how weights and optimizer states lie in a row of a table's storage.
+"""``RowLayout``: how weights and optimizer states are in a row of a table's storage.
 
 ::
 

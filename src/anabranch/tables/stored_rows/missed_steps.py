@@ -25,9 +25,9 @@ from anabranch.tables.table_spec import TableSpec
 __all__ = ["MissedSteps"]
 
 Array = NDArray[Any]
-# Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
+# Positions of a step's constants, in the order of ``RowOptimizer.constants``.
 _MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP, _STEP = 1, 2, 3, 4, 6, 7, 10
-_LOOK_EVERY = 64  # missed steps between two looks for rows that have come to rest
+_LOOK_EVERY = 64  # missed steps between two checks for rows that no longer change
 _DECAYING = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM, Family.RMSPROP, Family.ADAMAX)
 
 
@@ -74,7 +74,7 @@ class MissedSteps:
             self.lag = self._moves_quiet_rows(self._history[:step])
 
     def _moves_quiet_rows(self, history: Array) -> bool:
-        """Return True if any of these steps moves a row that has no gradient."""
+        """Return True if any of these steps changes a row without a gradient."""
         if self._rule.family in _DECAYING:
             return len(history) > 0
         momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())

@@ -16,7 +16,7 @@ __all__ = ["check_announced"]
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
 _LONGEST_NAME = 253
-# What the C library takes for a part of an address; no name of a host ends so.
+# What the C library parses as part of an address; host names do not end like this.
 _NUMBER = re.compile(r"(\d+|0[xX][0-9a-fA-F]*)\.?")
 _THIS_NETWORK = IPv4Network("0.0.0.0/8")
 _EVERYONE = IPv4Address("255.255.255.255")
@@ -24,25 +24,29 @@ _EVERYWHERE = "*"
 
 
 def check_announced(endpoint: str, peer: Peer) -> None:
-    """Refuse a file of this host from a peer elsewhere, and from every peer what is not an address of one host.
+    """Refuse a Unix socket from a remote peer, and from every peer anything but an address of one host.
 
     Raises:
-        ValueError: tells what to announce instead.
+        ValueError: says what to announce instead.
     """
     if peer.on_this_host and endpoint.startswith("memory:"):
         return
     parsed = parse_endpoint(endpoint)
     if not endpoint.isprintable():
-        raise ValueError(f"{endpoint!r} holds characters that no endpoint has; announce unix:PATH or tcp://HOST:PORT")
+        raise ValueError(
+            f"{endpoint!r} holds characters that are not allowed in an endpoint; announce unix:PATH or tcp://HOST:PORT"
+        )
     if isinstance(parsed, TcpEndpoint):
         if why := _why_unreachable(parsed):
             raise ValueError(f"{endpoint!r} {why}; announce its address")
     elif not peer.on_this_host:
-        raise ValueError(f"{endpoint!r} is a socket of one host, and the peer came over a network; announce tcp://...")
+        raise ValueError(
+            f"{endpoint!r} is a socket on one host, but the peer connected over a network; announce tcp://..."
+        )
 
 
 def _why_unreachable(endpoint: TcpEndpoint) -> str | None:
-    """Return why nobody can connect to ``endpoint``; ``None`` if somebody might."""
+    """Return why ``endpoint`` is unreachable for others; ``None`` if it may be reachable."""
     address = _address_of(endpoint.host)
     if address is None:
         if endpoint.host == _EVERYWHERE:

@@ -1,4 +1,4 @@
-"""Addresses of a Redis: how they are told from endpoints of ours, read, and shown without their password."""
+"""Addresses of a Redis: how to distinguish them from our endpoints, parse them, and show them without password."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def is_redis_url(text: str) -> bool:
-    """Tell whether ``text`` names a Redis, rather than the endpoint of a server of ours.
+    """Return True if ``text`` is a Redis URL, not one of our endpoints.
 
     >>> is_redis_url("redis://db:6379/0"), is_redis_url("unix:///run/redis.sock"), is_redis_url("unix:/run/directory")
     (True, True, False)
@@ -28,7 +28,7 @@ def is_redis_url(text: str) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """Return ``url`` without what is nobody's business: user, password and options."""
+    """Return ``url`` without user, password and options."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
@@ -50,16 +50,16 @@ def parse_url(url: str) -> Mapping[str, Any]:
 
     try:
         if not is_redis_url(url) or "," in shown:
-            raise ValueError("name one Redis")
+            raise ValueError("name one Redis server")
         facts: dict[str, Any] = {"connection_class": Connection, **parse(url)}  # type: ignore[no-untyped-call]
         base = urlsplit(url).path.strip("/")
         if "path" not in facts and base and not base.isdecimal():
-            raise ValueError(f"{base!r} is not a number of a database")
+            raise ValueError(f"{base!r} is not a database number")
         if url.startswith("unix://") and not facts.get("path"):
             raise ValueError("the path is missing")
     except ValueError as error:
         raise ValueError(
-            f"{shown!r} is not an address of a Redis ({error}); write redis://HOST:PORT/DATABASE, rediss://... for "
+            f"{shown!r} is not a Redis address ({error}); use redis://HOST:PORT/DATABASE, rediss://... for "
             "TLS, or unix://PATH"
         ) from None
     if "password" not in facts and (password := os.environ.get(PASSWORD_VARIABLE)):
@@ -80,7 +80,7 @@ def host_and_port(url: str) -> tuple[str | None, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether ``host`` is this one, for all that its name says."""
+    """Return True if ``host`` is a name or address of this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -5,8 +5,8 @@
     announce ──> signed by our role's key ──> Redis, where it expires by itself
     look up  <── checked                  <── Redis
 
-Redis keeps what it is given, and knows nobody's certificate. With keys each job, and each authority, has a space of its
-own, an entry is signed by its announcer, and each reader checks it, see ``signed_entries.py``. Without keys entries are
+Redis keeps what it is given, and knows nobody's certificate. With keys each job, and each authority, has its own space,
+an entry is signed by its announcer, and each reader checks it, see ``signed_entries.py``. Without keys entries are
 believed as they stand, in one space: the endpoint that they lead to is checked when it is called, as always.
 """
 
@@ -40,7 +40,7 @@ _PLAIN = "{anabranch}"
 class RedisDirectory:
     """Endpoints of services by uid, kept in a Redis.
 
-    Used as a ``Directory`` is, and wherever a ``directory`` is asked for::
+    Used as a ``Directory`` is, and wherever a ``directory`` is requested::
 
         directory = ab.RedisDirectory("redis://10.0.0.5:6379", keys="keys")
         with ab.ExpertServer(backends, listen="tcp://10.0.0.1:0", directory=directory, keys="keys"):
@@ -121,7 +121,7 @@ class RedisDirectory:
             self._run(scripts.WITHDRAW, [self._parts.own, self._parts.owner, endpoint, *some], "withdraw")
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them."""
+        """Reserve for ``claimer`` those of ``uids`` that are neither announced nor claimed, and return them."""
         check_ttl(ttl)
         parts = self._parts
         checked = [check_uid(uid) for uid in uids]
@@ -148,7 +148,7 @@ class RedisDirectory:
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
         """For each prefix the indices, in order, that follow it in the announced uids.
 
-        Indices are not signed: what they lead to is, and is checked when it is looked up.
+        Indices are not signed: the entries are, and they are checked when they are looked up.
         """
         found: dict[str, list[int]] = {}
         for some in portions(check_prefix(prefix) for prefix in prefixes):
@@ -204,7 +204,7 @@ def _raise_for_owner(taken: Sequence[Any], url: str) -> None:
     if taken:
         uid, left = taken[0].decode(), taken[1] / 1000
         raise Unauthorized(
-            f"{uid} was announced under another certificate, which has it for {left:.0f} s yet", peer=url
+            f"{uid} was announced with another certificate, which holds it for {left:.0f} s more", peer=url
         )
 
 
@@ -225,8 +225,8 @@ class _Parts:
     """The parts of a directory that belong to one process.
 
     Attributes:
-        spaces: what we see, by job; a later one takes precedence.
-        own: the space of what we announce.
+        spaces: the visible spaces, by job; a later one takes precedence.
+        own: the space of our announcements.
     """
 
     def __init__(self, link: RedisLink, identity: SigningIdentity | None) -> None:

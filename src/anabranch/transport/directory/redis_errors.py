@@ -39,25 +39,27 @@ def _table(exceptions: Any) -> Sequence[tuple[tuple[type, ...], _Make]]:
             (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError),
             _telling(
                 Unauthorized,
-                "Redis refused this user or password ({}); put them into the URL, redis://USER:PASSWORD@HOST, or the "
+                "Redis rejected this user or password ({}); put them into the URL, redis://USER:PASSWORD@HOST, or the "
                 f"password into {PASSWORD_VARIABLE}",
             ),
         ),
-        ((exceptions.BusyLoadingError,), _telling(Overloaded, "Redis is still loading its data ({}); ask again later")),
+        ((exceptions.BusyLoadingError,), _telling(Overloaded, "Redis is still loading its data ({}); try again later")),
         (
             (exceptions.ConnectionError,),
-            _telling(PeerLost, "no Redis answers there ({}); start redis-server, or name the address of one that runs"),
+            _telling(
+                PeerLost, "no Redis server answers there ({}); start redis-server, or give the address of a running one"
+            ),
         ),
-        ((exceptions.OutOfMemoryError,), _telling(Overloaded, "Redis has no memory left ({}); raise its maxmemory")),
+        ((exceptions.OutOfMemoryError,), _telling(Overloaded, "Redis is out of memory ({}); raise its maxmemory")),
         (
             (exceptions.ReadOnlyError,),
-            _telling(RemoteError, "this Redis is a replica, which takes no announcements ({}); name the primary"),
+            _telling(RemoteError, "this Redis is a replica, which is read-only ({}); name the primary"),
         ),
         (
             (exceptions.AskError, exceptions.ClusterError),
             _telling(RemoteError, "this Redis is a member of a cluster ({}); name one that is not"),
         ),
-        ((exceptions.InvalidResponse,), _telling(ProtocolError, "what answers there is no Redis ({}); check the port")),
+        ((exceptions.InvalidResponse,), _telling(ProtocolError, "the server there is not Redis ({}); check the port")),
         ((exceptions.RedisError,), _telling(RemoteError, "Redis answered with an error: {}")),
     ]
 

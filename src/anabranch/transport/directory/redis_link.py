@@ -140,7 +140,7 @@ def _run(connection: Any, script: Script, arguments: Sequence[object]) -> Any:
 
 
 def _check_version(connection: Any, url: str) -> None:
-    """Refuse a Redis that is too old; one that does not tell its version is taken as it is."""
+    """Refuse a Redis that is too old; one that does not report its version is accepted."""
     from redis.exceptions import NoPermissionError
 
     connection.send_command("INFO", "server")

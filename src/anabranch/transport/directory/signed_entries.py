@@ -8,7 +8,7 @@
                 the time: not over, and not before that of an entry that it has seen already
                 the owner: the certificate whose entry it has seen, until that one's time is over
 
-An entry that fails is not believed, and a warning says why. What an earlier entry said, whose time is not over, holds.
+An entry that fails is not trusted, and a warning says why. An earlier entry that has not expired stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anabranch.transport.network.streams import Peer
 
 __all__ = ["EntryReader"]
 
-# Redis' clock is believed, which all hosts share, unless it lies further than this from the reader's own.
+# Redis' clock, which all hosts share, is trusted unless it differs by more than this from the reader's own.
 _CLOCKS_APART = 300.0
 # Entries and certificates up to which nothing is forgotten.
 _FEW = 1024
@@ -52,7 +52,7 @@ class EntryReader:
 
     Args:
         identity: ours, whose authority is the one believed.
-        check_endpoint: raises ``ValueError`` for an endpoint that nobody should have announced.
+        check_endpoint: raises ``ValueError`` for an endpoint that must not be announced.
         clock: seconds since the epoch.
     """
 
@@ -106,7 +106,7 @@ class EntryReader:
             raise _Refused("its time to live is longer than a day")
         if self._is_over(entry.expires, now):
             ago = max(now / 1000, self._clock()) - entry.expires / 1000
-            raise _Refused(f"its time was over {ago:.0f} s ago: it is an old one again, or this host's clock is wrong")
+            raise _Refused(f"it expired {ago:.0f} s ago: it is a replayed old entry, or this host's clock is wrong")
         try:
             self._check_endpoint(entry.endpoint)
         except ValueError as error:
@@ -118,7 +118,7 @@ class EntryReader:
 
     def _check_signer(self, signer: Signer, uid: str, job: str) -> None:
         if signer.job != job:
-            raise _Refused(f"its certificate is of job {signer.job!r}")
+            raise _Refused(f"its certificate is for job {signer.job!r}")
         try:
             check_kind([uid], Peer("", role=signer.role))
         except Unauthorized as error:
@@ -142,7 +142,7 @@ class EntryReader:
         kind = (uid, why.partition(":")[0].rstrip("0123456789 s"))
         if kind not in self._told and len(self._told) < _FEW:
             self._told.add(kind)
-            _log.warning("the directory's entry of %s is not believed: %s", uid, why)
+            _log.warning("the directory's entry of %s is not trusted: %s", uid, why)
 
 
 def _check_successor(entry: _Seen, before: _Seen | None, now: int) -> None:
@@ -151,6 +151,6 @@ def _check_successor(entry: _Seen, before: _Seen | None, now: int) -> None:
         return
     if entry.owner != before.owner:
         left = (before.expires - now) / 1000
-        raise _Refused(f"another certificate announced it before, and has it for {left:.0f} s yet")
+        raise _Refused(f"another certificate announced it before and holds it for {left:.0f} s more")
     if entry.issued < before.issued:
-        raise _Refused("a newer one was here before: it is an old one again")
+        raise _Refused("a newer entry was here before: it is a replayed old entry")

@@ -1,4 +1,4 @@
-"""Signing entries of a directory with the keys of a job, and what is known of those who signed."""
+"""Signing of directory entries with the keys of a job, and the facts about signers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PURPOSE = "anabranch directory entry, version 1"
 
 
 class NotSigned(Exception):
-    """A certificate or a signature is not what it should be; says why."""
+    """A certificate or a signature is invalid; says why."""
 
 
 class SignedEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +56,7 @@ class Signer:
         try:
             self.key.verify(entry.signature, text, _algorithm())
         except InvalidSignature:
-            raise NotSigned("its signature is not that of its certificate's key") from None
+            raise NotSigned("its signature was not made with its certificate's key") from None
 
 
 class SigningIdentity:
@@ -87,12 +87,12 @@ class SigningIdentity:
         names = job_and_role(_uris(certificate))
         if names is None:
             raise ValueError(
-                f"{keys / role}.pem names no job; make certificates anew with: anabranch keys DIR --job NAME"
+                f"{keys / role}.pem names no job; make new certificates with: anabranch keys DIR --job NAME"
             )
         self.job = names[0]
 
     def space(self, job: str) -> str:
-        """Return the name under which entries of ``job`` lie; authorities do not share one."""
+        """Return the name of the space for entries of ``job``; authorities do not share one."""
         return f"{{anabranch:{hashlib.sha256(_der(self.authority)).hexdigest()[:16]}:{job}}}"
 
     def sign(self, uid: str, endpoint: str, issued: int, expires: int) -> bytes:
@@ -101,7 +101,7 @@ class SigningIdentity:
         return pack(SignedEntry(endpoint, issued, expires, self._certificate, self._key.sign(signed, _algorithm())))
 
     def signer_of(self, der: bytes) -> Signer:
-        """Return what a certificate of our authority says.
+        """Return the facts in a certificate of our authority.
 
         Raises:
             NotSigned: it is none.
@@ -129,9 +129,9 @@ def _load(path: Path) -> tuple[EllipticCurvePrivateKey, x509.Certificate]:
         text = path.read_bytes()
         key, certificate = load_pem_private_key(text, password=None), x509.load_pem_x509_certificate(text)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}; make it anew with: anabranch keys DIR") from None
+        raise ValueError(f"{path} is damaged: {error}; make it again with: anabranch keys DIR") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{path} holds no key that `anabranch keys` wrote")
+        raise ValueError(f"{path} does not hold a key written by `anabranch keys`")
     return key, certificate
 
 
@@ -142,11 +142,11 @@ def _authority_of(certificate: x509.Certificate, path: Path) -> x509.Certificate
     try:
         authorities = x509.load_pem_x509_certificates(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; make it anew with: anabranch keys DIR") from None
+        raise ValueError(f"{path} is damaged: {error}; make it again with: anabranch keys DIR") from None
     for authority in authorities:
         if _is_issued_by(certificate, authority):
             return authority
-    raise ValueError(f"{path} did not sign the certificates beside it; bring both from one directory of keys")
+    raise ValueError(f"{path} did not sign the certificates beside it; copy both from the same directory of keys")
 
 
 def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
@@ -170,7 +170,7 @@ def _signer_of(der: bytes, authority: x509.Certificate) -> Signer:
     except Exception:  # noqa: BLE001 - bytes of a stranger, in a parser that raises many kinds
         raise NotSigned("it has no certificate") from None
     if not _is_issued_by(certificate, authority):
-        raise NotSigned("its certificate is not of this job's authority")
+        raise NotSigned("its certificate is not from this job's authority")
     if names is None or not isinstance(key, ec.EllipticCurvePublicKey):
         raise NotSigned("its certificate names no job and role")
     return Signer(

@@ -25,7 +25,7 @@ def check_uid(uid: object) -> str:
     if isinstance(uid, str) and len(uid) <= _LONGEST and UID.fullmatch(uid):
         return uid
     raise ValueError(
-        f"{uid!r} is not a uid; write prefix.i or prefix.i.j..., with a name as prefix, whole numbers without leading "
+        f"{uid!r} is not a uid; use prefix.i or prefix.i.j..., with a name as prefix, whole numbers without leading "
         f"zeros as indices, at most {_LONGEST} characters"
     )
 
@@ -34,7 +34,7 @@ def check_prefix(prefix: object) -> str:
     """Return ``prefix`` if it is a name, with or without indices; a ``ValueError`` otherwise."""
     if isinstance(prefix, str) and len(prefix) <= _LONGEST and _PREFIX.fullmatch(prefix):
         return prefix
-    raise ValueError(f"{prefix!r} is not a prefix of uids; write a name, such as ffn, or one with indices, ffn.3")
+    raise ValueError(f"{prefix!r} is not a prefix of uids; use a name, such as ffn, or one with indices, ffn.3")
 
 
 def prefixes_of(uid: str) -> Iterator[tuple[str, int]]:

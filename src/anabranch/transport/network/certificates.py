@@ -91,9 +91,7 @@ def make_keys(
     _need_cryptography()
     folder = Path(directory)
     if not _JOB.fullmatch(job):
-        raise ValueError(
-            f"job={job!r} is not a name of a job; write letters, digits, '_', '-' and '.', up to 64, or '*'"
-        )
+        raise ValueError(f"job={job!r} is not a job name; use letters, digits, '_', '-' and '.', up to 64, or '*'")
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
         raise ValueError(f"unknown roles {unknown}; roles are {', '.join(ROLES)}")
@@ -101,9 +99,9 @@ def make_keys(
     if existing:
         raise ValueError(f"{folder} already holds {', '.join(existing)}; remove them first, or give a new directory")
     if not abs(days) <= _MOST_DAYS:
-        raise ValueError(f"days={days!r} is not a time of validity; give a number up to {_MOST_DAYS}")
+        raise ValueError(f"days={days!r} is not a validity period; give a number up to {_MOST_DAYS}")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is not a directory; name one, which need not exist yet")
+        raise ValueError(f"{folder} is not a directory; name one, which may not exist yet")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     signer = folder if authority is None else Path(authority)
     if authority is not None and not (signer / "authority.pem").exists():
@@ -113,7 +111,7 @@ def make_keys(
     if not paths["authority"].exists():
         _write_private(paths["authority"], (signer / "authority.pem").read_bytes())
     elif paths["authority"].read_bytes() != (signer / "authority.pem").read_bytes():
-        raise ValueError(f"{folder} holds another authority than {signer}; give a new directory")
+        raise ValueError(f"{folder} holds a different authority than {signer}; give a new directory")
     for role in roles:
         paths[role] = folder / f"{role}.pem"
         _write_private(paths[role], _issue(role, job, certificate, key, days))
@@ -135,11 +133,11 @@ def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCur
     certificate_path, key_path = folder / "authority.pem", folder / "authority.key"
     if certificate_path.exists():
         if not key_path.exists():
-            raise ValueError(f"{folder} has an authority but not its key; bring authority.key to sign with")
+            raise ValueError(f"{folder} has an authority but not its key; add authority.key to sign with")
         _check_private(key_path)
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{key_path} is not a key that make_keys wrote")
+            raise ValueError(f"{key_path} is not a key written by make_keys")
         return x509.load_pem_x509_certificate(certificate_path.read_bytes()), key
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"authority {os.urandom(4).hex()}")
@@ -270,7 +268,7 @@ def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
         context.load_verify_locations(keys / "authority.pem")
         context.load_cert_chain(keys / f"{role}.pem")
     except ssl.SSLError as error:
-        why = error.reason or "it holds no certificate with its key"
+        why = error.reason or "it does not hold a certificate with its key"
         raise ValueError(f"{keys}: authority.pem or {role}.pem is damaged: {why}") from None
     return context
 
@@ -301,12 +299,12 @@ def _check_private(path: Path) -> None:
 
 
 def _check_unchanged(folder: Path) -> None:
-    """Refuses a place where other users can put a key or an authority of their own."""
+    """Refuses a place where other users can put a key or their own authority."""
     for path in (folder, folder / "authority.pem"):
         facts = path.stat()
         mode = stat.S_IMODE(facts.st_mode)
         if stat.S_ISDIR(facts.st_mode) and mode & stat.S_ISVTX:
-            continue  # others remove nothing of ours there; what they have put there first is their own
+            continue  # other users cannot remove our files there, but files that they created first are their own
         if mode & 0o002:
             who, cure = "any user", "o-w"
         elif mode & 0o020 and facts.st_gid not in (os.getegid(), *os.getgroups()):
@@ -320,8 +318,8 @@ def _check_unchanged(folder: Path) -> None:
     place, authority = folder.stat(), (folder / "authority.pem").stat()
     if place.st_mode & 0o022 and authority.st_uid not in (0, os.geteuid(), place.st_uid):
         raise ValueError(
-            f"{folder / 'authority.pem'} lies in a directory that others can write, and belongs to user "
-            f"{authority.st_uid}: give keys=DIR a directory of your own, made with: anabranch keys DIR"
+            f"{folder / 'authority.pem'} is in a directory that others can write to, and belongs to user "
+            f"{authority.st_uid}: give keys=DIR your own directory, made with: anabranch keys DIR"
         )
 
 
@@ -331,7 +329,7 @@ def job_of_keys(keys: Path, role: str) -> str:
     Raises:
         ValueError: it has no job.
     """
-    # The ssl module decodes only a peer's certificate. The URI stands in ours as plain bytes, after its tag and size.
+    # The ssl module decodes only a peer's certificate. The URI is in ours as plain bytes, after its tag and size.
     text = (keys / f"{role}.pem").read_text(errors="replace")
     end = "-----END CERTIFICATE-----"
     der = ssl.PEM_cert_to_DER_cert(text[text.index("-----BEGIN CERTIFICATE") : text.index(end) + len(end)])
@@ -341,7 +339,7 @@ def job_of_keys(keys: Path, role: str) -> str:
         if der[at - 2] == _URI_TAG and found:
             return found[1]
         at = der.find(_URI.encode(), at + 1)
-    raise ValueError(f"{keys / role}.pem names no job; make certificates anew with: anabranch keys DIR --job NAME")
+    raise ValueError(f"{keys / role}.pem names no job; make new certificates with: anabranch keys DIR --job NAME")
 
 
 def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:

@@ -51,7 +51,7 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
         host, colon, port = text.removeprefix("tcp://").rpartition(":")
         if colon and host and port.isascii() and port.isdecimal() and int(port) < 65536:
             return TcpEndpoint(host.removeprefix("[").removesuffix("]"), int(port))
-    raise ValueError(f"{text!r} is not an endpoint; write unix:PATH or tcp://HOST:PORT")
+    raise ValueError(f"{text!r} is not an endpoint; use unix:PATH or tcp://HOST:PORT")
 
 
 def split_endpoints(text: str) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def split_endpoints(text: str) -> tuple[str, ...]:
     """
     found = tuple(part.strip() for part in text.split(","))
     if not all(found) or len(set(found)) != len(found):
-        raise ValueError(f"{text!r} names no endpoint, or one twice; write one, or several separated by commas")
+        raise ValueError(f"{text!r} names no endpoint, or one twice; give one, or several separated by commas")
     return found
 
 
@@ -129,12 +129,12 @@ def _check_directory(directory: Path) -> int:
     try:
         facts = directory.stat()
     except FileNotFoundError:
-        raise ValueError(f"{directory} does not exist; make it with mode 0700") from None
+        raise ValueError(f"{directory} does not exist; create it with mode 0700") from None
     if not stat.S_ISDIR(facts.st_mode):
         raise ValueError(f"{directory} is not a directory")
     if stat.S_IMODE(facts.st_mode) & 0o077:
         mode = stat.S_IMODE(facts.st_mode)
         raise ValueError(f"{directory} has mode {mode:04o}, open to other users; a socket's directory must be 0700")
     if facts.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"{directory} belongs to user {facts.st_uid}, not to this one ({os.geteuid()})")
+        raise ValueError(f"{directory} belongs to user {facts.st_uid}, not to the current user ({os.geteuid()})")
     return facts.st_uid

@@ -55,7 +55,7 @@ class MemoryListener:
         with self._lock:
             if self._closed:
                 stream.close()
-                raise ConnectionRefusedError(f"nobody listens at {self.endpoint}")
+                raise ConnectionRefusedError(f"nothing listens at {self.endpoint}")
             self._waiting.append(stream)
             os.eventfd_write(self._arrivals, 1)
 
@@ -85,9 +85,9 @@ class MemoryTransport:
         with self._lock:
             name = f"memory:{next(self._numbers)}" if endpoint is None else endpoint
             if not name.startswith("memory:"):
-                raise ValueError(f"{name!r} is not an endpoint of this network; write memory:NAME")
+                raise ValueError(f"{name!r} is not an endpoint of this network; use memory:NAME")
             if name in self._listeners:
-                raise ValueError(f"{name} is served already; choose another name")
+                raise ValueError(f"{name} is already served; choose another name")
             self._listeners[name] = MemoryListener(self, name)
             return self._listeners[name]
 
@@ -96,7 +96,7 @@ class MemoryTransport:
         with self._lock:
             listener = self._listeners.get(endpoint)
         if listener is None:
-            raise ConnectionRefusedError(f"nobody listens at {endpoint}")
+            raise ConnectionRefusedError(f"nothing listens at {endpoint}")
         near, far = socket.socketpair()
         for end in (near, far):
             end.setblocking(False)

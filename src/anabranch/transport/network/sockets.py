@@ -38,7 +38,7 @@ _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
-# OpenSSL's words when the far side refused our certificate, by the alert it sent.
+# OpenSSL's words when the remote side refused our certificate, by the alert it sent.
 _REFUSALS = (
     "ALERT_CERTIFICATE",
     "ALERT_UNKNOWN_CA",
@@ -80,7 +80,7 @@ class SocketStream:
         return self._want == "write"
 
     def peer(self) -> Peer:
-        """Return the identity of the far side."""
+        """Return the identity of the remote side."""
         assert self._peer is not None, "the handshake is not done"
         return self._peer
 
@@ -105,11 +105,11 @@ class SocketStream:
                 self._want = "write"
                 return False
             except ssl.SSLError as error:
-                # A peer that began without TLS is told so in the clear.
+                # A peer that started without TLS gets an error in the clear.
                 self._secure = error.reason not in _NO_TLS
                 if self._accepted and not self._secure:
                     raise Unauthorized(
-                        f"this server speaks TLS 1.3 to peers with certificates alone ({error.reason}); give keys=DIR",
+                        f"this server accepts only TLS 1.3 with certificates ({error.reason}); give keys=DIR",
                         peer=self._name,
                     ) from None
                 raise _explain(error, self._name) from None
@@ -117,7 +117,7 @@ class SocketStream:
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Take what the kernel takes."""
+        """Send as much as the kernel accepts."""
         try:
             if self._secure:
                 return self._sock.send(buffers[0])
@@ -130,7 +130,7 @@ class SocketStream:
             raise _explain(error, self._name) from None
 
     def receive_into(self, buffer: memoryview) -> int:
-        """Give what the kernel has."""
+        """Receive what the kernel has."""
         try:
             count = self._sock.recv_into(buffer)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -138,7 +138,7 @@ class SocketStream:
         except ssl.SSLError as error:
             raise _explain(error, self._name) from None
         if not count:
-            raise ConnectionResetError("the far side closed the connection")
+            raise ConnectionResetError("the peer closed the connection")
         return count
 
     def abort(self) -> None:
@@ -152,7 +152,7 @@ class SocketStream:
         self._sock.close()
 
     def linger(self, seconds: float) -> None:
-        """End our side and wait until the far side has read what we sent: closing at once could destroy it."""
+        """Shut down our side and wait until the peer has read our data: closing at once could discard it."""
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
             until = time.monotonic() + seconds
@@ -174,13 +174,13 @@ def _poll(sock: socket.socket, events: int, seconds: float) -> bool:
 def _explain(error: ssl.SSLError, name: str) -> Exception:
     reason = error.reason or ""
     if any(word in reason for word in _REFUSALS):
-        return Unauthorized(f"the far side turned our certificate down ({reason})", peer=name)
+        return Unauthorized(f"the peer rejected our certificate ({reason})", peer=name)
     if any(word in reason for word in _FOREIGN):
-        return Unauthorized(f"the far side's certificate is not of our authority ({reason})", peer=name)
+        return Unauthorized(f"the peer's certificate is not from our authority ({reason})", peer=name)
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)):
-        return ConnectionResetError("the far side closed the connection during TLS")
+        return ConnectionResetError("the peer closed the connection during TLS")
     if reason in _NO_TLS:
-        return ProtocolError(f"the far side does not speak TLS 1.3 ({reason}); give both sides keys", peer=name)
+        return ProtocolError(f"the peer does not use TLS 1.3 ({reason}); give both sides keys", peer=name)
     return ProtocolError(f"TLS failed: {reason or error}", peer=name)
 
 
@@ -215,7 +215,7 @@ class SocketListener:
             return None
         name = "unix" if self._claim else f"{address[0]}:{address[1]}"
         try:
-            # Raises if the far side has gone: wrap_socket would leave the socket open.
+            # Raises if the remote side has gone: wrap_socket would leave the socket open.
             sock.getpeername()
             return _prepare(sock, self._context, self._recognise, name, server_side=True)
         except OSError:
@@ -325,8 +325,8 @@ class SocketTransport:
     def _check_tcp(self, endpoint: str) -> None:
         if self._server_context is None and not self._insecure:
             raise ValueError(
-                f"{endpoint}: TCP without certificates would let anyone in; make keys with `anabranch keys DIR` and "
-                "give keys=DIR, or spell out insecure=True (on the command line --keys DIR, --insecure)"
+                f"{endpoint}: TCP without certificates would admit anyone; make keys with `anabranch keys DIR` and "
+                "give keys=DIR, or set insecure=True (on the command line --keys DIR, --insecure)"
             )
 
 
@@ -396,7 +396,7 @@ def _trusted(users: frozenset[int]) -> Recognise:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return the process and the user on the far side, of the client or of the listener."""
+    """Return the process and the user on the remote side, of the client or of the listener."""
     found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(found[0]), int(found[1])
 
@@ -408,15 +408,15 @@ def _certified(job: str) -> Recognise:
         try:
             host, port = sock.getpeername()[:2]
         except OSError:
-            raise ConnectionResetError("the far side closed the connection during the handshake") from None
+            raise ConnectionResetError("the peer closed the connection during the handshake") from None
         name = f"{host}:{port}"
         if not isinstance(sock, ssl.SSLSocket):
             return Peer(name, plain=True)
         names = names_of(sock)
         if names is None:
-            raise Unauthorized("the certificate names no job and role; make it anew: anabranch keys DIR", peer=name)
+            raise Unauthorized("the certificate names no job and role; make it again: anabranch keys DIR", peer=name)
         if job not in (names[0], EVERY_JOB) and names[0] != EVERY_JOB:
-            raise Unauthorized(f"a {names[1]} of job {names[0]!r} is a stranger to job {job!r}", peer=name)
+            raise Unauthorized(f"a {names[1]} of job {names[0]!r} does not belong to job {job!r}", peer=name)
         shown = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").hexdigest()
         return Peer(f"{names[1]} {name}", names[1], names[0] if job == EVERY_JOB else job, shown)
 

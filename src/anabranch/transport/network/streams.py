@@ -16,7 +16,7 @@ __all__ = ["Listener", "Peer", "Stream", "Transport"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Identity of the far side, from its certificate or from the kernel.
+    """Identity of the remote side, from its certificate or from the kernel.
 
     Attributes:
         name: for messages and counts.
@@ -39,7 +39,7 @@ class Peer:
         return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
-        """Return True if the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
+        """Return True if the peer has one of ``roles``; ``None`` means any admitted peer."""
         return roles is None or self.role is None or self.role in roles
 
 
@@ -64,7 +64,7 @@ class Stream(Protocol):
         """Return True if the handshake waits until the descriptor can be written to, rather than read."""
 
     def peer(self) -> Peer:
-        """Return the identity of the far side; known after the handshake."""
+        """Return the identity of the remote side; known after the handshake."""
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """Take bytes from the start of ``buffers`` and return how many; 0 if it would block."""
@@ -79,7 +79,7 @@ class Stream(Protocol):
         """Frees the descriptor; only for the thread that polls it."""
 
     def linger(self, seconds: float) -> None:
-        """End our side and wait, at most so many seconds, until the far side has read everything sent."""
+        """End our side and wait, at most this many seconds, until the remote side has read everything sent."""
 
 
 class Listener(Protocol):
@@ -94,7 +94,7 @@ class Listener(Protocol):
     job: str | None
 
     def fileno(self) -> int:
-        """Return the descriptor that turns readable when somebody connects."""
+        """Return the descriptor that becomes readable when a peer connects."""
 
     def accept(self) -> Stream | None:
         """Return the next stream, not yet recognised, or ``None`` if no client waits any more."""

@@ -33,10 +33,11 @@ class Verb:
 
     Attributes:
         name: what clients call it.
-        handler: serves a call: replies, or hands the call to a thread that will. An exception it raises is the answer.
-        check: sees the header, with each tensor's dtype and shape, before any memory is taken for the tensors; raises
+        handler: serves a call: replies, or passes the call to a thread that will. An exception it raises is the
+        response. check: sees the header, with each tensor's dtype and shape, before any memory is treated as the
+        tensors; raises
             ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
-        once: done exactly once however often it is retried; the client must number such requests.
+        once: executed exactly once however often it is retried; the client must number these requests.
         again: answers the retry of a request that was done but whose answer is no longer kept.
         roles: the roles that may ask; ``None`` for every peer that was let in.
         allocate: makes the tensors that a request is received into; pinned memory, for instance.
@@ -70,7 +71,7 @@ class CallServer(Protocol):
     once: OnceTable[Call]
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Record that a request of ``nbytes`` has ended, with an answer of this many bytes of tensors."""
 
     def count_error(self, failure: FailureFrame) -> None:
         """Count an answer that was an error."""
@@ -125,11 +126,11 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
-        """True if nobody waits for the answer any more."""
+        """True if the client no longer waits for the response."""
         return not self.recipients
 
     def make_room(self, nbytes: int) -> None:
-        """Reserve room for an answer of about so many bytes of tensors, before memory is taken for them.
+        """Reserve room for an answer of about this many bytes of tensors, before memory is treated as them.
 
         Answers that clients do not read are bounded together (``max_bytes_of_answers``); without this call a large
         answer is counted when it is sent, and many that are made at the same time exceed the bound for a moment.
@@ -158,7 +159,7 @@ class Call:
         self.answer(encode(failure), done=not declined)
 
     def drop(self) -> bool:
-        """Give the call up unanswered if nobody waits for it any more; returns true if it did."""
+        """Drop the call unanswered if the client no longer waits for it; return true if it was dropped."""
         if self.recipients:
             return False
         with self._lock:
@@ -195,7 +196,7 @@ class Call:
             self._record(answered)
 
     def _record(self, answered: int) -> None:
-        """Tell of its time for a trace."""
+        """Record its time for a trace."""
         facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
         flow: spans.Flow = "serve", str(self.identity[1])
         name = f"{self.verb} {self.target}".rstrip()

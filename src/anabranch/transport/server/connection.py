@@ -6,9 +6,9 @@
                                        │
                                        └── needs a thread of its own: its driver hands it over (``drivers.py``)
 
-``step`` goes on as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
+``step`` continues as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
 in between. A connection carries one request at a time, so anything that arrives while a request is being served means
-that the far side is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
+that the remote side is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
 socket takes at once; the driver sends the rest, so that a slow reader never holds up a compute thread.
 """
 
@@ -47,12 +47,12 @@ __all__ = ["Answer", "Connection", "ConnectionServer", "ConnectionState", "Drive
 _GREETING = 10.0
 # Seconds of silence after which an unknown peer is assumed not to want to connect.
 _HANDSHAKE = 2.0
-# Seconds without a byte sent or taken in the middle of a frame after which a peer is taken for gone.
+# Seconds without a byte sent or taken in the middle of a frame after which a peer is treated as gone.
 _STALLED = 30.0
 # The same in the middle of a header over plain TCP: if its length was changed on the way, the rest never comes.
 _HALF_A_HEADER = 5.0
 _LINGER = 1.0
-# Requests of at most so many bytes are read among those of other connections.
+# Requests of at most this many bytes are read by the shared loop.
 _SMALL = 64 << 10
 
 
@@ -84,22 +84,22 @@ class ConnectionServer(CallServer, Protocol):
         """Register ``connection``, which has greeted; false if there is no room for it."""
 
     def reserve_answer(self, nbytes: int) -> bool:
-        """Reserves room for an answer of so many bytes that waits; false if there is none."""
+        """Reserves room for an answer of this many bytes that waits; false if there is none."""
 
     def release_answer(self, nbytes: int) -> None:
-        """Frees the room of an answer that has left, or that nobody will read."""
+        """Free the memory of a response that was sent, or that will not be read."""
 
     def note_dropped(self, nbytes: int) -> None:
-        """Note that an answer or a request of so many bytes was freed because its client has gone."""
+        """Note that an answer or a request of this many bytes was freed because its client has gone."""
 
     def may_wait(self, verb: str) -> bool:
         """Return True if serving ``verb`` may block a thread."""
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
 
     def count_refusal(self, failure: FailureFrame) -> None:
-        """Count a request or a connection that was turned away."""
+        """Count a request or a connection that was rejected."""
 
     def gathered(self) -> list[Answer] | None:
         """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
@@ -185,7 +185,7 @@ class Connection:
             self._promised_bytes += nbytes
 
     def _keep_promise(self, nbytes: int) -> bool:
-        """Make what was reserved for an answer its true size, which is known now; false if there is no room."""
+        """Adjust the reservation for a response to its actual size; false if there is no room."""
         promised, self._promised_bytes = self._promised_bytes, 0
         counted = nbytes if nbytes > _SMALL else 0
         if counted < promised:
@@ -218,7 +218,7 @@ class Connection:
             self._waiting_bytes = 0
 
     def _drop_answer(self) -> None:
-        """Free an answer that nobody will read, and the room that one to come was given."""
+        """Free a response that will not be read, and the reservation for the next one."""
         self._writer.waiting.clear()
         dropped = self._waiting_bytes
         self._account()
@@ -292,10 +292,10 @@ class Connection:
 
     def give_up(self) -> ConnectionState:
         """End a connection whose client has stalled in the middle of a frame, or never greeted."""
-        return self.turn_away(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
+        return self.turn_away(DeadlineExceeded("no greeting arrived", peer="client", operation="greeting"))
 
     def turn_away(self, error: BoundaryError) -> ConnectionState:
-        """End the connection at once; a client that could have greeted is told why, as far as the socket allows."""
+        """End the connection at once; a client that could have greeted gets the reason, if the socket allows."""
         failure = failure_of(error)
         if self._phase is not _Phase.SERVING:
             self._server.count_refusal(failure)
@@ -313,7 +313,7 @@ class Connection:
         """Goes on as far as the socket allows."""
         try:
             if events & select.POLLRDHUP:
-                raise ConnectionResetError("the client has left")
+                raise ConnectionResetError("the client has disconnected")
             if self._last_words is not None:
                 return self._dismiss(self._last_words)
             return self._advance(readable=bool(events & ~select.POLLOUT))
@@ -328,7 +328,7 @@ class Connection:
             self._progress = time.monotonic()
             if not self.stream.handshake():
                 return ConnectionState.STAYS
-            # Bytes that came with the end of the handshake may lie in the TLS layer already, invisible to poll.
+            # Bytes that came with the end of the handshake may be in the TLS layer already, invisible to poll.
             self._phase, readable = _Phase.GREETING, True
             self._reader.demands_checksums = self.stream.peer().plain
         while True:
@@ -349,7 +349,7 @@ class Connection:
             if frame is None:
                 return ConnectionState.STAYS
             if self._phase is _Phase.GREETING:
-                # A request may have come with the greeting.
+                # A request may have arrived with the greeting.
                 self._greet()
             else:
                 # A frame without tensors was refused when its header came; its body has passed by.
@@ -361,7 +361,7 @@ class Connection:
 
     def _greet(self) -> None:
         if not self._server.recognise(self):
-            raise Overloaded(f"the server has its {self._server.max_connections} connections; try later")
+            raise Overloaded(f"the server already has {self._server.max_connections} connections; try later")
         with self._lock:
             self._phase = _Phase.SERVING
             self._write(encode(Hello(self._server.heartbeat, self._server.limits.body)))
@@ -369,7 +369,7 @@ class Connection:
     def _accept(self, header: Header) -> Sequence[Tensor] | None:
         if self._phase is not _Phase.SERVING:
             if not isinstance(header, Hello) or header.tensors:
-                raise ProtocolError("a client's first frame is a greeting without tensors")
+                raise ProtocolError("a client's first frame must be a greeting without tensors")
             return ()
         if not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
@@ -378,7 +378,7 @@ class Connection:
             report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
             return None
         if self._call is not None:
-            raise ProtocolError("a request came while another is served; a connection carries one at a time")
+            raise ProtocolError("received a request while another is served; a connection carries one at a time")
         nbytes = 0
         for tensor in header.tensors:
             nbytes += tensor.nbytes
@@ -400,7 +400,7 @@ class Connection:
         try:
             return self._verb.allocate(header.tensors)
         except (RuntimeError, MemoryError) as error:
-            full = Overloaded(f"no memory for {self._reserved} bytes: {error}")
+            full = Overloaded(f"not enough memory for {self._reserved} bytes: {error}")
             self._write(encode(failure_of(full, header.sequence)))
             self._server.finished(self._reserved)
             self._verb = None
@@ -471,7 +471,7 @@ class Connection:
             self._writer.flush(self.stream)
 
     def end(self) -> None:
-        """Close the connection; nobody waits for its call any more."""
+        """Close the connection; its call is no longer waited for."""
         with self._lock:
             if self.closed:
                 return
@@ -489,11 +489,11 @@ class Connection:
 
 
 def _full(nbytes: int) -> Overloaded:
-    return Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
+    return Overloaded(f"no memory for a response of {nbytes} bytes: other responses wait for clients that do not read")
 
 
 def _say_done(call: Call) -> None:
-    call.fail(RuntimeError("this request was done, but its answer is not kept any more"))
+    call.fail(RuntimeError("this request was executed, but its response is no longer kept"))
 
 
 Answer = tuple[Connection, Call, Sequence[memoryview]]

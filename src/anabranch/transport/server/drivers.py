@@ -47,9 +47,9 @@ _ACCEPT_PAUSE = 0.05
 _LOG_AGAIN = 60.0
 # Seconds of silence after which an unknown connection makes room for another; handshakes are slow on a busy machine.
 _QUIET = 0.25
-# Seconds for which requests that keep coming are read before those that have come are served.
+# Seconds for which new requests are read before the received ones are served.
 _ROUND = 0.002
-# Seconds after which a thread that has not come back from its requests' handlers is replaced.
+# Seconds after which a thread that has not returned from its handlers is replaced.
 _AWAY = 0.1
 # Seconds of rest after which a connection goes back to the loop and its thread ends.
 _REST = 10.0
@@ -67,7 +67,7 @@ class Host(Protocol):
         """Return the connections that have not greeted yet, the oldest first, if they are too many."""
 
     def round_over(self) -> None:
-        """Note that all requests that had come were handed to their handlers."""
+        """Record that all received requests were passed to their handlers."""
 
     def stopping(self) -> bool:
         """Return True if connections are to end."""
@@ -99,7 +99,7 @@ class AcceptLoop:
     # --- called from any thread
 
     def wake(self, connection: Connection) -> None:
-        """Take ``connection``, which has something to send, or to end, or comes back."""
+        """Take ``connection``, which has something to send, or to end, or is returned by its thread."""
         self._called.append(connection)
         self._ring()
 
@@ -240,7 +240,7 @@ class AcceptLoop:
             if connection.interest() != connection.registered:
                 self._watch(connection)
             return
-        # A descriptor that was closed has left the poller by itself.
+        # A closed descriptor has been removed from the poller automatically.
         self._connections.pop(connection.descriptor, None)
         if state is ConnectionState.NEEDS_THREAD:
             self._poller.unregister(connection.descriptor)
@@ -308,7 +308,7 @@ class AcceptLoop:
         if self._log_at <= now:
             self._log_at = now + _LOG_AGAIN
             _log.warning(
-                "%s: no descriptor or thread for another client, which waits or is turned away: %s; allow this process "
+                "%s: no descriptor or thread for another client, which waits or is rejected: %s; allow this process "
                 "more (ulimit -n, ulimit -u), or have fewer clients",
                 self._listener.endpoint, error,
             )  # fmt: skip
@@ -323,9 +323,9 @@ class AcceptLoop:
         crowd = self._server.crowd()
         now = time.monotonic()
         for stranger in crowd:
-            # One with a thread is just being told why it is closed.
+            # One with a thread is being sent the reason why it is closed.
             if stranger.driver is self and stranger.quiet_for(now) >= _QUIET:
-                full = Overloaded("too many connections at once that have not greeted; try later")
+                full = Overloaded("too many open connections without a greeting; try later")
                 self._follow(stranger, stranger.turn_away(full))
                 return True
         return not crowd

@@ -82,7 +82,7 @@ class OnceTable(Generic[_Call]):
             epoch = self._epoch(identity[0])
             self._settle_below(identity[0], epoch, settled)
             if sequence < epoch.settled:
-                raise ProtocolError(f"request {sequence} is settled: this client said it would not ask it again")
+                raise ProtocolError(f"request {sequence} is settled: this client promised not to send it again")
             if sequence in epoch.done:
                 return epoch.done[sequence]
             if sequence in epoch.running:

@@ -63,7 +63,7 @@ class ServerStatistics:
         calls: being served now.
         bytes_in_flight: of the tensors of those calls.
         served: requests that were taken and have ended.
-        refused: requests and connections that were turned away.
+        refused: requests and connections that were rejected.
         requests: those taken, by verb.
         errors: answers that were errors, by kind.
         bytes_received: of tensors.
@@ -93,7 +93,7 @@ class Server:
     [tensor([2., 2.])]
 
     Args:
-        verbs: the operations that clients may ask for.
+        verbs: the operations that clients may request.
         listen: ``unix:PATH``, ``tcp://HOST:PORT`` (port 0: any), or ``None`` for a new Unix socket.
         role: this server's role, which names its certificate.
         keys: the directory of certificates; without it, the one that ``ANABRANCH_KEYS`` names.
@@ -195,7 +195,7 @@ class Server:
 
     def __enter__(self) -> Server:
         if self._threads or self._closed:
-            raise RuntimeError("a server is entered once; make another")
+            raise RuntimeError("a server can be entered only once; make another")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
         beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
         self._threads += [self._loop.start(), beat]
@@ -213,7 +213,7 @@ class Server:
         self.close()
 
     def drain(self, seconds: float) -> bool:
-        """Declines new calls and waits, at most so many seconds, for those in flight; true if all were answered."""
+        """Declines new calls and waits, at most this many seconds, for those in flight; true if all were answered."""
         until = Deadline.after(max(seconds, 1e-3))
         with self._state:
             self._draining = True
@@ -309,12 +309,12 @@ class Server:
         return getattr(self._gathering, "answers", None)
 
     def round_over(self) -> None:
-        """Note that all requests that had come were handed to their handlers."""
+        """Record that all received requests were passed to their handlers."""
         if self._after_round is not None:
             self._after_round()
 
     def on_loop(self) -> bool:
-        """Return True on the one thread that reads all connections without a thread of their own."""
+        """Return True on the one thread that reads all connections without their own thread."""
         return self._loop.is_here()
 
     def stopping(self) -> bool:
@@ -339,7 +339,7 @@ class Server:
             return list(self._strangers) if len(self._strangers) > self._max_strangers else []
 
     def recognise(self, connection: Connection) -> bool:
-        """Register ``connection``, which has greeted; false if there is no room: it stays unknown while it is told."""
+        """Register ``connection``, which has greeted; false if there is no room."""
         with self._state:
             if len(self._connections) - len(self._strangers) >= self.max_connections:
                 return False
@@ -368,19 +368,19 @@ class Server:
 
     def _take_room(self, nbytes: int) -> bool:
         with self._lock:
-            # A single answer may be larger than the budget: any answer that fits a frame can be asked for.
+            # A single answer may be larger than the budget: any answer that fits a frame can be requested.
             if self._answers and self._answers + nbytes > self._max_answers:
                 return False
             self._answers += nbytes
             return True
 
     def release_answer(self, nbytes: int) -> None:
-        """Frees the room of an answer that has left, or that nobody will read."""
+        """Free the memory of a response that was sent, or that will not be read."""
         with self._lock:
             self._answers -= nbytes
 
     def note_dropped(self, nbytes: int) -> None:
-        """Note that an answer or a request of so many bytes was freed because its client has gone."""
+        """Note that an answer or a request of this many bytes was freed because its client has gone."""
         with self._lock:
             self._dropped += nbytes
 
@@ -393,22 +393,22 @@ class Server:
         give_memory_back()
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+        """Return the verb that ``header`` requests, if ``peer`` may ask it now; reserves the bytes of its body."""
         verb = self._verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
         if verb.roles is not None and not peer.may(verb.roles):
-            raise Unauthorized(f"role {peer.role!r} may not ask {verb.name!r}; roles {sorted(verb.roles or ())} may")
+            raise Unauthorized(f"role {peer.role!r} may not call {verb.name!r}; roles {sorted(verb.roles or ())} may")
         if self._only_job is not None and peer.job not in (None, self._only_job):
             raise Unauthorized(
-                f"this server's certificate is for every job, and job {peer.job!r} needs one of its own: give the "
+                f"this server's certificate is for every job, but job {peer.job!r} needs its own: give the "
                 f"server keys of that job (anabranch keys DIR --job {peer.job})"
             )
         if verb.once and len(header.epoch) != 16:
-            raise ProtocolError(f"{verb.name} is done exactly once: number its requests (once=True)")
+            raise ProtocolError(f"{verb.name} is executed exactly once: number its requests (once=True)")
         with self._lock:
             if self._draining or self._closed:
-                raise PeerLost("the server is leaving")
+                raise PeerLost("the server is shutting down")
             if self._bytes + nbytes > self._max_bytes:
                 raise Overloaded(
                     f"{self._bytes} bytes of requests are in flight; {nbytes} more exceed {self._max_bytes}"
@@ -429,7 +429,7 @@ class Server:
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Record that a request of ``nbytes`` has ended, with an answer of this many bytes of tensors."""
         with self._lock:
             self._served += 1
             self._received += nbytes
@@ -440,7 +440,7 @@ class Server:
                 self._state.notify_all()
 
     def count_refusal(self, failure: FailureFrame) -> None:
-        """Count a request or a connection that was turned away."""
+        """Count a request or a connection that was rejected."""
         with self._lock:
             self._refused += 1
         self.count_error(failure)

@@ -43,6 +43,6 @@ class FairOrder:
         self.now = max(self.now, start)
 
     def forget(self) -> None:
-        """Forget the rows served to each caller: nothing waits, so no caller has been passed over."""
+        """Forget the rows served to each caller: nothing waits, so no caller has been skipped."""
         self.now = 0.0
         self._ends.clear()

@@ -40,7 +40,7 @@ def cut(tensor: Tensor, spec: TensorSpec, length: int) -> Tensor:
 
 
 def make_mask(lengths: Sequence[int], rows: Sequence[int], device: torch.device) -> Tensor:
-    """Return the bool mask of a batch of requests of so many rows of such lengths."""
+    """Return the bool mask of a batch of requests of this many rows of such lengths."""
     each = torch.tensor(lengths, device=device).repeat_interleave(torch.tensor(rows, device=device))
     return torch.arange(max(lengths, default=0), device=device) < each[:, None]
 

@@ -134,7 +134,7 @@ class Runtime:
         return running is None or not running.expired()
 
     def submit(self, tasks: Mapping[TaskPool, Iterable[Task]], *, one_of_many: bool = False) -> None:
-        """Queues tasks of its pools; fails those without room. Runs them on this thread if that is quickest.
+        """Queues tasks of its pools; fails those without room. Runs them on this thread if that is fastest.
 
         ``one_of_many`` is true on one of many such threads, which must not start a team of torch's threads each.
         """

@@ -31,7 +31,7 @@ class Task(msgspec.Struct, eq=False):
         arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs.
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
-        copied: happens when the inputs are on the pool's device; ``None`` without a copy under way.
+        copied: happens when the inputs are on the pool's device; ``None`` without a copy in progress.
         evaluating: run in eval mode; only tasks of one mode share a batch.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.

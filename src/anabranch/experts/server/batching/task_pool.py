@@ -131,7 +131,7 @@ class TaskPool:
         self.share(RLock(), {})
         self._busy_seconds = 0.0
         self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
-        # Seconds that batches of so many rows (by powers of two) have taken lately.
+        # Seconds that batches of this many rows (by powers of two) have taken recently.
         self._took: dict[int, float] = {}
         self._closed = False
 
@@ -158,7 +158,7 @@ class TaskPool:
         self._order = order or FairOrder()
 
     def check_room(self, rows: int, nbytes: int) -> None:
-        """Raise ``Overloaded`` if there is no room now for a request of so many rows and bytes."""
+        """Raise ``Overloaded`` if there is no room now for a request of this many rows and bytes."""
         # Checked again, with the lock held, when the task is queued.
         if self._queue or self._closed:
             with self.lock:
@@ -172,7 +172,7 @@ class TaskPool:
         if waiting and (waiting.rows + rows > self.max_queue_rows or waiting.nbytes + nbytes > self.max_queue_bytes):
             self._declined += 1
             raise Overloaded(
-                f"{self.name}: {waiting.rows} rows and {waiting.nbytes} bytes wait; {rows} rows more exceed "
+                f"{self.name}: {waiting.rows} rows and {waiting.nbytes} bytes are queued; {rows} more rows exceed "
                 f"{self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
             )
 

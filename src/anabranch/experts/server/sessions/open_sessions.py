@@ -40,8 +40,8 @@ _GLANCE = 1.0
 # The moment at which a session expires whose step is being computed.
 _WHILE_COMPUTED = float("inf")
 _UNKNOWN = (
-    "this server has no such session: it was started again since, or the session ended long ago; open another and "
-    "begin the sequence anew"
+    "this server does not have the session: it has restarted since, or the session ended long ago; open another and "
+    "start the sequence again"
 )
 
 
@@ -59,7 +59,7 @@ class SessionLimits:
             step.
         nbytes: bytes of all caches and of the answers kept beside them, measured after each step. Beyond it no session
             opens, and no step is taken, until others have ended.
-        ttl: the longest time to live that a caller may ask for, in seconds.
+        ttl: the longest time to live that a caller may request, in seconds.
 
     Raises:
         ValueError: a bound that is not above 0.
@@ -80,7 +80,7 @@ class SessionLimits:
 
 
 class Step(msgspec.Struct, frozen=True, eq=False):
-    """One step that a caller asks for.
+    """One step that a caller requests.
 
     Attributes:
         header: the session's id, the step's number, the session's bounds.
@@ -189,14 +189,14 @@ class Sessions:
                 self._renew(session, max(session.ttl, min(deadline.remaining(), self._limits.ttl)))
 
     def end(self, key: bytes, reason: str) -> None:
-        """Free a session; ``reason`` answers those who ask for it later, also if it never was."""
+        """Free a session; ``reason`` answers those who request it later, also if it never was."""
         with self._lock:
             self._drop(key, reason)
 
     # --- on the device's thread
 
     def take(self, step: Step, backend: ExpertBackend, inputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Take a step, or return the answer of the last one, if it is asked for again.
+        """Take a step, or return the answer of the last one, if it is requested again.
 
         Raises:
             SessionGone, SchemaError, Overloaded: as ``check``.
@@ -280,12 +280,12 @@ class Sessions:
             # Before its body has come, a step's inputs are not known.
             if step.length and step.checksum != session.checksum:
                 raise SchemaError(
-                    f"{uid}: step {number} was taken already, with other inputs; its answer may have been lost: ask "
-                    "for it with the same inputs again, or open another session"
+                    f"{uid}: step {number} was already taken, with other inputs; its answer may have been lost: send "
+                    "it with the same inputs again, or open another session"
                 )
             return
         if number != session.steps:
-            raise SchemaError(f"{uid}: step {number} came to a session that waits for step {session.steps}")
+            raise SchemaError(f"{uid}: received step {number}, but the session expects step {session.steps}")
         if session.length + step.length > session.max_length:
             raise SchemaError(
                 f"{uid}: {session.length} positions and {step.length} more exceed the session's max_length, "
@@ -294,12 +294,12 @@ class Sessions:
         if session.nbytes > self._limits.nbytes:
             raise SchemaError(
                 f"{uid}: this session alone holds {session.nbytes} bytes, over the {self._limits.nbytes} of all "
-                "sessions here, and cannot go on; open one of fewer rows or positions, or raise the server's bound"
+                "sessions here, and cannot continue; open one with fewer rows or positions, or raise the server's bound"
             )
         if self.nbytes > self._limits.nbytes:
             raise Overloaded(
                 f"{uid}: {len(self._open)} sessions hold {self.nbytes} bytes, over {self._limits.nbytes}; the same "
-                "step can be asked for once others have ended"
+                "step can be sent again once others have ended"
             )
 
     def _check_room(self, step: Step) -> None:
@@ -309,13 +309,13 @@ class Sessions:
         wanted = step.rows * header.max_length
         if wanted > limits.tokens:
             raise SchemaError(
-                f"a session of {step.rows} rows of max_length {header.max_length} sets {wanted} tokens aside, over "
+                f"a session of {step.rows} rows of max_length {header.max_length} reserves {wanted} tokens, over "
                 f"the {limits.tokens} of all sessions here; open one of fewer rows or positions, or raise the server's "
                 "bound"
             )
         if len(self._open) >= limits.sessions or self._tokens + wanted > limits.tokens or self.nbytes >= limits.nbytes:
             raise Overloaded(
-                f"{len(self._open)} sessions are open, with {self._tokens} tokens set aside and {self.nbytes} bytes; "
+                f"{len(self._open)} sessions are open, with {self._tokens} tokens reserved and {self.nbytes} bytes; "
                 f"one more of {wanted} tokens exceeds {limits.sessions} sessions, {limits.tokens} tokens or "
                 f"{limits.nbytes} bytes"
             )

@@ -69,7 +69,7 @@ class SessionVerbs:
         backend = self._find(header.target)
         pool = _pool_of(backend)
         asked = wire.read_step(header.payload)
-        # First whether it is still here: a server that was started again may also have another schema.
+        # First whether it is still here: a server that was restarted may also have another schema.
         if asked.number:
             self._sessions.find(asked, backend)
         rows = self._check_request(header, backend)
@@ -83,7 +83,7 @@ class SessionVerbs:
         self._check_finite(call, inputs, schema.input_names)
         rows, length = next(len(tensor) for tensor in inputs if tensor is not None), schema.length_of(inputs)
         if not rows or not length:
-            raise SchemaError(f"{call.target}: a step has a row and a position at least, got {rows} and {length}")
+            raise SchemaError(f"{call.target}: a step has at least one row and one position, got {rows} and {length}")
         step = Step(wire.read_step(call.payload), rows, length, _checksum(call.tensors))
         self._sessions.check(step, backend)
         self._sessions.hold(step.header.session, call.deadline)
@@ -112,7 +112,7 @@ class SessionVerbs:
 def _pool_of(backend: ExpertBackend) -> TaskPool:
     if backend.session_pool is None:
         raise SchemaError(
-            f"{backend.uid} keeps no sequences: its module, a {type(backend.module).__name__}, has no "
+            f"{backend.uid} has no sessions: its module, a {type(backend.module).__name__}, has no "
             "make_cache(rows, max_length); see 'Generate step by step' in the guide of experts"
         )
     return backend.session_pool

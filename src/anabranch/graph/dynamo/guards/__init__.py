@@ -1,4 +1,4 @@
-"""Checks beside Dynamo's own guards: Python state that it reads without a guard, or reads otherwise than Python does.
+"""Checks in addition to Dynamo's own guards: Python state that it reads without a guard, or differently from Python.
 
 Open ``unseen.py`` first.
 """

@@ -1,6 +1,6 @@
 """Guards that Dynamo leaves out.
 
-It compares numbers by ``==``, which treats 0.0 and -0.0 as equal; and where only the truth of a dict is asked for, it
+It compares numbers by ``==``, which treats 0.0 and -0.0 as equal; and where only the truth of a dict is requested, it
 looks at its type alone.
 """
 
@@ -18,7 +18,7 @@ def guard_signs(guard: Any, value: object) -> None:
     """Add to one of Dynamo's guards that zeros in ``value`` keep their signs, if there are any.
 
     Args:
-        guard: a ``torch._guards.Guard``, which makes its check anew each time that guards are built.
+        guard: a ``torch._guards.Guard``, which makes its check again each time that guards are built.
         value: the value it compares with: a number, or a nested tuple or list of them.
     """
     signs = list(_signs(value))

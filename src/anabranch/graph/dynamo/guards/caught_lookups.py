@@ -20,7 +20,7 @@ def caught_lookups(refuse: Callable[[str], None]) -> Iterator[None]:
     """Guards the keys that are missed in a dict while Dynamo traces, and reports other lookups that are caught.
 
     Args:
-        refuse: called with what was looked up in vain and caught, for instance an attribute.
+        refuse: called with a description of the failed lookup, for instance an attribute.
     """
     from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -43,13 +43,13 @@ def caught_lookups(refuse: Callable[[str], None]) -> Iterator[None]:
     def noting(self: Any, raised: Any) -> None:
         lookup = isinstance(raised, (ObservedKeyError, ObservedAttributeError))
         if lookup and self.current_instruction.opname == "RAISE_VARARGS":
-            raised.is_guarded = True  # what the code raises itself follows from what it read
+            raised.is_guarded = True  # exceptions raised by the code itself follow from values that it read
         if lookup and self.current_instruction.exn_tab_entry is not None:  # caught here, not by a caller
             # A __getattr__ that asks another object next, as peft's, is called only for what the object has not.
             known = getattr(raised, "is_guarded", False) or self.f_code.co_name == "__getattr__"
             if not known and not self.f_code.co_filename.startswith(_PASSED):
                 what = "an attribute" if isinstance(raised, ObservedAttributeError) else "a key"
-                refuse(f"{what} that is not there, caught in {self.f_code.co_filename}:{self.lineno}")
+                refuse(f"{what} that does not exist, caught in {self.f_code.co_filename}:{self.lineno}")
         handle(self, raised)
 
     dictionary.getitem_const_raise_exception_if_absent, translator.exception_handler = guarding, noting

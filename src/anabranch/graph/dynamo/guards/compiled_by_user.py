@@ -20,7 +20,7 @@ __all__ = ["compiled_refusal", "has_compiled_methods", "refuse_compiled_code", "
 def compiled_refusal(part: str) -> CaptureError:
     """Return the error that says that ``part`` is compiled."""
     return CaptureError(
-        f"{part} is compiled by torch.compile, whose results differ from a graph's in the last bits; give the "
+        f"{part} is compiled by torch.compile, whose results differ from a graph's in the last bits; pass the "
         "one, or use engine='tape'"
     )
 

@@ -1,6 +1,6 @@
 """Values and calls that Dynamo computes otherwise than Python and PyTorch do, or reads without a guard.
 
-It writes ``torch.addcdiv(value=)`` and a few others as several calls, which round otherwise; it divides floats by
+It writes ``torch.addcdiv(value=)`` and a few others as several calls, which round differently; it divides floats by
 ``//`` as ``floor(a / b)``, which is another number (``1.0 // 0.1`` is 9.0); it forgets the format of a number in a
 text; it takes NumPy's scalars for tensors; and it asks neither for a view's base nor for a function's annotations
 again.
@@ -27,7 +27,7 @@ Note: TypeAlias = "Callable[[Callable[..., object], tuple[Any, ...], dict[str, A
 
 _REWRITTEN = (torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow, math.radians, getattr(math, "fma", None))
 _UNGUARDED = ("_base", "_is_view", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_backward_hooks")
-_OF_ANY_TENSOR = ("_base", "_is_view")  # of what is computed too: it may be a view of what is given
+_OF_ANY_TENSOR = ("_base", "_is_view")  # of computed tensors too: they may be views of inputs
 _READING = (
     "is_",
     "_is_",
@@ -51,11 +51,11 @@ _SEEN_OTHERWISE = (
 
 @contextmanager
 def faithful_values(deny: Callable[[str], None], refuse: Callable[[str], None], note: Note) -> Iterator[None]:
-    """Keep torch's calls whole while Dynamo traces, and report what it would compute or read otherwise.
+    """Keep torch's calls whole while Dynamo traces, and report values that it would compute or read differently.
 
     Args:
         deny: called with the reason that the step cannot be a graph; raises.
-        refuse: called with what is read without a guard.
+        refuse: called with a description of a value read without a guard.
         note: called with each function that asks PyTorch for a state of the process, and with its arguments.
     """
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def _exact_numbers(deny: Callable[[str], None]) -> Iterator[Any]:
         return format_value(self, spec, flags)
 
     def of_numpy(_builder: object, _value: object) -> Any:
-        deny("it computes with values of NumPy, which a graph would round otherwise; use torch or plain numbers")
+        deny("it computes with NumPy values, which a graph would round differently; use torch or plain numbers")
 
     def number(self: Any, value: object) -> Any:
         return of_numpy(self, value) if isinstance(value, np.generic) else wrap_number(self, value)
@@ -133,7 +133,7 @@ def _guarded_reads(refuse: Callable[[str], None]) -> Iterator[Any]:
         return call_storage(self, tx, name, *args, **kwargs)
 
     def read_function(self: Any, tx: Any, name: str) -> Any:
-        signature = tx.f_code.co_filename == inspect.__file__  # reads them along with the names that it is asked for
+        signature = tx.f_code.co_filename == inspect.__file__  # reads them along with the requested names
         if name == "__annotations__" and not signature and not self.get_code().co_filename.startswith(OURS):
             refuse(f"the annotations of {self.get_name()}")
         return of_function(self, tx, name)

@@ -1,7 +1,7 @@
 """Calls that Dynamo reads as other calls: past the cache of ``functools.lru_cache``, past a metaclass's ``__call__``.
 
-What a cache or a singleton hands out is another object than the one that Dynamo makes anew, and no guard watches it.
-An object with a ``__del__`` of the user's would be made while the code is read, and never in a run.
+What a cache or a singleton returns is another object than the one that Dynamo makes again, and no guard watches it.
+An object with the user's ``__del__`` would be made while the code is read, and never in a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def misread_calls(refuse: Callable[[str], None], deny: Callable[[str], None]) ->
     """Report such calls while Dynamo traces.
 
     Args:
-        refuse: called with what was called.
+        refuse: called with a description of the call.
         deny: raises that the code cannot be a graph, before an object is made.
     """
     from torch._dynamo.variables.constant import ConstantVariable
@@ -37,7 +37,7 @@ def misread_calls(refuse: Callable[[str], None], deny: Callable[[str], None]) ->
         cached = getattr(self.wrapper_obj, "__wrapped__", None)
         if hasattr(self.wrapper_obj, "cache_info") and isinstance(cached, FunctionType):
             file = cached.__code__.co_filename
-            # A library's cache of numbers and texts, such as whether another one is installed, is one of constants.
+            # A library's cache of numbers and strings, such as whether another one is installed, holds constants.
             known = file.startswith(OURS) or (file.startswith(INSTALLED) and isinstance(result, ConstantVariable))
             if not known:
                 refuse(f"what {cached.__qualname__} has cached")

@@ -1,7 +1,7 @@
-"""Functions of torch that Dynamo calls without reading their code: what they name and their defaults may change.
+"""Functions of torch that Dynamo calls without reading their code: the names they use and their defaults may change.
 
 ``F.multi_head_attention_forward`` finds ``scaled_dot_product_attention`` by name in ``torch.nn.functional``, where a
-user may put a function of their own. Names are looked up again in the modules of ``_READ`` and ``_NAMED``, not in
+user may put their own function. Names are looked up again in the modules of ``_READ`` and ``_NAMED``, not in
 others, such as ``math``: the look is taken before each run and has a microsecond or two.
 """
 
@@ -28,7 +28,7 @@ _form = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def look_at(functions: Iterable[FunctionType]) -> tuple[Callable[[], object], object]:
-    """Return a look at what these functions name and at their defaults, and what it sees now."""
+    """Return a check of the names these functions use and of their defaults, and its current result."""
     named: dict[int, tuple[dict[str, Any], set[str]]] = {}
     found: dict[int, FunctionType] = {}
     for function in functions:

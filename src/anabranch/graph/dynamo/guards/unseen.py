@@ -83,7 +83,7 @@ class Unseen:
         for kept, lacked in self._lacking.values():
             own = getattr(kept(), "__dict__", None)
             if own and not lacked.isdisjoint(own):
-                return "an attribute that was not there"
+                return "an attribute that did not exist"
         for key, (look, seen) in self._looks.items():
             if look() != seen:
                 return key
@@ -124,8 +124,8 @@ class Unseen:
                 _refuse_identity(code)
                 if "_version" in code.co_names:
                     raise CaptureError(
-                        f"{code.co_filename}:{code.co_firstlineno}: {code.co_qualname} asks for the _version of a "
-                        f"tensor, which a graph counts otherwise; {_CURE}"
+                        f"{code.co_filename}:{code.co_firstlineno}: {code.co_qualname} reads the _version of a "
+                        f"tensor, which a graph counts differently; {_CURE}"
                     )
                 self._names |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
                 self._reads_dicts |= not {"__dict__", "vars"}.isdisjoint(code.co_names)
@@ -163,7 +163,7 @@ class Unseen:
             self._looks["functions of torch"] = look_at(self._unentered.values())
 
     def note_state(self, read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that the code being traced asks PyTorch for a state of the process, such as the rank."""
+        """Record that the traced code asks PyTorch for process state, such as the rank."""
         self._states.append((read, args, kwargs))
 
     def examine_states(self) -> None:
@@ -189,7 +189,7 @@ class Unseen:
             kept = weakref.ref(value)
         except TypeError:  # a SimpleNamespace
             if self._reads_dicts:
-                self.refused = f"{name}, which nobody can hold a weak reference to, and the __dict__ of some object"
+                self.refused = f"{name}, which does not allow weak references, and the __dict__ of some object"
             return
         if isinstance(value, nn.Module):
             self._modules[id(value)] = kept
@@ -217,17 +217,17 @@ class Unseen:
             kept = weakref.ref(value)
             self._watch(("order", id(value)), lambda: None if (now := kept()) is None else list(now))
         elif isinstance(value, (np.ndarray, np.generic)):
-            self.refused = f"{name}, a value of NumPy (a tensor, or a number of Python, would do)"
+            self.refused = f"{name}, a NumPy value (use a tensor or a Python number)"
         elif isinstance(value, ChainMap):
-            self.refused = f"{name}, a ChainMap, in which a value may come to hide another"
+            self.refused = f"{name}, a ChainMap, in which one value may later hide another"
         elif isinstance(value, dict) and _is_users(getattr(kind, "__missing__", None)):
             self.refused = f"{name}, whose __missing__ makes values"
         elif not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-            self.kinds.add(kind)  # an attribute may come to hide that of a base class
+            self.kinds.add(kind)  # an attribute may later hide that of a base class
             inherits = _is_installed(kind)  # with a mapping's __eq__, which has no file
             special = next((each for each in _COMPARISONS if _is_users(getattr(kind, each, None), inherits)), None)
             if special is not None:
-                self.refused = f"{name}, whose class has a {special} of its own"
+                self.refused = f"{name}, whose class has its own {special}"
 
     def _examine_function(self, function: FunctionType) -> None:
         """Record the classes and functions that a function names: guards do not cover those that it only calls."""
@@ -251,7 +251,7 @@ class Unseen:
         if meta not in _PLAIN_METACLASSES and meta.__module__.partition(".")[0] != "torch":
             self.kinds.add(meta)
             if _is_users(getattr(meta, "__instancecheck__", None)):
-                self.refused = f"isinstance(..., {value.__name__}), which is decided by code of its own"
+                self.refused = f"isinstance(..., {value.__name__}), which its own code decides"
 
 
 def _attention_switches() -> list[bool]:
@@ -314,8 +314,8 @@ def _refuse_identity(code: CodeType) -> None:
         line = operation.starts_line or line
         if operation.opname == "IS_OP" and before is not None and before.opname != "LOAD_CONST":
             raise CaptureError(
-                f"{code.co_filename}:{line}: the step asks whether two objects are one ('is'), which a graph would "
-                f"not ask again; {_CURE}"
+                f"{code.co_filename}:{line}: the step tests whether two objects are identical ('is'), which a graph "
+                f"would not test again; {_CURE}"
             )
         before = operation
 
@@ -323,7 +323,7 @@ def _refuse_identity(code: CodeType) -> None:
 def _refuse_unread(target: Any) -> None:
     operator = name_of_python_operator(target)
     if operator is not None:
-        raise CaptureError(f"the custom operator {operator} is Python that a graph would not read again; {_CURE}")
+        raise CaptureError(f"the custom operator {operator} is Python code that a graph would not read again; {_CURE}")
     if isinstance(target, FunctionType) and not target.__code__.co_filename.startswith(LIBRARIES):
         raise CaptureError(
             f"{target.__code__.co_filename}:{target.__code__.co_firstlineno}: {target.__qualname__} is allowed in "

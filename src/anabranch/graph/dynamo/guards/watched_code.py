@@ -1,8 +1,8 @@
 """Classes and functions that a trace went through: Dynamo guards what a class holds, not the methods it calls.
 
 A method that is replaced on a module's class, on a base of it or on ``torch.Tensor``, and a function whose code is
-swapped, as notebooks do that load code anew, change a step's computation. CPython counts the changes of a class and its
-bases in its version tag; that one number of each class is compared before each run. On a Python whose tags behave
+swapped, as notebooks do that load code again, change a step's computation. CPython counts the changes of a class and
+its bases in its version tag; that one number of each class is compared before each run. On a Python whose tags behave
 differently, the contents of the classes are compared instead.
 """
 
@@ -69,7 +69,7 @@ class WatchedCode:
         self._contents = list(map(_contents, self._kinds))
 
     def _now(self) -> list[int]:
-        for kind in self._kinds:  # a class that nobody has asked anything since its last change has no tag
+        for kind in self._kinds:  # a class that has not been accessed since its last change has no tag
             getattr(kind, "__init__", None)
         return list(map(_value_of, self._tag_memory))
 

@@ -6,7 +6,7 @@ whose latest place is above the shard's count knows exactly which of its pushes 
 
 Requests are remembered of the last 4,096 clients, counts of the last 262,144 that have pushed. Who is beyond that says
 with its next request how many pushes it was told of. As long as the shard has lost nothing since it first forgot a
-client, it holds all of them, and goes on from that number (``adopt``). Afterwards nobody can tell, and the shard says
+client, it holds all of them, and continues from that number (``adopt``). Afterwards nobody can tell, and the shard says
 so instead of a number.
 """
 

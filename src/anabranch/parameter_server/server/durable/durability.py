@@ -46,12 +46,12 @@ __all__ = ["Durability", "Keeper"]
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: RequestIdentity = (b"", 0)
-# Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
+# Changes that clients would not request again after a restart, but continue pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 # A client's count that the shard had forgotten and has from the client again: the record's sequence.
 _ADOPTED = "adopted"
 
-_CHOICES = "put its files back from a copy, or start with --repair, which goes on with what is left"
+_CHOICES = "restore its files from a copy, or start with --repair, which continues with what is left"
 
 
 class Keeper:
@@ -83,7 +83,7 @@ class Keeper:
         self._position = 0
         self._name = b""
         self._forget_before = 0
-        self._lost: str | None = None  # checkpoints that a repair goes on without
+        self._lost: str | None = None  # checkpoints that a repair continues without
         self._damaged: list[int] = []  # their generations
 
     @property
@@ -100,7 +100,7 @@ class Keeper:
         """Restores the shard's state; returns the requests that were done.
 
         Raises:
-            CheckpointError: the files are damaged, and ``repair`` was not asked for; or they may not be read.
+            CheckpointError: the files are damaged, and ``repair`` was not requested; or they may not be read.
         """
         self._shard = shard
         if self._directory is None or self._owner is None:
@@ -119,11 +119,11 @@ class Keeper:
         damaged = reader.lost or self._owner.lost
         if missing > 0:
             _log.warning(
-                "%s: back as of the last checkpoint; %d changes that were acknowledged since are gone",
+                "%s: restored from the last checkpoint; %d changes acknowledged since then are lost",
                 self._directory, missing,
             )  # fmt: skip
         if self._owner.lost is not None:
-            _log.warning("%s; the log is taken as it is", self._owner.lost)
+            _log.warning("%s; the log is used as it is", self._owner.lost)
         if missing > 0 or damaged is not None:
             report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
             self._life = _new_life()
@@ -135,7 +135,7 @@ class Keeper:
         return list(self._done.identities())
 
     def _load(self, shard: Shard) -> DirectoryContents | None:
-        """Load the newest whole checkpoint; returns the log position after it."""
+        """Load the newest complete checkpoint; returns the log position after it."""
         assert self._directory is not None
         found = self._find()
         self._name = (None if found is None else _name_in(found)) or self._owner_name()
@@ -145,7 +145,7 @@ class Keeper:
         if (owner := state.get("of", self._directory.name)) != self._directory.name:
             raise CheckpointError(
                 f"{self._directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
-                "put back the one that was here"
+                "restore the one that was here"
             )
         shard.load(cast(Mapping[str, object], state["shard"]), found.tensors)
         self._done.load(state)
@@ -160,14 +160,14 @@ class Keeper:
         return self._owner.name or secrets.token_bytes(16)
 
     def _find(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
+        """Return the newest complete checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
         assert self._directory is not None
         assert self._owner is not None
         generations, saved = complete_generations(self._directory), self._owner.position.saved
         found: Checkpoint | None = None
         lost: str | None = None
         if not generations and saved >= 0:
-            lost = f"{self._directory}: a checkpoint of {saved} changes was written here and is gone"
+            lost = f"{self._directory}: a checkpoint of {saved} changes was written here and is missing"
         try:
             found = checkpoint.read(self._directory) if generations else None
         except Unreadable:
@@ -175,18 +175,22 @@ class Keeper:
         except CheckpointError as error:
             lost = str(error)
         if found is not None and (own := self._own_behind(found, generations)) is not None:
-            _log.warning("%s: generation %d is of another directory and is not used", self._directory, found.generation)
+            _log.warning(
+                "%s: generation %d belongs to another directory and is not used",
+                self._directory,
+                found.generation,
+            )
             found = own
         if lost is not None and not self._repair:
             raise CheckpointError(f"{lost}; {_CHOICES}")
         damaged = [number for number in generations if found is None or number > found.generation]
         if self._repair and (damaged or lost is not None):
             self._damaged = damaged
-            self._lost = lost or f"{self._directory}: of its checkpoints {damaged} are damaged"
+            self._lost = lost or f"{self._directory}: {damaged} of its checkpoints are damaged"
         return found
 
     def _own_behind(self, newest: Checkpoint, generations: Sequence[int]) -> Checkpoint | None:
-        """Return this directory's newest whole checkpoint, if ``newest`` is another one's that was put there.
+        """Return this directory's newest complete checkpoint, if ``newest`` is another one's that was put there.
 
         ``None`` if it is not, or if no checkpoint has the name in ``owner``: then ``owner`` is another directory's.
         """
@@ -213,7 +217,7 @@ class Keeper:
             return
         for generation in self._damaged:
             set_generation_aside(self._directory, generation)
-        where = f"; what cannot be used lies in {self._directory / 'set-aside'}" if self._damaged else ""
+        where = f"; unusable files were moved to {self._directory / 'set-aside'}" if self._damaged else ""
         _log.warning("%s%s; a new checkpoint is written", self._lost, where)
         report("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
 
@@ -280,7 +284,7 @@ class Keeper:
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
                 f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
-                f"gone{others}; it stands at step {self._shard.stands_at()} of its life {self._life:x}",
+                f"lost{others}; it is at step {self._shard.stands_at()} of its life {self._life:x}",
                 lost=lost,
             )
 
@@ -293,7 +297,7 @@ class Keeper:
         if self._done.doubtful:
             raise RolledBack(
                 "this shard came back without changes that it had acknowledged, and too many other clients have pushed "
-                f"since this one did: nobody can tell how many of its {standing.pushes} pushes are gone; it stands at "
+                f"since this one did: it is unknown how many of its {standing.pushes} pushes are lost; it is at "
                 f"step {self._shard.stands_at()} of its life {self._life:x}",
                 lost=None,
             )

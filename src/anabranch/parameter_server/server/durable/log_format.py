@@ -14,7 +14,7 @@ that is missing, repeated or of another log is found. The mark can be searched f
 valid frames mean damage, and none mean the tail of a write that a crash cut short.
 
 Older files had frames of length, checksum and body alone; they are still read. Their records are counted, and the next
-file goes on from that count.
+file continues from that count.
 """
 
 from __future__ import annotations
@@ -176,11 +176,11 @@ class Frames:
             return f"a record's frame ends after {len(frame)} bytes"
         mark, length, number, chain, checksum = _FRAME.unpack(frame)
         if mark != _MARK:
-            return "these bytes begin no record"
+            return "these bytes do not start a record"
         if number != self.count or chain != self.chain:
             start = zlib.crc32(frame[:-4])
             whole = self._is_whole(length, start, checksum)
-            return f"record {number} stands where record {self.count} belongs" if whole else "a frame is damaged"
+            return f"found record {number} where record {self.count} belongs" if whole else "a frame is damaged"
         return length, zlib.crc32(frame[:-4]), checksum
 
     def _is_whole(self, length: int, start: int, checksum: int) -> bool:

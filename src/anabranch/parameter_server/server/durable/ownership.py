@@ -9,7 +9,7 @@
 The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything; a server that
 was frozen so long that its lock was lost (network file systems do that) finds a higher one before it acknowledges
 anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of
-the log and without a sync of its own: it is never ahead of the log, and after the death of a process it is exact.
+the log and without its own sync: it is never ahead of the log, and after the death of a process it is exact.
 So a log that was cut, emptied or removed since is detected.
 
 The file is durable before there is a log or a checkpoint beside it. So beside one that is damaged, emptied or removed a
@@ -86,7 +86,7 @@ class Ownership:
     ...     Ownership(directory)
     ... except CheckpointError as error:
     ...     print(str(error).partition(": ")[2].partition(" (")[0])
-    another server has it
+    another server holds it
     >>> first.close()
     >>> with Ownership(directory) as second:
     ...     second.epoch
@@ -111,7 +111,7 @@ class Ownership:
             directory.mkdir(parents=True, exist_ok=True)
             self._held = self._claim(directory)
         except OSError as error:
-            raise _unusable(directory, error, "give a directory that can be made") from error
+            raise _unusable(directory, error, "give a directory that can be created") from error
         self._file = -1
         self._lock = threading.Lock()
         self.lost: str | None = None
@@ -127,7 +127,7 @@ class Ownership:
             self.note(durable=True)
         except OSError as error:
             self.close()
-            raise _unusable(directory, error, "give one that can be written to") from error
+            raise _unusable(directory, error, "give one that is writable") from error
         except BaseException:
             self.close()
             raise
@@ -174,12 +174,12 @@ class Ownership:
         if not self._is_in_place():
             raise CheckpointError(
                 f"{self._path.parent} was moved, removed or replaced while this server wrote to it; nothing more is "
-                "acknowledged here: put it back, and start the server again"
+                "acknowledged here: restore it, and restart the server"
             )
         newest = max((slot.epoch for slot in self._slots()), default=self.epoch)
         if newest > self.epoch:
             raise CheckpointError(
-                f"{self._path.parent}: another server has taken this directory over (its epoch is {newest}, this "
+                f"{self._path.parent}: another server has taken over this directory (its epoch is {newest}, this "
                 f"one's {self.epoch}); nothing more is written or acknowledged here"
             )
 
@@ -210,8 +210,9 @@ class Ownership:
                 return FileLock(os.open(directory / ".owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except BlockingIOError:
             raise CheckpointError(
-                f"{directory}: another server has it (process {self._holder()}); two servers of one directory would "
-                "each lose what the other acknowledged: give each its own --checkpoint-dir or --shard, or stop that one"
+                f"{directory}: another server holds it (process {self._holder()}); two servers on one directory would "
+                "lose each other's acknowledged changes: give each its own --checkpoint-dir or --shard, or stop that "
+                "one"
             ) from None
 
     def _holder(self) -> str:
@@ -248,11 +249,11 @@ class Ownership:
         return None
 
     def _give_up(self, what: str, *, repair: bool) -> None:
-        self.lost = f"{self._path} {what}, so nobody can tell whether the log beside it is whole"
+        self.lost = f"{self._path} {what}, so it is unknown whether the log beside it is complete"
         if not repair:
             raise CheckpointError(
-                f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, which "
-                "takes the log as it is"
+                f"the push log is damaged: {self.lost}. Restore the file from a copy, or start with --repair, which "
+                "uses the log as it is"
             )
 
     def _slots(self) -> list[_Slot]:
@@ -296,7 +297,7 @@ def _slots_in(memory: bytes) -> list[_Slot]:
 
 
 def _had_owner(directory: Path) -> bool:
-    """Return True if a log or a checkpoint lies there that was written beside an ``owner`` file."""
+    """Return True if a log or a checkpoint is there that was written beside an ``owner`` file."""
     if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
         return True
     for generation in complete_generations(directory):

@@ -113,7 +113,7 @@ class PushLog:
             self._broken = error
             self._check()
         raise CheckpointError(
-            f"the log in {self._directory} cannot be written now, and nothing was changed: {error}; it is tried again "
+            f"the log in {self._directory} cannot be written now, and nothing was changed: {error}; it will be retried "
             "at the next change"
         ) from error
 
@@ -157,7 +157,7 @@ class PushLog:
         if there.st_size < size or not there.st_nlink:
             what = f"has {there.st_size} of the {size} bytes written" if there.st_nlink else "was removed"
             raise CheckpointError(
-                f"the newest log file in {self._directory} {what}; nothing more is acknowledged here: put it back from "
+                f"the newest log file in {self._directory} {what}; nothing more is acknowledged here: restore it from "
                 "a copy, and start the server again"
             )
 
@@ -178,8 +178,8 @@ class PushLog:
                 self._check()
             try:
                 self._begin()
-            except OSError as error:  # the old file goes on
-                raise CheckpointError(f"no new log file can be begun in {self._directory} now: {error}") from error
+            except OSError as error:  # the old file continues
+                raise CheckpointError(f"no new log file can be started in {self._directory} now: {error}") from error
             return DirectoryContents(self._number, self._records, self._chain)
 
     def _begin(self) -> None:
@@ -232,8 +232,8 @@ class PushLog:
             raise CheckpointError(str(self._broken)) from self._broken
         if self._broken is not None:
             raise CheckpointError(
-                f"the log in {self._directory} could not be made durable: {self._broken}; whether the last changes are "
-                "on the disk is unknown: start this server again, which reads what is there"
+                f"the log in {self._directory} could not be made durable: {self._broken}; it is unknown whether the "
+                "last changes are on disk: restart this server, which reads what is there"
             ) from self._broken
         if self._file < 0:
             raise CheckpointError(f"the log in {self._directory} is closed")

@@ -12,7 +12,7 @@ acknowledged changes are lost, and the shard refuses to start without them; ``re
 damage. A file that this user may not read is not one of these, and is refused with and without ``repair``.
 
 The owner's position has the checksum of its last record, and the log must have the same one there: an owner file of
-another directory, or one that was begun anew beside an old log, would otherwise let a shortened log pass.
+another directory, or one that was begun again beside an old log, would otherwise let a shortened log pass.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class LogReader:
 
     Args:
         directory: of the shard.
-        start: the position where the loaded checkpoint ends, and the file that goes on from there; without a checkpoint
-            the log begins with its first record.
+        start: the position where the loaded checkpoint ends, and the file that continues from there; without a
+            checkpoint the log begins with its first record.
         known: the contents that the directory's owner recorded, if any.
         repair: let damage end the log instead of raising.
 
@@ -101,9 +101,9 @@ class LogReader:
             self._damaged(f"the log ends after record {count}", count)
 
     def _compare(self, count: int, chain: int, *, numbered: bool = False, start: bool = False) -> None:
-        """Raise if the owner's position cannot lie on this log, which has ``chain`` after ``count`` records.
+        """Raise if the owner's position cannot be on this log, which has ``chain`` after ``count`` records.
 
-        ``numbered``: records of this log lie here or before, which its owner knew of. ``start``: nothing before it is
+        ``numbered``: records of this log are here or before, which its owner knew of. ``start``: nothing before it is
         read, so the owner's position may not be there.
         """
         if not self._has_owner:
@@ -114,13 +114,13 @@ class LogReader:
             self._has_owner = False
             self.known = DirectoryContents()
             self.lost = (
-                f"{self._directory / 'owner'} belongs to another log than the one beside it, so nobody can tell "
-                "whether that is whole"
+                f"{self._directory / 'owner'} belongs to another log than the one beside it, so it is unknown "
+                "whether that log is complete"
             )
             if not self._repair:
                 raise CheckpointError(
-                    f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, "
-                    "which takes the log as it is"
+                    f"the push log is damaged: {self.lost}. Restore the file from a copy, or start with --repair, "
+                    "which uses the log as it is"
                 )
 
     def _open(self, number: int, count: int, chain: int, *, last: bool) -> Frames | None:
@@ -148,17 +148,20 @@ class LogReader:
         if preamble is None:
             return Frames(path, None, count, 0)
         if not self._begins and number == self._numbers[0] and preamble.first:
-            self._damaged(f"{path} begins with record {preamble.first}, and no checkpoint holds those before", 0)
+            self._damaged(f"{path} begins with record {preamble.first}, and no checkpoint holds the earlier ones", 0)
             return None
         if not self._begins and number == self._numbers[0]:
             chain = preamble.chain  # the log's name
         if (preamble.file, preamble.first, preamble.chain) != (number, count, chain):
-            self._damaged(f"{path} goes on from record {preamble.first}, not from {count}, or is of another log", count)
+            self._damaged(
+                f"{path} continues from record {preamble.first}, not from {count}, or belongs to another log",
+                count,
+            )
             return None
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """Return the record at which the next file goes on; records of a replaced server behind it were not
+        """Return the record at which the next file continues; records of a replaced server behind it were not
         acknowledged.
         """
         if number + 1 not in self._numbers:
@@ -172,14 +175,14 @@ class LogReader:
         return None if after is None else after.first
 
     def _may_end(self, frames: Frames, *, last: bool) -> bool:
-        """Cuts a torn tail off; true if the fault is one, and the log goes on."""
+        """Cuts a torn tail off; true if the fault is one, and the log continues."""
         where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
         old_start = frames.old and not behind  # each start began a new file, and left the tail as it was
         if not behind and frames.count >= self.known.records and (last or old_start):
             if last:
                 self._cut(frames.path, frames.at, str(frames.fault))
             return True
-        follows = f", and {behind} whole records lie behind it" if behind else ""
+        follows = f", and {behind} complete records follow it" if behind else ""
         self._damaged(where + follows, frames.count)
         return False
 
@@ -187,7 +190,7 @@ class LogReader:
         """Remove the end of a write that a crash has cut short; it was never acknowledged."""
         size = path.stat().st_size
         cut = size - at
-        _log.warning("%s: the last write was cut short (%s); %d bytes behind byte %d are dropped", path, why, cut, at)
+        _log.warning("%s: the last write was cut short (%s); %d bytes after byte %d are dropped", path, why, cut, at)
         report("parameter_server.log_cut", path=str(path), at=at, bytes=cut)
         if at:
             os.truncate(path, at)
@@ -200,10 +203,10 @@ class LogReader:
     def _damaged(self, what: str, kept: int) -> None:
         missing = self.known.records - kept
         gone = f"{missing} acknowledged changes" if missing > 0 else "an unknown number of changes"
-        self.lost = f"{what}. {gone[0].upper()}{gone[1:]} behind record {kept} cannot be read"
+        self.lost = f"{what}. {gone[0].upper()}{gone[1:]} after record {kept} cannot be read"
         if not self._repair:
             raise CheckpointError(
-                f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, which "
+                f"the push log is damaged: {self.lost}. Restore the file from a copy, or start with --repair, which "
                 f"keeps the {kept} records before the damage and sets the rest aside"
             )
 
@@ -223,7 +226,7 @@ class LogReader:
                     write_all(file.fileno(), prefix)
                     os.fsync(file.fileno())
         sync_directory(self._directory)
-        _log.warning("%s%s", self.lost, f"; what cannot be used lies in {aside.parent}" if aside else "")
+        _log.warning("%s%s", self.lost, f"; unusable files were moved to {aside.parent}" if aside else "")
         report("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
 
     def _prefix(self, path: Path) -> bytes:
