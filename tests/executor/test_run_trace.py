@@ -252,7 +252,8 @@ def test_stages_of_a_pipe_have_their_actions_and_arrows_for_what_goes_between(tm
     assert computed == {(phase, j, i) for phase in ("forward", "backward") for j in (0, 1) for i in (0, 1)}
     ends = [(trace.at(source)[-1]["name"], trace.at(target)[-1]["name"]) for source, target in trace.arrows]
     assert len(ends) == 4
-    assert {event["args"]["bytes"] for event in trace.spans("send activations")} == {2 * 3 * 4}
+    for way in ("activations", "gradients"):
+        assert {event["args"]["bytes"] for event in trace.spans(f"send {way}")} == {2 * 3 * 4}
     assert {event["args"]["peer"] for event in trace.spans("receive gradients")} == {"stage 1"}
 
 

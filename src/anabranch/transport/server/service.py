@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from queue import Empty, SimpleQueue
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -18,7 +18,7 @@ from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["Service", "serve_until_stopped"]
 
-_NAP = 3600.0  # a signal wakes at once
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Service(Protocol):
@@ -49,26 +49,27 @@ def serve_until_stopped(
         beside: makes a context that lives as long as the server.
     """
     keep_one_heap()
-    with _signals() as stop, make() as server, nullcontext() if beside is None else beside(server):
+    with _signals() as come, make() as server, nullcontext() if beside is None else beside(server):
         print(f"listening on {server.endpoint}", flush=True)
-        while True:
-            with suppress(Empty):
-                stop.get(timeout=_NAP)
-                return
+        while not set(come.recv(64)) & set(_STOPS):
+            pass
 
 
 @contextmanager
-def _signals() -> Iterator[SimpleQueue[int]]:
-    """Return a queue of the signals that come. Unlike an event, it may be filled by a handler at any instant:
-    ``Event.set`` waits for the lock that the interrupted ``Event.wait`` may hold.
+def _signals() -> Iterator[socket.socket]:
+    """Return a socket that tells the number of each signal that comes.
+
+    The interpreter's own C code writes there. Python code of a handler runs only after a wait that began in the same
+    instant, or inside it: there ``Event.set`` would wait for the lock that the interrupted ``Event.wait`` holds.
     """
-    come: SimpleQueue[int] = SimpleQueue()
-    before = {
-        number: signal.signal(number, lambda number, frame: come.put(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield come
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    come, tells = socket.socketpair()
+    tells.setblocking(False)
+    with come, tells:
+        before = {number: signal.signal(number, lambda number, frame: None) for number in _STOPS}
+        told = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        try:
+            yield come
+        finally:
+            signal.set_wakeup_fd(told)
+            for number, handler in before.items():
+                signal.signal(number, handler)

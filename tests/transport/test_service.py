@@ -1,0 +1,59 @@
+"""A service ends on a signal, at whatever instant that comes."""
+
+from __future__ import annotations
+
+from programs import Programs
+
+# A thread sends the signal as soon as the service listens, that is, while it begins to wait.
+STOPPED = """
+import os, signal, threading, time
+from contextlib import redirect_stdout
+from io import StringIO
+from anabranch.transport.server.service import serve_until_stopped
+
+ROUNDS = 200
+listens = threading.Semaphore(0)
+left = []
+
+
+class Server:
+    endpoint = "unix:/run/here"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        left.append(exception)
+
+
+class Out(StringIO):
+    def flush(self):
+        listens.release()
+
+
+def stop():
+    for number in range(ROUNDS):
+        listens.acquire()
+        until = time.perf_counter() + number % 50 * 2e-6
+        while time.perf_counter() < until:
+            pass
+        os.kill(os.getpid(), signal.SIGTERM if number % 2 else signal.SIGINT)
+
+
+thread = threading.Thread(target=stop)
+thread.start()
+before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+for _ in range(ROUNDS):
+    with redirect_stdout(Out()) as out:
+        serve_until_stopped(Server)
+    assert out.getvalue() == "listening on unix:/run/here\\n"
+thread.join()
+assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+print(len(left))
+"""
+
+
+def test_a_signal_is_seen_at_whatever_instant_it_comes(programs: Programs) -> None:
+    with programs.start(STOPPED) as process:
+        out, _ = process.communicate(60.0)
+    assert (process.returncode, out) == (0, "200\n")
