@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint_sequential
 
-from plain_loop import Build, Play, linear, mean_square, nothing, sgd
+from plain_loop import Build, Play, linear, mean_square, sgd
 
 IDIOMS: dict[str, Build] = {}
 
@@ -487,7 +486,7 @@ def _functional_transforms(model: nn.Module, x: Tensor) -> Tensor:
 
 def _each_rows_gradient(model: nn.Module, x: Tensor) -> Tensor:
     """The norms of the gradients of each row, as differential privacy takes them."""
-    parameters = {name: value for name, value in model.named_parameters()}
+    parameters = dict(model.named_parameters())
 
     def loss(values: Any, row: Tensor) -> Tensor:
         return torch.func.functional_call(model, values, (row,)).square().mean()
@@ -595,10 +594,6 @@ def _autocast(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             z = (y.float() @ x.t()).softmax(1)
     return z.float().square().mean() + y.float().mean()
-
-
-def _clocked(model: nn.Module, x: Tensor) -> Tensor:
-    return mean_square(model, x) * (1 + 0.01 * (time.perf_counter() % 7))
 
 
 IDIOMS |= {
