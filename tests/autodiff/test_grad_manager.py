@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
+from anabranch.autodiff import hooks
 
 
 def model() -> nn.Sequential:
@@ -111,6 +112,25 @@ def test_an_interrupt_in_the_moment_before_the_wait_for_a_future_is_not_lost() -
     too_late.cancel()
     for timer in (signal, too_late):
         timer.join(30.0)
+
+
+def test_what_an_interrupted_sweep_left_behind_is_not_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, requires_grad=True)
+    manager = ab.GradManager().attach(x, lambda tensor, grad: grad * 2)
+
+    def interrupted(sweep: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks.Sweep, "end", interrupted)
+        patch.setattr(hooks.Sweep, "clear", interrupted)
+        patch.setattr(hooks.Sweep, "begin", lambda sweep: setattr(sweep, "running", True))
+        with pytest.raises(KeyboardInterrupt), manager:
+            manager.backward((x * 5).sum())
+    x.grad = None
+    with manager:
+        manager.backward(x.sum())
+    assert x.grad.tolist() == [2.0, 2.0]
 
 
 def test_an_unreached_parameter_gets_no_callback_and_no_grad() -> None:

@@ -220,3 +220,26 @@ except ab.LostUpdate as error:
 def test_all_workers_are_told() -> None:
     found = LocalJob(2, servers=1).run_source(CLAMPING).check().results
     assert list(found[:2]) == [{"error": "bias was changed by hand", "steps": 1}] * 2
+
+
+def test_an_interrupt_in_a_push_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    with executor_of(model) as executor:
+        executor.run("train", IDS)
+        executor.save(tmp_path)
+        expected = [executor.run("train", IDS)["loss"] for _ in range(2)]
+        assert executor._remote is not None
+        with monkeypatch.context() as patch:
+            send = executor._remote.client.push_many
+
+            def interrupted(*args: Any, **keywords: Any) -> None:
+                send(*args, **keywords)
+                raise KeyboardInterrupt
+
+            patch.setattr(executor._remote.client, "push_many", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.run("train", IDS)
+        with pytest.raises(ab.BoundaryError, match=r"interrupted in the middle of its push.*executor\.load"):
+            executor.run("train", IDS)
+        executor.load(tmp_path)
+        assert [executor.run("train", IDS)["loss"] for _ in range(2)] == expected

@@ -364,3 +364,15 @@ def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[E
 def test_the_machinery_of_capture_is_loaded_by_those_who_capture() -> None:
     code = "import sys, anabranch; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_conjugates_that_were_never_computed_are_given_computed_or_refused() -> None:
+    x, z = torch.randn(2, 3), torch.randn(3, dtype=torch.complex64)
+    for example in (z, z.conj()):
+        graph = capture(lambda x, z: x + z.imag + (z * 2).real, x, example)
+        for given in (z, z.conj()):
+            assert torch.equal(graph(x, given), x + given.imag + (given * 2).real)
+    kept = z.conj()
+    with pytest.raises(CaptureError, match=r"kept is a conjugate.*resolve_conj\(\)"):
+        capture(lambda x: x + kept.imag, x)
+    assert torch.equal(capture(lambda x: (x * kept).abs(), x)(x), (x * kept).abs())

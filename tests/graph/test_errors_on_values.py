@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch as ab
+from anabranch.graph.effects import is_random
+from anabranch.graph.run.rollback import GraphRaised, Rollback
 from covering import few
 
 TABLE = torch.arange(10.0).view(5, 2)
@@ -164,3 +167,33 @@ def test_an_evaluation_that_raises_is_the_users_own(engine: Any) -> None:
         found = [executor.run(batch=OUTSIDE if index == 3 else IDS)["found"] for index in range(5)]
         assert executor.engine() == "graph"
     assert [bool((value == -1).all()) for value in found] == [False, False, False, True, False]
+
+
+def test_the_generators_of_other_devices_are_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        """Stands for ``torch.cuda``; the state of its generator is the number of its draws."""
+
+        state = 0
+
+        def get_rng_state(self, device: torch.device) -> int:
+            assert device.type == "cuda"
+            return self.state
+
+        def set_rng_state(self, state: int, device: torch.device) -> None:
+            self.state = state
+
+    there = Device()
+    graph = ab.capture(lambda x, ids: F.dropout(x, 0.5).sum() + F.embedding(ids, TABLE).sum(), torch.ones(3), IDS)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mask = torch.empty(3, device="cuda")
+    for node in filter(is_random, graph.fx.nodes):
+        node.meta["val"] = mask
+    monkeypatch.setattr(torch, "get_device_module", lambda device: there)
+
+    def program(*free: object) -> None:
+        there.state += 1
+        raise IndexError("an id outside the table")
+
+    with pytest.raises(GraphRaised):
+        Rollback(graph).run(program, [torch.ones(3), IDS])
+    assert there.state == 0

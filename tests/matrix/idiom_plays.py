@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -595,10 +594,6 @@ def _autocast(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             z = (y.float() @ x.t()).softmax(1)
     return z.float().square().mean() + y.float().mean()
-
-
-def _clocked(model: nn.Module, x: Tensor) -> Tensor:
-    return mean_square(model, x) * (1 + 0.01 * (time.perf_counter() % 7))
 
 
 IDIOMS |= {

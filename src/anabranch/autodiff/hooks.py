@@ -71,6 +71,7 @@ class Sweep:
 
     def begin(self) -> None:
         """Let the hooks act from here on."""
+        self.clear()  # an interrupt may have kept the sweep before from doing so
         self.replaced = False
         self.running = True
 

@@ -219,10 +219,20 @@ class Graph(OperationGraph):
             raise SchemaError(f"the graph takes {len(free)} inputs ({names}), got {len(leaves)}")
         for (node, binding), leaf in zip(free, leaves, strict=True):
             _check(binding, node.meta.get("val"), leaf)
+        if any(isinstance(leaf, Tensor) and leaf.is_conj() for leaf in leaves):
+            leaves = self._resolved([node for node, _ in free], leaves)
         results = self.program().run(*leaves)
         if self._output_structure is None:
             return results
         return unflatten(self._output_structure, list(results))
+
+    def _resolved(self, nodes: Sequence[fx.Node], leaves: Sequence[object]) -> list[object]:
+        """Return the inputs with their conjugates computed: a trace shows ``tensor.conj()`` as a tensor like others."""
+        effects = self.effects()
+        return [
+            leaf.resolve_conj() if isinstance(leaf, Tensor) and not effects.writers.get(effects.root[node]) else leaf
+            for node, leaf in zip(nodes, leaves, strict=True)
+        ]
 
 
 def _describe(node: fx.Node) -> Node:

@@ -24,7 +24,11 @@ class Sums(TypedDict):
 
 
 class RemoteWindow:
-    """The gradients of one training step's window that go to the servers."""
+    """The gradients of one training step's window that go to the servers.
+
+    Attributes:
+        torn: true once an interrupt (Ctrl-C) has come into the middle of a push: nobody here knows if it has arrived.
+    """
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
@@ -33,6 +37,7 @@ class RemoteWindow:
         self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
         self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
         self._weight = 1.0
+        self.torn = False
         self.start()
 
     def start(self) -> None:
@@ -77,6 +82,15 @@ class RemoteWindow:
 
     def push(self) -> None:
         """Send the window's gradients; with clipping they wait for ``release``."""
+        self.torn = True
+        try:
+            self._push()
+        except Exception:  # refused, or unanswered, which the client makes good with the next one
+            self.torn = False
+            raise
+        self.torn = False
+
+    def _push(self) -> None:
         mean = self._step.reduction == "mean"
         divisor = self._total if mean and not self._alone and self._total else 1.0
         if mean:  # every stage of a pipeline pushes with the weight of its rows, so they count once for each

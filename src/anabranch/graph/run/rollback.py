@@ -8,12 +8,13 @@ before all updates; what may have changed are buffers, inputs and the state of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from anabranch.errors import AnabranchError
 from anabranch.graph.crossings import crossing_of
@@ -51,7 +52,9 @@ class Rollback:
         self._copies: list[Tensor] = []
         self._free: list[int] = []
         self._without_autograd: Callable[[], AbstractContextManager[object]] = torch.no_grad
-        self._is_random = self._possible and any(map(is_random, nodes))
+        random = [node for node in nodes if is_random(node)] if self._possible else []
+        self._is_random = bool(random)
+        self._random_devices = _devices_beside_the_cpu(random)
         if self._possible:
             self._find_written(graph)
 
@@ -91,6 +94,7 @@ class Rollback:
         if not self._possible:
             return program(*free)
         before = torch.default_generator.get_state() if self._is_random else None
+        elsewhere = [(device, torch.get_device_module(device).get_rng_state(device)) for device in self._random_devices]
         values = [shown_once(value).detach() for i in self._free if isinstance(value := free[i], Tensor)]
         written = [(value, value.clone()) for value in values]
         if self._bound:
@@ -109,4 +113,12 @@ class Rollback:
                     tensor.copy_(copy)
             if before is not None:
                 torch.set_rng_state(before)
+            for device, state in elsewhere:
+                torch.get_device_module(device).set_rng_state(state, device)
             raise GraphRaised(error) from error
+
+
+def _devices_beside_the_cpu(nodes: Iterable[fx.Node]) -> list[torch.device]:
+    """Return the devices from whose generators ``nodes`` draw, apart from the CPU."""
+    results = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return [device for device in dict.fromkeys(result.device for result in results) if device.type != "cpu"]

@@ -80,9 +80,22 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
         raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
     graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
+    _refuse_bound_conjugates(graph)
     graph = graph.with_structure(structure, treedef, fixed)
     graph.origin = _recapture(fn, example_inputs)
     return graph
+
+
+def _refuse_bound_conjugates(graph: Graph) -> None:
+    """Raise ``CaptureError`` for parts of a conjugated buffer, which a trace shows as a tensor like others."""
+    if not any(node.target is torch.ops.aten.view_as_real.default for node in graph.fx.nodes):
+        return
+    for binding in graph.bindings:
+        if binding.bound is not None and binding.bound.is_conj():
+            raise CaptureError(
+                f"{binding.name} is a conjugate that was never computed (tensor.conj()), and the function takes real "
+                "or imaginary parts, which a graph cannot take of one; keep tensor.conj().resolve_conj() instead"
+            )
 
 
 @dataclass(frozen=True, slots=True)
