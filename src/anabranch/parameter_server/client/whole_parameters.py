@@ -1,7 +1,7 @@
 """Parameters on the servers of which every worker holds a copy: read whole, before a step begins.
 
 Dense parameters are always held so; a table is if the worker prefers to refresh all of it over requesting the rows of
-each batch. Of a table only the rows with a gradient are pushed: the servers move the others as the optimizer does.
+each batch. Of a table only the rows with a gradient are pushed: the servers update the others as the optimizer does.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class WholeParameters:
         return spec
 
     def refresh(self, step: int | None) -> None:
-        """Read all of them, in one message per shard, once it is the turn of ``step``."""
+        """Read all of them, in one message per shard, once ``step`` may read."""
         wanted = {
             name: torch.arange(len(held.parameter)) if held.rows else _NO_IDS for name, held in self._held.items()
         }
