@@ -1,6 +1,7 @@
-"""``Standing``, in every request: the shard that a client expects at an endpoint, and the pushes it expects there. The
-shard compares. A server that is another shard refuses the request, so endpoints in the wrong order split no table. One
-that holds fewer pushes was restarted without changes that it had acknowledged, and raises ``RolledBack``.
+"""``Standing``, in every request: the shard that a client expects at an endpoint, and the pushes it expects there.
+
+The shard compares. A server that is another shard refuses the request, so endpoints in the wrong order split no table.
+One that holds fewer pushes was restarted without changes that it had acknowledged, and raises ``RolledBack``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class Standing:
     Attributes:
         epoch: the client's.
         pushes: the highest place in any answer.
-        life: the shard's, for clients that must learn of any loss; else 0. shard, shards: the index of the server's
-        endpoint in the client's list, and the length of the list; 0 shards if the client does not send them.
+        life: the shard's, for clients that must learn of any loss; else 0.
+        shard, shards: the index of the server's endpoint in the client's list, and the length of the list; 0 shards if
+            the client does not send them.
     """
 
     epoch: bytes

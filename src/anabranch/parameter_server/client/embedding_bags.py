@@ -70,8 +70,8 @@ class EmbeddingBagCollection(nn.Module):
         skipped.
 
         Raises:
-            SchemaError: a feature that has a bag is missing, or has weights and a bag of another mode. CaptureError: a
-            graph is being captured, but it cannot read the sizes of features from a batch.
+            SchemaError: a feature that has a bag is missing, or has weights and a bag of another mode.
+            CaptureError: a graph is being captured, but it cannot read the sizes of features from a batch.
         """
         tracer = current_tracer()
         if tracer is not None and tracer.captures:

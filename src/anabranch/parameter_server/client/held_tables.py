@@ -46,8 +46,12 @@ class HeldTables:
     """The client's tables and parameters.
 
     Args:
-        calls: sends the requests. in_process: the one shard is in this process, which compiles its kernels. Attributes:
-        holdings: by name. made: the tables that this client has created or found, and their optimizers.
+        calls: sends the requests.
+        in_process: the one shard is in this process, which compiles its kernels.
+
+    Attributes:
+        holdings: by name.
+        made: the tables that this client has created or found, and their optimizers.
     """
 
     def __init__(self, calls: ShardCalls, *, in_process: bool) -> None:

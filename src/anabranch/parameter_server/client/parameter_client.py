@@ -243,8 +243,8 @@ class ParameterClient:
             kind: ``"dense"``: one tensor on one shard; ``"rows"``: rows over all shards, read and changed by id.
             dtype: float32, float64, bfloat16 or float16.
             init: a number, a tensor, a function of the shape, or ``Constant``, ``Uniform`` or ``Normal``, which the
-                shards draw themselves, so that no worker ever holds the whole tensor. optimizer: makes the optimizer of
-                a parameter; the shards run it.
+                shards draw themselves, so that no worker ever holds the whole tensor.
+            optimizer: makes the optimizer of a parameter; the shards run it.
 
         Raises:
             SchemaError: there is one of that name and another shape, dtype or optimizer.
@@ -399,9 +399,11 @@ class ParameterClient:
             training: admits ids to dynamic tables.
             step: the worker's step; the read waits until it may start. ``None`` reads the present values.
             known: for each table the version held of each id, from ``Pulled``, -1 for none; a row with a version is
-                sent only if it has changed since. widths: rows known as ``WITH_STATE`` are sent with their optimizer's
-                state, and this is the number of values of such a row; the state of the others is left zero. ahead: true
-                if no caller waits for the answer yet. exact: rows are not rounded, whatever ``compression`` says.
+                sent only if it has changed since.
+            widths: rows known as ``WITH_STATE`` are sent with their optimizer's state, and this is the number of values
+                of such a row; the state of the others is left zero.
+            ahead: true if no caller waits for the answer yet.
+            exact: rows are not rounded, whatever ``compression`` says.
         """
         for name, some in wanted.items():
             check_plain(some, f"the ids of {name}")

@@ -171,9 +171,10 @@ class _Link:
     """The source that the module reads from; a separate object, because connecting does not change the model.
 
     Attributes:
-        source: where rows are read: an executor's, or that of ``client``. client: created by the module for itself, or
-        by the module that it was copied from. owned: the module created the client, and so closes it. lost: the rows
-        were in the memory of another process.
+        source: where rows are read: an executor's, or that of ``client``.
+        client: created by the module for itself, or by the module that it was copied from.
+        owned: the module created the client, and so closes it.
+        lost: the rows were in the memory of another process.
     """
 
     def __init__(self, *, lost: bool = False) -> None:

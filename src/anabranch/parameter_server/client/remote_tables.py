@@ -183,7 +183,8 @@ class RemoteTables:
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` updates those without their
-        own."""
+        own.
+        """
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
                 rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
@@ -338,16 +339,17 @@ class RemoteTables:
             self._sources[name].leaving.append(due)
 
     def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
-        """Request the rows that the next step's lookups will miss, while this step runs; needs a cache. They are read
-        as of this step, before its pushes, and are in the cache when the next step begins: with a ``pull_bound`` of 0 they are
-        then checked by version, and sent again if they changed. With a larger bound, cached rows that will be too old by then
-        are requested as well.
+        """Request the rows that the next step's lookups will miss, while this step runs; needs a cache.
 
-                Args:
-                    wanted: ids by table; ids outside a table are left to the lookup that names them.
+        They are read as of this step, before its pushes, and are in the cache when the next step begins: with a
+        ``pull_bound`` of 0 they are then checked by version, and sent again if they changed. With a larger bound,
+        cached rows that will be too old by then are requested as well.
 
-                Raises:
-                    ValueError: there is no cache.
+        Args:
+            wanted: ids by table; ids outside a table are left to the lookup that names them.
+
+        Raises:
+            ValueError: there is no cache.
         """
         if self._cache is None:
             raise ValueError("prefetching needs a cache; give RemoteTables a cache")
@@ -442,8 +444,8 @@ class RemoteTables:
             weight: the rows of this worker's batch, if its loss is a mean over them.
             mean: gradients of the workers are averaged by weight; else they are added up.
             hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
-            given: the result of ``take``, if it has been called. beside: ids, gradients and the optimizer of other
-            parameters on the servers.
+            given: the result of ``take``, if it has been called.
+            beside: ids, gradients and the optimizer of other parameters on the servers.
 
         Raises:
             ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
@@ -667,6 +669,7 @@ class _Push:
 
 def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> None:
     """Read the rows of several upcoming lookups; for the tables of one ``RemoteTables``, in one message per shard.
+
     Sources of other kinds are left to the lookups.
     """
     alike: dict[RemoteTables, dict[str, list[Tensor]]] = {}

@@ -54,11 +54,12 @@ class Pulled:
 @dataclass(slots=True)
 class VersionClock:
     """Turns one shard's steps into versions that only grow: each generation counts from a base above the previous one.
+
     A version below the base belongs to a generation that has ended, and counts as unknown.
 
-        >>> clock = VersionClock()
-        >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
-        [3, 5, 6, 7]
+    >>> clock = VersionClock()
+    >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
+    [3, 5, 6, 7]
     """
 
     generation: int = 0

@@ -191,7 +191,8 @@ def _restore_table(tables: HeldTables, entry: Mapping[str, Any], groups: Callabl
 
 def _of_length(history: Tensor, steps: int) -> Tensor:
     """Return the last ``steps`` entries; missing ones are filled with the first, since no row still has to catch up on
-    them."""
+    them.
+    """
     missing = steps - len(history)
     return torch.cat([history[:1].expand(missing, -1), history]) if missing > 0 else history[-missing:]
 

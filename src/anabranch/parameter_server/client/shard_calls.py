@@ -22,7 +22,9 @@ _T = TypeVar("_T")
 
 
 class ShardCalls:
-    """Sends requests to the shards. Args:
+    """Sends requests to the shards.
+
+    Args:
         client: sends the requests.
         endpoints: of all shards, in their order.
         timeout: seconds that a call may take.
@@ -121,8 +123,9 @@ class ShardCalls:
         return error
 
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
-        """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive. Each
-        check repeats the request, so the intervals grow: a slow request gets through.
+        """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive.
+
+        Each check repeats the request, so the intervals grow: a slow request gets through.
         """
         if self._watch is None:
             return self.gather(requests, deadline)

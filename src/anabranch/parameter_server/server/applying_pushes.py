@@ -87,6 +87,7 @@ def weighted_shares(
     contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
 ) -> tuple[dict[str, list[_Given]], float]:
     """For each table and parameter, every worker's ids and gradients, weighted by its share in the mean and ``scale``.
+
     And a bound for any sum of them.
     """
     total = sum(push.message.weight for push in pushes) if total is None else total

@@ -78,8 +78,9 @@ class Shard:
     Args:
         shard, shards: the shard's number, and the number of shards.
         pool: threads that share a table's work; by default the caller's alone.
-        journal: called with every change before it is applied. take_back: called when the last journaled change was
-        refused while it was applied, and changed nothing. scratch: the directory of memory-mapped tables' files.
+        journal: called with every change before it is applied.
+        take_back: called when the last journaled change was refused while it was applied, and changed nothing.
+        scratch: the directory of memory-mapped tables' files.
     """
 
     def __init__(
@@ -159,7 +160,9 @@ class Shard:
         Returns:
             The reply and its tensors, as ``PullReply`` describes them.
 
-        Raises: NotFound: a table, parameter or id does not exist. SchemaError: tensors that do not fit the message.
+        Raises:
+            NotFound: a table, parameter or id does not exist.
+            SchemaError: tensors that do not fit the message.
             DeadlineExceeded: other workers' pushes have not arrived; names them.
         """
         tensors = _with_long_ids(tensors)
@@ -179,8 +182,9 @@ class Shard:
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
             NonFinite: NaN or Inf among the gradients, or in a row that finite ones would update; counted by ``peer``,
-                nothing is changed. DeadlineExceeded: a worker's push outside the steps is weighted by its share in its
-                last step, which not all have pushed; names them.
+                nothing is changed.
+            DeadlineExceeded: a worker's push outside the steps is weighted by its share in its last step, which not all
+                have pushed; names them.
         """
         tensors = _with_long_ids(tensors)
         with self._state:
@@ -202,7 +206,8 @@ class Shard:
         arrived.
 
         Raises:
-            DeadlineExceeded: some have not; names them. SchemaError: nothing is held of that step.
+            DeadlineExceeded: some are not; names them.
+            SchemaError: nothing is held of that step.
         """
         with self._state:
             self._wait_for_clocks(message.rank, message.step + 1, deadline, "norm")
@@ -257,7 +262,8 @@ class Shard:
 
     def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
         """Dtypes and sizes of the tensors that hold the message's values, before any memory is interpreted as
-        tensors."""
+        tensors.
+        """
         with self._state:
             return numbers_of(self._contents, message)
 
@@ -372,7 +378,8 @@ class Shard:
 
     def _merge(self, job: WorkerOrder, push: CheckedPush) -> None:
         """Keep a worker's push until all pushes of its step have arrived; if the step cannot be applied, nothing is
-        kept."""
+        kept.
+        """
         step = push.message.step
         # A copy: kept tensors must not change when the sender's buffers are used again.
         push = push._replace(tensors=[tensor.clone() for tensor in push.tensors])
@@ -471,7 +478,7 @@ class Shard:
             return state, groups
 
     def journal_pending(self) -> None:
-        """Writes the pushes that wait for those of other workers to a new journal."""
+        """Write the pushes that wait for those of other workers to a new journal."""
         with self._state:
             if self._job is None:
                 return

@@ -25,8 +25,10 @@ _SHOWN = 4
 
 
 def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
-    """Return the directory of one shard; it need not exist. Raises: CheckpointError: there is state of another number
-    of shards, and none of this number.
+    """Return the directory of one shard; it need not exist.
+
+    Raises:
+        CheckpointError: there is state of another number of shards, and none of this number.
     """
     others = _with_state(checkpoint_dir)
     if others and shards not in others:

@@ -243,8 +243,7 @@ class ParameterServer:
             try:
                 self._keeper.checkpoint()
                 said = ""
-            except BaseException as error:  # noqa: BLE001 - the shard continues to serve; its log, or the next try,
-            keeps the state
+            except BaseException as error:  # noqa: BLE001 - the shard still serves; its log, or the next try, keeps the state
                 report("parameter_server.checkpoint_failed", error=str(error))
                 if str(error) != said:
                     _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
@@ -299,8 +298,7 @@ class ParameterServer:
         ]
 
     def _standing(self, check: _Check) -> _Check:
-        """Return the check, once this is the shard that the client means, with all pushes acknowledged to the client.
-        """
+        """Return the check, once this is the shard that the client means and it has all acknowledged pushes."""
 
         def checks(header: RequestHeader) -> None:
             standing = Standing.decode(header.schema)
