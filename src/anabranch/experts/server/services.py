@@ -55,7 +55,7 @@ def make_backends(
     max_batch_size: int = 4096,
     device: torch.device | str | None = None,
 ) -> list[ExpertBackend]:
-    """Make the experts for a pattern of uids and the name of a module; ``make_experts`` for all that can be said.
+    """Make the experts for a pattern of uids and the name of a module; ``make_experts`` has all options.
 
     >>> [backend.uid for backend in make_backends("ffn.[0:2]", "ffn", features=8)]
     ['ffn.0', 'ffn.1']
