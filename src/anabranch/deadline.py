@@ -28,7 +28,7 @@ def check_seconds(**given: float) -> None:
 
     >>> check_seconds(checkpoint_seconds=1e10)
     Traceback (most recent call last):
-    ValueError: checkpoint_seconds is at most 1e+09 seconds, the longest wait there is, got 10000000000.0
+    ValueError: checkpoint_seconds is at most 1e+09 seconds, the longest possible wait, got 10000000000.0
 
     Raises:
         TypeError, ValueError: names the argument and its value.

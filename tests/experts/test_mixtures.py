@@ -390,10 +390,10 @@ def test_an_argument_that_is_no_number_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("x", "says"),
     [
-        (torch.ones(2, 4), r"is torch.float64, .* got torch.float32; give x.to\(torch.float64\)"),
-        (torch.ones(2, 4, dtype=torch.int64), "is torch.float64, .* got torch.int64"),
+        (torch.ones(2, 4), r"must be torch.float64, .* got torch.float32; give x.to\(torch.float64\)"),
+        (torch.ones(2, 4, dtype=torch.int64), "must be torch.float64, .* got torch.int64"),
         (torch.ones(2, 3, dtype=torch.float64), r"in_features=4, for its gate, got shape \(2, 3\)"),
-        ([1.0], "the tensor that its gate sees, got a list"),
+        ([1.0], "the tensor for its gate, got a list"),
     ],
 )
 @pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])

@@ -150,7 +150,10 @@ FORGERIES: dict[str, tuple[Callable[[bytes, dict[str, Path]], bytes], str]] = {
     "another job": (lambda entry, keys: forged(keys["weekly"], "experts", keys["one"]), "is for job 'weekly'"),
     "every job": (lambda entry, keys: forged(keys["every"], "experts", keys["one"]), "is for job '*'"),
     "another role": (lambda entry, keys: forged(keys["two"], "worker", keys["one"]), "'worker' may not announce ffn.0"),
-    "another uid": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], uid="ffn.1"), "signature is not"),
+    "another uid": (
+        lambda entry, keys: forged(keys["two"], "experts", keys["one"], uid="ffn.1"),
+        "signature was not made",
+    ),
     "over": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=0.001), "it expired"),
     "for ever": (lambda entry, keys: forged(keys["two"], "experts", keys["one"], ttl=1e9), "longer than a day"),
     "nowhere": (

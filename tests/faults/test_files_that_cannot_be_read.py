@@ -169,7 +169,7 @@ def test_a_repair_of_the_only_checkpoint_is_said_and_for_good(
     with Shard(fresh.parent, repair=True) as client:
         assert value(client) == 6
     [said] = [record.getMessage() for record in caplog.records if "a new checkpoint is written" in record.getMessage()]
-    assert "is gone" in said if harm is remove else f"lies in {fresh / 'set-aside'}" in said
+    assert "is missing" in said if harm is remove else f"moved to {fresh / 'set-aside'}" in said
     assert harm is remove or os.path.lexists(fresh / "set-aside" / "manifest-00000001.json")
     for expected in (6, 7):
         with Shard(fresh.parent) as client:

@@ -103,7 +103,7 @@ def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Pa
     )
     assert outcome.exit_code == 0, outcome
     assert "[[1.0, 1.0]]" in (tmp_path / "worker-0.log").read_text()
-    assert any("started again" in line for line in told)
+    assert any("restarted" in line for line in told)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ wait_for("go")
     assert (tmp_path / "expert-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
     assert [line.partition("; ")[2] for line in told] == [
         "restarted (1 of 2)",
-        "started again in 0.5 s (2 of 2)",
+        "restarted in 0.5 s (2 of 2)",
         "the job continues without it",
     ]
     assert all(line.startswith("expert 0 (pid ") and "SIGKILL" in line for line in told)

@@ -81,7 +81,7 @@ def test_the_longest_wait_comes_first_with_its_step_and_in_words(tmp_path: Path)
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     notes = trace_of(tmp_path, complete=False)["notes"]
-    assert "parameters 0 dropped 5 spans" in notes
+    assert "parameters 0 dropped 5 spans for lack of space" in notes
     assert "the run ended before all of its steps were recorded" in notes
 
 

@@ -1,8 +1,8 @@
-"""Experts on the remote side of a network: modules that train themselves, called as if they were here.
+"""Experts on the other side of a network: modules that train themselves, called as if they were local.
 
-Not a parameter server: an expert's parameters never leave it. Open ``client/calls.py`` first: it draws the boundary
-operation. ``client`` and ``server`` are its two ends, ``directory.py`` finds experts by name, ``schema.py`` and
-``wire.py`` are what both ends agree on.
+This is not a parameter server: an expert's parameters never leave it. Open ``client/calls.py`` first: it draws the
+boundary operation. ``client`` and ``server`` are its two ends, ``directory.py`` finds experts by name, and
+``schema.py`` and ``wire.py`` are shared by both ends.
 """
 
 from anabranch.experts.client.mixture import MixtureStatistics, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts

@@ -1,7 +1,7 @@
 """Tensors on the wire: unchanged, rounded to half precision, or as 8-bit integers with a scale for each block.
 
 Rounding is set in the ``TensorSpec``, which both sides know, so a message does not describe it. Ids are integers and
-cannot be rounded. A gradient travels in the form of the tensor that it belongs to.
+cannot be rounded. A gradient is sent in the format of its tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
 
 
 def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-    """Return the rows of ``spec`` that ``compress`` made ``parts`` of, up to rounding."""
+    """Return the rows of ``spec`` that ``compress`` turned into ``parts``, up to rounding."""
     if spec.compression is None:
         return parts[0]
     if spec.compression == "int8":

@@ -1,14 +1,13 @@
 """The directory of experts: announced with a time to live, looked up by uid, searched by prefix.
 
-An expert's server announces its uids again and again; a uid that is no longer announced is forgotten when its time is
-over, so nobody needs to notice that a server died. The table lives in one process's memory; ``DirectoryServer`` serves
-it to others.
+An expert's server renews the announcement of its uids; a uid that is no longer announced expires, so nobody needs to
+notice that a server died. The table is in one process's memory; ``DirectoryServer`` serves it to others.
 
 A server that draws its uids claims them before it makes their modules, because another that draws at the same time
 finds none of them announced yet. A claim ends when the uid is announced.
 
 Over a network no announcement is trusted unchecked: a role announces only its own kind, at an endpoint that others can
-reach; a uid belongs to the certificate that announced it first, until its time is over; and each job sees its own uids
+reach; a uid belongs to the certificate that announced it first, until it expires; and each job sees its own uids
 and those of servers that serve every job.
 """
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
 _SERVICES = frozenset({"experts", "parameters"})
-# Entries up to which the time that is over is not looked for.
+# Up to this many entries, expired ones are not searched for.
 _FEW = 1024
 
 
@@ -100,7 +99,7 @@ class _Table:
         with self._lock:
             now = self._clock()
             self._claims = {uid: claim for uid, claim in self._claims.items() if claim.expires > now}
-            # Those of the same claimer are given again: the network may have lost the answer.
+            # Those of the same claimer are returned again: the network may have lost the answer.
             free = [
                 uid
                 for uid in checked
@@ -131,7 +130,7 @@ class _Table:
         return found
 
     def _check_owner(self, uid: str, owner: str | None) -> None:
-        """Refuse a uid announced by another owner; ``None`` is the user of this host, and may replace any."""
+        """Refuse a uid announced by another owner; ``None`` is this host's user, who may replace any."""
         if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
             left = self._entries[uid].expires - self._clock()
             raise Unauthorized(f"{uid} was announced with another certificate, which holds it for {left:.0f} s more")
@@ -146,7 +145,7 @@ class _Table:
         return True
 
     def _sweep(self) -> None:
-        """Drop what has expired, which nobody may ever look up; twice as many entries bring about the next one."""
+        """Drop expired entries, which may never be looked up; runs again at twice as many entries."""
         for uid in list(self._entries):
             self._alive(uid)
         self._sweep_at = max(_FEW, 2 * len(self._entries))
@@ -182,7 +181,7 @@ class _LostTable:
 
 
 class Directory:
-    """Endpoints of experts by uid: this process's own table, or the one that a ``DirectoryServer`` serves.
+    """Endpoints of experts by uid: this process's own table, or that of a ``DirectoryServer``.
 
     >>> directory = Directory()
     >>> directory.announce(["ffn.0.1", "ffn.2.0"], "unix:/run/experts", ttl=30.0)
@@ -268,7 +267,9 @@ class Directory:
         self._table = _tables.get(token) or _LostTable(token)
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds; the last to announce a uid has it."""
+        """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds; a later announcement of a uid
+        replaces it.
+        """
         if self.endpoint is None:
             self._table.announce(uids, endpoint, ttl)
             return
@@ -277,7 +278,7 @@ class Directory:
             self._ask("directory.announce", (some, endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
+        """Announce that ``endpoint`` no longer serves ``uids``."""
         if self.endpoint is None:
             self._table.withdraw(uids, endpoint)
             return
@@ -288,7 +289,7 @@ class Directory:
         """Set aside for ``claimer`` those of ``uids`` that nobody has announced or claimed, and return them.
 
         A claim ends when anybody announces its uid, when it is released, and after ``ttl`` seconds. ``lookup`` leaves
-        claimed uids out: nobody serves them yet.
+        out claimed uids: they are not served yet.
 
         >>> directory = Directory()
         >>> directory.claim(["ffn.0", "ffn.1"], "one", ttl=60.0), directory.claim(["ffn.1", "ffn.2"], "other", ttl=60.0)
@@ -303,7 +304,7 @@ class Directory:
         return found
 
     def _claim_at_all(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
-        """Claim uids at every server that answers; what one of them does not give, the others get back."""
+        """Claim uids at every server that answers; those that one of them refuses are released at the others."""
         answers = self._ask("directory.claim", (list(uids), claimer, ttl))
         given = {endpoint: unpack(answer, list[str]) for endpoint, answer in answers.items()}
         everywhere = set.intersection(*map(set, given.values()))
@@ -313,7 +314,7 @@ class Directory:
         return [uid for uid in uids if uid in everywhere]
 
     def release(self, uids: Iterable[str], claimer: str) -> None:
-        """``claimer`` will not serve those of ``uids`` that it has claimed."""
+        """Release those of ``uids`` that ``claimer`` has claimed."""
         if self.endpoint is None:
             self._table.release(uids, claimer)
             return
@@ -331,7 +332,7 @@ class Directory:
         return found
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """For each prefix the indices, in order, that follow it in the announced uids."""
+        """Return for each prefix the indices, in order, that follow it in the announced uids."""
         if self.endpoint is None:
             return self._table.active(prefixes)
         found: dict[str, list[int]] = {}
@@ -342,7 +343,7 @@ class Directory:
         return found
 
     def _ask(self, verb: str, question: object, *, at: str | None = None) -> dict[str, bytes]:
-        """Return the answer of each server that gives one; ``at`` is the only one to be told."""
+        """Return the answer of each server that gives one; with ``at``, only that server is called."""
         assert self._replicas is not None
         assert self._reach is not None
         whole = self._within
@@ -354,14 +355,14 @@ class Directory:
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
-    """``directory`` itself, or the one that is served at the endpoint, or kept in the Redis, that it names."""
+    """Return ``directory`` itself, or the one at the endpoint or Redis URL that it names."""
     if not isinstance(directory, str):
         return directory
     return (RedisDirectory if is_redis_url(directory) else Directory)(directory, **client)  # type: ignore[arg-type]
 
 
 def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
-    """``directory``, bounded by ``deadline`` if it is one of ours."""
+    """Return ``directory``, bounded by ``deadline`` if it is one of anabranch's."""
     return directory.within(deadline) if isinstance(directory, Directory | RedisDirectory) else directory
 
 

@@ -4,12 +4,12 @@
 
     {"x": a, "pair": Point(b, None)}   -->   leaves [a, b, None]   and   dict(x=leaf, pair=named(Point; x=leaf, y=leaf))
 
-Containers are dicts and other mappings with text keys, lists, tuples and named tuples. What is given is read by the
-nesting that is expected, keys by name, so a mapping of any class is treated as another with the same keys, and a named
-tuple for a tuple of its length. ``None`` is a leaf: a missing tensor keeps its place.
+Containers are dicts and other mappings with string keys, lists, tuples and named tuples. A given structure is read by
+the expected nesting, keys by name, so all mappings with the same keys are equivalent, and a named tuple is equivalent
+to a tuple of its length. ``None`` is a leaf: a missing tensor keeps its place.
 
-A class crosses by name. It is looked up among the modules that this process has imported, and nothing is imported for
-it: where there is no such class, a mapping becomes a dict, and a named tuple one with the same fields.
+A class is sent by name. It is looked up among the modules that this process has imported, and nothing is imported for
+it: if there is no such class, a mapping becomes a dict, and a named tuple one with the same fields.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def nesting_of(structure: Structure) -> Nesting:
     """Return how ``structure`` nests.
 
     Raises:
-        SchemaError: a container that cannot cross.
+        SchemaError: a container that cannot be sent.
     """
     if isinstance(structure, Mapping):
         keys = list(structure)
@@ -182,7 +182,7 @@ def _make_mapping(made: type, items: dict[str, object]) -> Structure:
     if issubclass(made, defaultdict):
         return made(None, items)
     if dataclasses.is_dataclass(made):
-        # Such as Hugging Face's ModelOutput.
+        # For example Hugging Face's ModelOutput.
         return made(**items)
     if issubclass(made, OrderedDict):
         return made(list(items.items()))

@@ -1,9 +1,9 @@
 """Schemas of experts: nested ``TensorSpec``s of inputs and outputs, packed for the wire, and checked on arrival.
 
-Structures are mappings with text keys, lists, tuples, named tuples, specs and ``None`` (``nesting.py``); packing them
-needs no pickle. Two sides agree on a schema by its hash, so a request carries tensors only.
+Structures are mappings with string keys, lists, tuples, named tuples, specs and ``None`` (``nesting.py``); packing them
+needs no pickle. The two sides compare schemas by hash, so a request carries only tensors.
 
-A call may have more leading dimensions than one: they travel as rows, and the outputs get them back.
+A call may have more than one leading dimension: they are sent as rows, and restored in the outputs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 _DEEPEST = 16
 _AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
-# Below the 32,768 values from which torch computes in parallel, and a multiple of a cache line.
+# Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 
 Layout = list[tuple[str, TensorSpec]]
@@ -49,7 +49,7 @@ Layout = list[tuple[str, TensorSpec]]
 
 
 class Given(NamedTuple):
-    """The inputs of a call, in the schema's order, as rows; and the leading dimensions that were made rows."""
+    """The inputs of a call, in the schema's order, as rows; and the leading dimensions before flattening."""
 
     tensors: list[Tensor | None]
     leading: tuple[int, ...]
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The specs of an expert's inputs and outputs; derived values are cached, because every call needs them.
+    """The specs of an expert's inputs and outputs; derived values are cached, as every call needs them.
 
     Attributes:
         arguments: the specs of positional arguments, each nested as the argument is.
@@ -96,17 +96,17 @@ class Schema:
 
     @cached_property
     def takes_one(self) -> bool:
-        """True if the only input is one tensor, as is common: then there is nothing to flatten."""
+        """True if the only input is one tensor, the common case: there is nothing to flatten."""
         return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
 
     @cached_property
     def takes_as_is(self) -> bool:
-        """True if each input travels as one tensor, and as it is."""
+        """True if each input is sent as one tensor, unchanged."""
         return _travels_as_is(self.inputs)
 
     @cached_property
     def gives_as_is(self) -> bool:
-        """True if each output travels as one tensor, and as it is."""
+        """True if each output is sent as one tensor, unchanged."""
         return _travels_as_is(self.output_specs)
 
     @cached_property
@@ -135,15 +135,15 @@ class Schema:
         return self.output_nesting.rebuild([None if spec is None else next(numbers) for spec in self.output_specs])
 
     def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
-        """Return the outputs as the expert's module nests them; those that are ``None`` are not among ``outputs``."""
+        """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""
         if self.gives_one:
             return outputs[0]
         given = iter(outputs)
         return self.output_nesting.rebuild([None if spec is None else next(given) for spec in self.output_specs])
 
     def length_of(self, inputs: Sequence[Tensor | None]) -> int:
-        """Return the positions that ``inputs`` add to a sequence: the first size that varies of the first input that
-        has one.
+        """Return the positions that ``inputs`` add to a sequence: the first varying size of the first input that has
+        one.
 
         Raises:
             SchemaError: no input has a dimension that varies.
@@ -241,8 +241,8 @@ class Schema:
         """Return the sizes that the requests of a batch have in common, and the length of this one if it is padded.
 
         Args:
-            inputs: of the request; all ``None`` if it brings none.
-            gradients: of the outputs, if it brings any.
+            inputs: of the request; all ``None`` if it has none.
+            gradients: of the outputs, if it has any.
 
         Raises:
             SchemaError: tensors that are padded together differ in length.
@@ -256,7 +256,7 @@ class Schema:
         for tensor, spec, name in zip([*inputs, *gradients], specs, names, strict=True):
             if spec is None or not spec.varying:
                 continue
-            # Where one has no gradient, nobody knows that its output would be as large as others'.
+            # For one without a gradient it is unknown whether its output would be as large as others'.
             mine = [-1] * len(spec.varying) if tensor is None else spec.sizes_of(tensor.shape)
             if not self.pads:
                 sizes += mine
@@ -269,7 +269,7 @@ class Schema:
 
 
 def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:
-    """Return the dimensions before those of ``spec``, at least one; raises if the others do not fit."""
+    """Return the dimensions before those of ``spec``, at least one; raise if the others do not fit."""
     if isinstance(leaf, Tensor):
         count = leaf.ndim - len(spec.shape)
         if count >= 1 and leaf.dtype is spec.dtype and spec.fits(leaf.shape[count:]):
@@ -346,7 +346,7 @@ def _unpack(node: object, depth: int) -> Structure:
     nesting, specs = _unpack_node(node, depth)
     try:
         return nesting.rebuild(specs)
-    except Exception as error:  # noqa: BLE001 - of a mapping class that takes tensors only
+    except Exception as error:  # noqa: BLE001 - from a mapping class that accepts only tensors
         report("experts.plain_schema", error=str(error))
         return nesting.rebuild(specs, plain=True)
 
@@ -445,7 +445,7 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Split into parts so small that torch sums each on the calling thread.
 
-    A larger sum would start a team of threads, for every connection's thread that ever asked.
+    A larger sum would start a team of threads for each connection's thread.
     """
     if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]
@@ -462,7 +462,7 @@ def _describe(arguments: Structure, keywords: Mapping[str, Structure]) -> str:
 
 
 def outline(structure: Structure) -> str:
-    """Return a structure of tensors or specs as a short text."""
+    """Return a structure of tensors or specs as a short string."""
     if isinstance(structure, Tensor):
         return f"{tuple(structure.shape)} {dtype_name(structure.dtype)}"
     if isinstance(structure, TensorSpec):

@@ -12,9 +12,9 @@ from anabranch.transport.directory.uids import UID, check_uid
 __all__ = ["UidPattern", "draw_uids", "expand_uids"]
 
 _RANGE = re.compile(r"\[(0|[1-9][0-9]*):(0|[1-9][0-9]*)\]")
-# So many can be counted by Python's own ranges.
+# Python's ranges can count up to this many.
 _MOST_UIDS = 1 << 62
-# Uids that are drawn at first: a directory is asked about this many at once.
+# Uids drawn at first: a directory is asked about this many at once.
 _FIRST_DRAWS = 256
 
 
@@ -31,7 +31,7 @@ def expand_uids(pattern: str) -> list[str]:
 
 
 class UidPattern(Sequence[str]):
-    """The uids that a pattern stands for, in order, none of which is made before it is requested.
+    """The uids of a pattern, in order, each created only when requested.
 
     >>> many = UidPattern("ffn.[0:4096].[0:4096].[0:4096]")
     >>> many[4097], "ffn.7.8.9" in many, "ffn.7.8.4096" in many, many.size

@@ -9,7 +9,7 @@
     expert.session_end     a session's id -> nothing
     expert.session_count   -> the number of the expert's open sessions
 
-Tensors come in the schema's order. A missing gradient is left out, and the payload says which are present. A forward
+Tensors come in the schema's order. A missing gradient is left out, and the payload lists those present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
 """
 
@@ -78,11 +78,11 @@ _unpack_count = unpacker(int)
 
 
 class StepHeader(NamedTuple):
-    """The facts that a step of a session sends beside its inputs.
+    """The fields that a step of a session sends beside its inputs.
 
     Attributes:
         session: the id, drawn by the caller.
-        number: of the step, from 0; one that is asked again keeps its number.
+        number: of the step, from 0; a retry keeps its number.
         max_length: positions that the session may grow to.
         ttl: seconds without a step after which the server may close the session.
     """
@@ -159,7 +159,7 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
 def from_wire(
     parts: Sequence[Tensor], specs: Sequence[TensorSpec | None], present: Sequence[bool] | None = None
 ) -> list[Tensor | None]:
-    """Return the tensors in the places of ``specs``, ``None`` for those that are not ``present``."""
+    """Return the tensors in the order of ``specs``, ``None`` for those that are not ``present``."""
     tensors: list[Tensor | None] = []
     position = 0
     for index, spec in enumerate(specs):
@@ -189,13 +189,13 @@ def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes) -> bytes:
 
 
 def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
-    """Unpack the payload that ``pack_backward`` made."""
+    """Unpack a payload of ``pack_backward``."""
     present, ticket = _unpack_backward(payload)
     return present, read_ticket(ticket)
 
 
 def read_present(payload: bytes) -> list[bool]:
-    """Unpack the payload that ``pack_present`` made."""
+    """Unpack a payload of ``pack_present``."""
     return _unpack_present(payload)
 
 
@@ -205,12 +205,12 @@ def pack_present(tensors: Sequence[Tensor | None]) -> bytes:
 
 
 def pack_step(header: StepHeader) -> bytes:
-    """Pack what a step says."""
+    """Pack the fields of a step."""
     return pack(tuple(header))
 
 
 def read_step(payload: bytes) -> StepHeader:
-    """Unpack the payload that ``pack_step`` made; a ``SchemaError`` for values that no session has."""
+    """Unpack a payload of ``pack_step``; a ``SchemaError`` for values that no session has."""
     header = StepHeader(*_unpack_step(payload))
     if not header.session or len(header.session) > _LONGEST_TICKET:
         raise SchemaError(f"a session's id is 1 to {_LONGEST_TICKET} bytes, got {len(header.session)}")
@@ -227,5 +227,5 @@ def pack_count(count: int) -> bytes:
 
 
 def read_count(payload: bytes) -> int:
-    """Unpack the payload that ``pack_count`` made."""
+    """Unpack a payload of ``pack_count``."""
     return _unpack_count(payload)

@@ -1,6 +1,6 @@
 """Capturing, inspecting, changing and running a training step as one graph.
 
-Not a tensor engine: the operations are ATen's, and the tracer is torch's ``make_fx``. Open ``step.py`` first: a
+It is not a tensor engine: the operations are ATen's, and the tracer is torch's ``make_fx``. Open ``step.py`` first: a
 training step as graphs. ``dynamo`` reads the Python code, ``trace`` makes graphs of its torch calls, ``passes`` rewrite
 them, ``run`` runs them, ``view`` shows them.
 """

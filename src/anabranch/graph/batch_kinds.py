@@ -1,4 +1,4 @@
-"""A batch's kind: which programs to try first. A hint: guards decide, and a wrong hint costs a longer search."""
+"""A batch's kind, a hint which programs to try first: guards decide, and a wrong hint costs a longer search."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
     dx, = cross_backward(state, [x, mask], [dy0, None])
 
 They call the boundary's own methods, as the tape does. The value ``state`` carries one run's data for backward: it is
-freed behind its last reader, or with the frame of a run that fails, and several runs may be in progress at once. The
-inputs are arguments of the backward node too, so that no other node reuses their memory before it.
+freed after its last reader, or with the frame of a failed run, and several runs may be in progress at once. The inputs
+are arguments of the backward node too, so that no other node reuses their memory before it.
 
 A crossing is an effect: no pass drops, merges, repeats or reorders it.
 """
@@ -48,7 +48,7 @@ class Crossing(ABC):
 
     @abstractmethod
     def __call__(self, *arguments: Any) -> tuple[object, ...]:
-        """Crosses the boundary."""
+        """Cross the boundary."""
 
     @property
     def label(self) -> str:
@@ -81,9 +81,9 @@ class ForwardCrossing(Crossing):
 
 
 class BackwardCrossing(Crossing):
-    """Takes that state, the inputs and the outputs' gradients; returns the gradients of the inputs that want one.
+    """Takes that state, the inputs and the outputs' gradients; returns the gradients of the inputs that require one.
 
-    A graph needs every gradient that its capture promised: where the remote side gives none, zeros are returned.
+    A graph needs every gradient that its capture promised: if the remote side gives none, zeros are returned.
     """
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool]) -> None:

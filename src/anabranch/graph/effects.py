@@ -144,7 +144,7 @@ def mark_unused_calls(graph: fx.Graph) -> None:
 
 
 def _is_pure(target: object) -> bool:
-    """Return True for a call that does nothing but to give its result."""
+    """Return True for a call whose only effect is its result."""
     return target is operator.getitem or (isinstance(target, OpOverload) and not target._schema.is_mutable)
 
 

@@ -1,4 +1,4 @@
-"""``EvalProgram``: an evaluation as graphs, forward alone, with the same guards as a training step."""
+"""``EvalProgram``: an evaluation as graphs, forward only, with the same guards as a training step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PreparedEvaluation:
         return dict(zip(self.forward.graph.outputs, self.forward.results(self.args), strict=True))
 
     def confirm(self) -> None:
-        """Lets the program run from now on without ``may_trace``: it gave what eager mode gives."""
+        """Let the program run from now on without ``may_trace``: its results were those of eager mode."""
         self.forward.confirmed = True
 
     def talks(self) -> bool:
@@ -101,7 +101,7 @@ class EvalProgram:
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            may_trace: make a graph where none fits; else that is a ``GuardMiss``, as is a graph that was prepared and
+            may_trace: make a graph if none fits; otherwise raise ``GuardMiss``, also for a graph that was prepared but
                 never confirmed.
         """
         kind = (kind_of(batch), tuple(fetch))

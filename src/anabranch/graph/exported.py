@@ -26,7 +26,7 @@ def to_torch_export(graph: OperationGraph) -> ExportedProgram:
                 "boundary, a group of workers, a Python function), which no exported program can hold; export the "
                 "graph of the local computation"
             )
-    with torch.no_grad():  # backward is among the operations already, where it was wanted
+    with torch.no_grad():  # backward is already among the operations, if it was requested
         return export(_Operations(graph), _example_inputs(graph))
 
 

@@ -42,7 +42,7 @@ class Graph(OperationGraph):
     """A captured function: named inputs, operations, named outputs.
 
     A graph is a value: the passes return new ones and leave theirs unchanged. State (parameters, buffers, optimizer
-    state) is an input that is bound already, and is updated in place on the user's own tensors.
+    state) is an input that is already bound, and is updated in place in the user's own tensors.
     """
 
     _program: Program | None = None
@@ -65,8 +65,8 @@ class Graph(OperationGraph):
         return self._program
 
     def telling_program(self, told: Mapping[str, Callable[[object], None]]) -> Program:
-        """Return a program that hands each output in ``told`` over at the line where it is final, the first of them
-        first.
+        """Return a program that passes each output in ``told`` to its callback at the line where it is final, in that
+        order.
         """
         lowered = lower(self)
         results = dict(zip(lowered.outputs, lowered.results, strict=True))
@@ -81,7 +81,7 @@ class Graph(OperationGraph):
         return plan_memory(self)
 
     def recompute(self, budget_bytes: int) -> Graph:
-        """Return this graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the
+        """Return this graph with values recomputed instead of kept, so that ``memory_plan().peak_bytes`` fits the
         budget.
 
         >>> import torch
@@ -134,7 +134,7 @@ class Graph(OperationGraph):
         return self.times
 
     def to_html(self, path: str | Path) -> None:
-        """Write one page that loads nothing: the operations by module, boundaries coloured, shapes and bytes on edges.
+        """Write one self-contained page: the operations by module, boundaries coloured, shapes and bytes on edges.
 
         Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
         shows the time of each operation.
@@ -156,7 +156,7 @@ class Graph(OperationGraph):
 
     @staticmethod
     def load(path: str | Path) -> Graph:
-        """Return the graph that ``save`` wrote, with state of its own.
+        """Return the graph written by ``save``, with its own state.
 
         >>> import tempfile, torch
         >>> from anabranch.graph import capture
@@ -176,8 +176,8 @@ class Graph(OperationGraph):
     def to_torch_export(self) -> ExportedProgram:
         """Return the graph as a program of ``torch.export``, for the compilers and runtimes that read those.
 
-        It takes what the graph takes (a graph of ``gradients``: one tensor after the other), holds the graph's own
-        state under its names, and updates it as the graph does; shapes are those of the capture.
+        It takes the graph's inputs (a graph of ``gradients``: one tensor after the other), holds the graph's own state
+        under its names, and updates it as the graph does; shapes are those of the capture.
 
         >>> import torch
         >>> from anabranch.graph import capture
@@ -193,7 +193,7 @@ class Graph(OperationGraph):
         return to_torch_export(self)
 
     def to_dot(self) -> str:
-        """Return the graph in Graphviz's language, a cluster a module."""
+        """Return the graph in Graphviz's language, with a cluster per module."""
         from anabranch.graph.view.dot import to_dot
 
         return to_dot(self)

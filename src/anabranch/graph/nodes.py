@@ -1,4 +1,4 @@
-"""One node of a graph: copied, made again, run by hand."""
+"""One node of a graph: copied, recreated, run by hand."""
 
 from __future__ import annotations
 

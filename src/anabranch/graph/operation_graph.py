@@ -1,4 +1,4 @@
-"""``OperationGraph``: operations on named inputs, without what ``Graph`` reports of them. Passes import this file."""
+"""``OperationGraph``: operations on named inputs, without the reports of ``Graph``. Passes import this file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OperationGraph:
     """Named inputs, operations and named outputs, as nodes of a ``torch.fx.Graph``.
 
     A graph is a value: the passes return new ones and leave theirs unchanged. State (parameters, buffers, optimizer
-    state) is an input that is bound already, and is updated in place on the user's own tensors.
+    state) is an input that is already bound, and is updated in place in the user's own tensors.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class OperationGraph:
     def with_structure(
         self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
     ) -> Self:
-        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
+        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take only that value."""
         bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
         graph = type(self)(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
         graph.origin = self.origin

@@ -1,4 +1,4 @@
-"""``StepProgram``: a training step as graphs, one for each set of values that are fixed in one.
+"""``StepProgram``: a training step as graphs, one for each set of fixed values.
 
 ::
 
@@ -6,8 +6,8 @@
                                          (forward, autograd)   |         (traced)    (unmodified optimizer)
                                                                +-- sparse rows ---------> optimizer.step on those rows
 
-The three graphs are captured apart and joined into one, which ``run`` runs. ``backward`` and ``update`` run them apart,
-for a caller whose work in between cannot be traced.
+The three graphs are captured separately and joined into one, which ``run`` runs. ``backward`` and ``update`` run them
+separately, for a caller whose work in between cannot be traced.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Prepared:
     args: tuple[object, ...]
 
     def confirm(self) -> None:
-        """Lets the program run from now on without ``may_trace``: it was compared with another engine.
+        """Let the program run from now on without ``may_trace``: it was compared with another engine.
 
-        Until then such a run is a ``GuardMiss``. A step that the other engine could not take, because of a mistake or
-        of an interrupt, has compared nothing.
+        Until then such a run raises ``GuardMiss``. A step that the other engine could not run, because of a mistake or
+        an interrupt, has compared nothing.
         """
         self.joint.confirmed = True
 
@@ -195,7 +195,7 @@ class StepProgram(StepState):
             fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
                 it; sparse for a table looked up sparsely, ``None`` where none arrives).
             begin: called with the names of the outputs before any computation.
-            may_trace: make a graph where none fits; else that is a ``GuardMiss``, as is a graph that was prepared and
+            may_trace: make a graph if none fits; otherwise raise ``GuardMiss``, also for a graph that was prepared but
                 never confirmed.
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
@@ -270,7 +270,7 @@ class StepProgram(StepState):
     def _through_front(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
     ) -> tuple[dict[str, Structure], dict[str, Structure]]:
-        kind = (kind_of(batch), modules, _SMALLEST * 0.5 == 0.0)  # where tiny numbers are flushed, others are folded
+        kind = (kind_of(batch), modules, _SMALLEST * 0.5 == 0.0)  # with denormals flushed, constants fold differently
         if kind not in self._kinds:
             if len(self._kinds) >= _MOST_GRAPHS:
                 raise CaptureError(

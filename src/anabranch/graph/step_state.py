@@ -1,4 +1,4 @@
-"""``StepState``: a captured step's knowledge of its model and optimizers, and the optimizers' part of the step."""
+"""``StepState``: a captured step's model and optimizers, and the optimizers' part of the step."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in known and not parameter.numel():
-                    continue  # lives on the servers, which move it
+                    continue  # on the servers, which update it
                 if parameter not in known:
                     raise CaptureError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "

@@ -1,7 +1,7 @@
 """A graph as one file: its state as safetensors, its operations as JSON in that file's metadata. Nothing is unpickled.
 
-Operations are written by their names in PyTorch's registry, and looked up there again; examples of their results are
-not written but worked out again, without data. So a file can name operators and numbers, and no code.
+Operations are written by their names in PyTorch's registry, and looked up there; examples of their results are not
+written but recomputed, without data. So a file can contain operators and numbers, but no code.
 """
 
 from __future__ import annotations

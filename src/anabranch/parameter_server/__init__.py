@@ -1,7 +1,7 @@
 """Tables and parameters on servers: read by id before a step, updated by id after it, by any number of workers.
 
-Not the tables themselves, which are ``anabranch.tables``. ``server`` is one shard, ``client`` a worker's side,
-``messages.py`` what the two say to each other; open ``client/parameter_client.py`` first.
+The tables themselves are in ``anabranch.tables``. ``server`` is one shard, ``client`` a worker's side, and
+``messages.py`` the messages between them; open ``client/parameter_client.py`` first.
 """
 
 from anabranch.parameter_server.client import (

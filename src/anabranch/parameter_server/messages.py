@@ -1,8 +1,8 @@
 """Messages between workers and shards: the payload of each verb, beside the tensors.
 
 A message covers several tables and parameters at once, so that all requests of a step to a shard are one message. Their
-ids travel in one tensor, of int32 where every id of all its tables fits and else of int64. Their numbers are laid out
-by ``packing.py``, one part after the other, so the number of tensors never grows with the number of tables.
+ids are sent in one tensor: int32 if every id of all its tables fits, else int64. Their numbers are laid out by
+``packing.py``, one part after the other, so the number of tensors never grows with the number of tables.
 
 Ids of one part that differ in kind are ordered by kind, and the part gives the number of each, so no id carries fields
 that its kind does not need::
@@ -10,11 +10,10 @@ that its kind does not need::
     pull   with state │ not known │ known        ages of the known ones only
     push   of one step │ sums over several       squares of the sums only
 
-A known row is found to have changed by steps, not by versions of rows: rows are read as of the table's step, and a
-client that holds them asks again with that step. A row has changed if its last step is later. Steps are not comparable
-where a shard did not continue from its earlier state: one that was started again, or that loaded rows or dropped
-    tables.
-It then has another ``generation``, and for a client with an older one every known row has changed.
+Whether a known row has changed is decided by steps, not by versions of rows: rows are read as of the table's step, and
+a client that holds them sends that step with its next request. A row has changed if its last step is later. Steps are
+not comparable if a shard did not continue from its earlier state: it was restarted, loaded rows or dropped tables. It
+then has a new ``generation``, and for a client with an older one every known row has changed.
 """
 
 from __future__ import annotations

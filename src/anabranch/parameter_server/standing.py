@@ -1,7 +1,7 @@
-"""``Standing``: the shard that a client takes a server for, and the pushes it believes it to hold, in every request.
+"""``Standing``, in every request: the shard that a client expects at an endpoint, and the pushes it expects there.
 
-The shard compares. A server that is another shard refuses the request, so that endpoints in the wrong order divide no
-table. One that holds fewer pushes came back without changes that it had acknowledged, and refuses with ``RolledBack``.
+The shard compares. A server that is another shard refuses the request, so endpoints in the wrong order split no table.
+One that holds fewer pushes was restarted without changes that it had acknowledged, and raises ``RolledBack``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Standing:
         epoch: the client's.
         pushes: the highest place in any answer.
         life: the shard's, for clients that must learn of any loss; else 0.
-        shard, shards: the place of the server's endpoint in the client's list, and the length of the list; 0 shards
-            for a client that does not say.
+        shard, shards: the index of the server's endpoint in the client's list, and the length of the list; 0 shards if
+            the client does not send them.
     """
 
     epoch: bytes
@@ -69,7 +69,7 @@ class Ledger:
         elif place > 0 and not any(first <= place <= last for first, last in self._runs):
             insort(self._runs, (place, place))
             at = self._runs.index((place, place))
-            for left in (at, at - 1):  # answers that came in another order than the pushes
+            for left in (at, at - 1):  # answers that arrived in another order than the pushes
                 if 0 <= left < len(self._runs) - 1 and self._runs[left][1] + 1 == self._runs[left + 1][0]:
                     self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
 

@@ -1,9 +1,9 @@
-"""A sequential model split into stages that run at once, with tensors that jump over stages, and exact gradients.
+"""A sequential model split into stages that run concurrently, with skip connections between stages and exact gradients.
 
-Not a tensor-parallel or data-parallel library. It cuts a ``nn.Sequential`` between its layers, whose long connections
-are skips; ``split`` makes one of other models. Open ``pipe.py`` for the users' class, then ``action_runner.py``, the
-loop over a rank's actions. ``schedule`` orders the actions, ``stage`` runs one stage forward and backward, ``links``
-carry tensors between stages, ``parts`` makes layers of a model that is not a sequence.
+It is not a tensor-parallel or data-parallel library. It cuts a ``nn.Sequential`` between its layers, whose long
+connections are skips; ``split`` makes one from other models. Open ``pipe.py`` for the users' class, then
+``action_runner.py``, the loop over a rank's actions. ``schedule`` orders the actions, ``stage`` runs one stage forward
+and backward, ``links`` carry tensors between stages, ``parts`` makes layers of a model that is not a sequence.
 """
 
 from anabranch.pipeline.microbatch import NoChunk

@@ -1,4 +1,4 @@
-"""Carries out a rank's actions: the one loop behind forward, backward and step, in one process and across ranks."""
+"""Runs a rank's actions: the loop behind forward, backward and step, in one process and across ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Runner:
         self.input_gradients: dict[tuple[int, int], Message] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Carries out ``actions`` in order.
+        """Run ``actions`` in order.
 
         Raises:
             ActionFailure: a stage raised.

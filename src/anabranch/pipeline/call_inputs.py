@@ -67,7 +67,7 @@ def split_target(args: tuple[Structure, ...], target: Structure) -> tuple[tuple[
 
 
 def check_rows(value: Structure, rows: int, what: str) -> None:
-    """Raise for tensors of other numbers of rows than the batch has."""
+    """Raise for tensors whose number of rows differs from the batch's."""
     if not has_rows(value):
         return
     found = count_batch_rows(value, what)

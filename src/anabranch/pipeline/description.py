@@ -1,4 +1,4 @@
-"""A table of a pipe: the layers of each stage, its times, and the bytes that cross to the next."""
+"""A table of a pipe: the layers of each stage, its times, and the bytes sent to the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Observed:
     sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, other: Observed) -> None:
-        """Take over the measurements of ``other``."""
+        """Add the measurements of ``other``."""
         self.seconds |= other.seconds
         self.sent_bytes |= other.sent_bytes
 
@@ -39,7 +39,7 @@ class Observed:
 
     @classmethod
     def from_plain(cls, lists: object) -> Observed:
-        """Rebuild the measurements from the lists that ``as_plain`` gave."""
+        """Rebuild the measurements from the lists of ``as_plain``."""
         seconds, sizes = cast("tuple[list[tuple[int, str, float]], list[tuple[int, int, int]]]", lists)
         return cls(
             {(stage, phase): second for stage, phase, second in seconds},

@@ -28,7 +28,7 @@ __all__ = ["LocalEngine", "annotate"]
 class LocalEngine:
     """Runs every rank's actions on its own worker thread; keeps the threads until it is closed or collected.
 
-    It is its own turn, because there are no other processes to agree with.
+    It is its own turn, because there are no other processes to coordinate with.
 
     Args:
         rank_of: the rank of each stage.
@@ -58,7 +58,7 @@ class LocalEngine:
         return make()
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """Return the share given, alone: there are no ranks in other processes."""
+        """Return only the given share: there are no ranks in other processes."""
         return [tensor]
 
     def spread(self, value: Structure, source: int) -> Structure:
@@ -81,7 +81,7 @@ class LocalEngine:
         *,
         keep: bool = False,
     ) -> CallOutcome:
-        """Carries out all ranks' actions at once; raises the error of a stage, with a note of the place."""
+        """Run all ranks' actions at once; raise the error of a stage, with a note of the place."""
         if self._workers is None:
             self._workers = StageThreads(len(actions), "anabranch-stage")
         deadline = Deadline.after(self._timeout)

@@ -1,6 +1,6 @@
 """A batch cut into microbatches along its rows, and joined again.
 
-Rows are dim 0 of every tensor. Numbers, strings, ``None``, tensors of no dimensions and what ``NoChunk`` wraps have
+Rows are dim 0 of every tensor. Numbers, strings, ``None``, tensors of no dimensions and values in ``NoChunk`` have
 none: each microbatch gets them whole.
 """
 
@@ -49,7 +49,7 @@ class NoChunk:
 
 
 def open_whole(batch: Structure) -> tuple[Structure, list[bool]]:
-    """Return ``batch`` without its ``NoChunk``, and for each leaf of that whether it goes whole to every microbatch."""
+    """Return ``batch`` without its ``NoChunk``, and for each leaf whether every microbatch gets it whole."""
     leaves, treedef = flatten(batch)
     opened: list[object] = []
     whole: list[bool] = []

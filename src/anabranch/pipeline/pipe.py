@@ -1,4 +1,4 @@
-"""``Pipe``: a ``nn.Sequential`` split into stages, used like the module it was.
+"""``Pipe``: a ``nn.Sequential`` split into stages, used like the original module.
 
 The file is long because it is the whole interface of a pipe: a module's methods, a step's, and the checks of user
 input; stages, schedules and messages are in other files.
@@ -106,7 +106,7 @@ class Shared:
     Attributes:
         loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
         rows: the number of rows in the batch.
-        words: the words of the callers on the ranks, in the order of ranks.
+        words: the values passed by the callers on the ranks, in the order of ranks.
     """
 
     loss: Tensor
@@ -271,7 +271,7 @@ class Pipe(nn.Module):
         return [layer for j in self._here for layer in self._stages[j].layers]
 
     def extra_repr(self) -> str:
-        """Return how the layers are shared out, and the order of the work."""
+        """Return the assignment of layers, and the order of the work."""
         return f"balance={self.balance}, schedule={self._schedules.name!r}, chunks={self.chunks}"
 
     @property
@@ -330,7 +330,7 @@ class Pipe(nn.Module):
         return self.__dict__["_source"]  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Pipe:
-        """Set the mode of the layers, and of a model that was split into them, whose code requests it."""
+        """Set the mode of the layers, and of the model that was split into them, whose code may read it."""
         if self.__dict__["_parted"] is not None:
             self.__dict__["_parted"].train(mode)
         super().train(mode)
@@ -383,7 +383,7 @@ class Pipe(nn.Module):
         rows: int,
         word: object,
     ) -> Shared:
-        """``step`` for callers that act together: every rank learns the loss, and the words of the other callers.
+        """``step`` for coordinated callers: every rank gets the loss, and a value from each other caller.
 
         Args:
             args: positional inputs, as for ``step``.
@@ -561,7 +561,7 @@ class Pipe(nn.Module):
         Args:
             max_norm: the largest norm that all gradients may have together.
             norm_type: of the norm.
-            elsewhere: the sum of squares of gradients that are on no rank, and count too; with the 2-norm only.
+            elsewhere: the sum of squares of further gradients that are on no rank; with the 2-norm only.
 
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
@@ -605,7 +605,7 @@ class Pipe(nn.Module):
         return frozenset(parameter for _, parameter, _ in self._ties)
 
     def align_ties(self) -> None:
-        """Give a parameter that several ranks share the gradient on the first of them; all ranks call it."""
+        """Give a parameter shared by several ranks the gradient of the first of them; all ranks call it."""
         if self.process_group is None:
             return
         with self._engine.turn("align_ties", self.calls) as turn:

@@ -7,7 +7,7 @@
                    forward: the F half of the schedule; backward: its B and W half
 
 ``deliver`` gives the gradients of a scheduled step to parameters and inputs the same way: as an operation's backward,
-so that hooks, accumulation and graphs before ``x`` see what they would see of the unsplit module.
+so that hooks, accumulation and graphs before ``x`` behave as with the unsplit module.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Turn(Protocol):
         *,
         keep: bool = False,
     ) -> CallOutcome:
-        """Carries out the actions of this process's ranks; returns their results, or raises the error of a stage."""
+        """Run the actions of this process's ranks; return their results, or raise the error of a stage."""
 
     def spread(self, value: Structure, source: int) -> Structure:
         """Return the value that rank ``source`` gives, on every rank."""
@@ -379,7 +379,7 @@ class _Deliver(torch.autograd.Function):
 
 
 def deliver(leaves: Sequence[Tensor], grads: list[Tensor | None]) -> None:
-    """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included.
+    """Accumulate ``grads`` into ``leaves`` as a backward would, including hooks and graphs before them.
 
     The list is emptied: a gradient without another reference becomes ``.grad`` itself, without a copy.
     """

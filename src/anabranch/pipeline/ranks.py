@@ -7,12 +7,12 @@ order, and the last one is its end, which carries ``done`` or the reason of fail
     rank 1   ............... data ──> end(fault)          a failing rank ends its turn early, for all peers
     rank 2   .................... data ──> end(fault)     and one that hears of it passes it on
 
-So a receiver always knows whether another message is owed: it stops at the end of the turn, and in every case both
-sides are at the same place in the stream when the next turn begins. No rank ends a turn before all have done its work.
+So a receiver always knows whether another message is due: it stops at the end of the turn, and in every case both sides
+are at the same place in the stream when the next turn begins. No rank ends a turn before all have done their work.
 
-Messages travel by a ``Channel``: in shared memory where all ranks are on one host, else over the group's gloo. A wait
-for messages has a deadline, and checks the peers' heartbeats meanwhile. Tensors between stages on GPUs go beside it,
-over NCCL, where the group has that: see ``links/direct.py``.
+Messages are sent over a ``Channel``: in shared memory if all ranks are on one host, else over the group's gloo. A wait
+for messages has a deadline, and checks the peers' heartbeats meanwhile. Tensors between stages on GPUs are sent
+separately, over NCCL, if the group has it: see ``links/direct.py``.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class RankEngine:
         group: the ranks, in the order of the schedule's; its backend must carry CPU tensors, as gloo does.
         rank_of: the rank of each stage.
         timeout: seconds that a turn may take.
-        heartbeat: seconds after which a rank seen stopped twice is lost.
+        heartbeat: seconds between the two checks after which a stopped rank is lost.
         shared_memory: true if ranks that are all on one host exchange tensors there.
-        likeness: a text that must be equal on all ranks; of long ones the beginning is shown.
+        likeness: a string that must be equal on all ranks; of long ones the beginning is shown.
         device: of this rank's stages.
         neighbours: the pairs of ranks whose stages exchange tensors.
         nccl: true if tensors may go from device to device, where the group has NCCL for them.
@@ -216,11 +216,11 @@ class RankEngine:
         return PacketFault(self.rank_name(self.rank), name, _sendable(_words_of(error)), text, *where)
 
     def flush(self, seconds: float) -> None:
-        """Wait until all messages are on their way: the process may end after this."""
+        """Wait until all messages have been handed over: the process may end after this."""
         self._channel.flush(seconds)
 
     def look(self) -> None:
-        """Take in the messages that have arrived."""
+        """Receive the messages that have arrived."""
         self._channel.look()
 
     def rank_name(self, rank: int) -> int:
@@ -305,7 +305,7 @@ def _by_group(lost: Callable[[Sequence[int]], Mapping[int, str]], names: Sequenc
 
 
 def _exit_without_the_lost(channel: Channel) -> None:
-    """End the process without gloo, which would wait for a lost rank, or abort because a thread still does."""
+    """End the process without gloo, which would wait for a lost rank, or abort because a thread still waits."""
     channel.settle(_LAST_SECONDS)
     if channel.is_stuck():
         end_without_waiting()
@@ -335,7 +335,7 @@ def _words_of(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Return the text as valid UTF-8, the middle of a very long one left out, so that waiting ranks get it at once."""
+    """Return the text as valid UTF-8, without the middle of a very long one, so that waiting ranks get it at once."""
     if len(text) > _MOST_WORDS:
         half = _MOST_WORDS // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
@@ -389,7 +389,7 @@ class RankTurn:
         *,
         keep: bool = False,
     ) -> CallOutcome:
-        """Carries out this rank's actions."""
+        """Run this rank's actions."""
         runner = Runner(runs, outside, self, keep=keep)
         try:
             runner.run(actions[self._engine.rank])
@@ -483,7 +483,7 @@ class RankTurn:
             self._wait(lambda: False, "tensors in transit", self._engine.peers)
 
     def wait_for_arrivals(self) -> None:
-        """Wait until all tensors are here that streams wait for."""
+        """Wait until all tensors that streams wait for have arrived."""
         links = self._engine.links
         if not links.all_arrived():
             self._wait(links.all_arrived, "tensors in transit", self._engine.peers, _PAUSE)

@@ -1,9 +1,9 @@
-"""Tables in rows that are read and updated by id, and what a row needs: nothing here depends on a network.
+"""Tables whose rows are read and updated by id, independent of any network.
 
-Neither a key-value store nor a database: rows are numbers, changed by an optimizer's steps. Open ``row_table.py``
-first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule; ``stored_rows`` has what it
-does with rows. ``optimizers`` has the rules,
-``kernels`` the loops over rows, compiled beside their plain forms; ``cache.py`` keeps rows on the workers' side.
+They are neither a key-value store nor a database: rows are numbers, changed by an optimizer's steps. Open
+``row_table.py`` first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule;
+``stored_rows`` has the operations on rows. ``optimizers`` has the rules, ``kernels`` the loops over rows, compiled
+beside their plain forms; ``cache.py`` caches rows on workers.
 """
 
 from anabranch.tables.cache import Cache, CacheStatistics, RowCache

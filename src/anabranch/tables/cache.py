@@ -1,4 +1,4 @@
-"""The worker's cache: rows that are used again and again, kept a bounded number of steps behind the servers.
+"""The worker's cache: frequently used rows, at most a bounded number of steps behind the servers.
 
 ::
 
@@ -8,28 +8,28 @@
     write(ids, grads, step):  the row here moves at once (own writes are read); its gradient waits, and is pushed once
                               the first of it is push_bound steps old
 
-Own gradients can move a cached row only if its optimizer's state is cached too, but most rows are used once and then
-evicted: a row first comes without it. Its first gradient is pushed with the step; used again, it comes with its state,
-and from then on is moved here and not sent again.
+Own gradients can update a cached row only if its optimizer's state is cached too, but most rows are used once and then
+evicted: a row is first sent without it. Its first gradient is pushed with the step; used again, it is sent with its
+state, and from then on is updated here and not sent again.
 
-Rows of the next step are asked about during this one, as of the pushes before this step::
+Rows of the next step are requested during this one, as of the pushes before this step::
 
     ahead(ids, step):  not here, soon too old, or used again and without its state ──> ask; gradients of the latter wait
     take_in(...):      as it was at ``step``, with the own gradients that wait; what was pushed since is left as it is,
                        and asked about when it is read, for own writes are read
 
-So that a row need not be asked about twice, or by a read that must wait for the answer, bounds of ``SPARE`` steps and
-more keep one step in reserve: a row is asked about ahead a step before it is too old, and gradients are pushed a step
-before they have waited too long, unless an answer is on its way to which they must be added.
+To avoid requesting a row twice, or by a read that must wait for the answer, bounds of ``SPARE`` steps and more keep one
+step in reserve: a row is requested a step before it is too old, and gradients are pushed a step before they have waited
+too long, unless they must be added to an answer in flight.
 
 An update of another worker waits there for at most push_bound steps, and is missed here for at most pull_bound: a read
-misses none older than their sum. Steps are the clock, not lookups, so a hot id ages no faster than others.
+misses none older than their sum. Age is counted in steps, not lookups, so a hot id ages no faster than others.
 
 Waiting gradients are added up, and an optimizer that scales its steps by squared gradients (Adagrad, Adam) would square
-the sum of 50 equal gradients: 2,500 times one square instead of 50. So each row's sum goes with its *squares*: the sum
-of its gradients' squares, divided by the square of their sum.
+the sum of 50 equal gradients: 2,500 times one square instead of 50. So each row's sum is sent with its *squares*: the
+sum of its gradients' squares, divided by the square of their sum.
 
-``RowCache`` is the cache of one table in its simple form; ``cache_group.py`` does the same to many tables at once.
+``RowCache`` is the cache of one table in its simple form; ``cache_group.py`` does the same for many tables at once.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class Cache:
 
 
 class RowSource(Protocol):
-    """The far side of one table."""
+    """The servers' side of one table."""
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Positions among ``ids``, versions and rows, of the rows whose version differs from the ``known`` one.
 
-        Those known as ``WITH_STATE`` come with their optimizer's state, if the cache needs it.
+        Those known as ``WITH_STATE`` are sent with their optimizer's state, if the cache needs it.
         """
 
     def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
@@ -118,7 +118,7 @@ class CacheStatistics:
     """Counters of a cache, in rows.
 
     Attributes:
-        hits: read without a transfer: checked recently, or asked about and unchanged.
+        hits: read without a transfer: checked recently, or checked now and unchanged.
         misses: read and pulled.
         refreshed: misses on rows that were cached but too old, and had changed.
         evictions: rows evicted to make room.
@@ -141,7 +141,7 @@ class RowCache:
         held: numbers per row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
         peer: the source of rows and the receiver of gradients.
         move: the effect of own gradients on cached rows; required with a ``push_bound``. Without it a pushed row is
-            asked about when it is next read, so that own writes are read.
+            checked when it is next read, so that own writes are read.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class RowCache:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor, step: int, *, training: bool = True) -> Tensor:
-        """Return the rows of distinct ``ids`` at ``step``; evaluation asks about all, caches none and counts as no
+        """Return the rows of distinct ``ids`` at ``step``; evaluation checks all, caches none and does not count as a
         use.
         """
         slots = self._use(ids, step) if training else self._find(ids)
@@ -208,7 +208,7 @@ class RowCache:
         return out if self.held == self._width else out[:, : self._width].contiguous()
 
     def stale(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the distinct ``ids`` that ``read`` would ask the peer about, and their cached versions."""
+        """Return the distinct ``ids`` that ``read`` would request from the peer, and their cached versions."""
         slots = self._find(ids)
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions.index_select(0, at), -1)
@@ -220,8 +220,8 @@ class RowCache:
     def _asked(self, ask: Tensor, slots: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Of the rows to ask about, in order, those to come with their state first; and the versions to ask with.
 
-        A row that is used again and has no state here comes with it. Rows with their state are answered first, so in
-        this order no positions need be sent of rows that all come.
+        A reused row without its state here is sent with it. Rows with their state are answered first, so in this order
+        no positions need be sent if all rows are sent.
         """
         known = known[ask]
         if self._stateless:
@@ -232,7 +232,7 @@ class RowCache:
         return ask[order], asked[order]
 
     def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
+        """Return the distinct ``ids`` of the next step to request during this one, and the versions to send.
 
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
@@ -265,7 +265,7 @@ class RowCache:
         rows: Tensor,
         step: int,
     ) -> None:
-        """Take in rows that ``ahead`` asked about at ``step``, at ``positions`` of ``ids``; the others are unchanged.
+        """Store the rows that ``ahead`` requested at ``step``, at ``positions`` of ``ids``; the others are unchanged.
 
         ``wanted`` are all ids of the next step: none of them is evicted to make room.
         """
@@ -349,7 +349,7 @@ class RowCache:
         return rows
 
     def _with_own_writes(self, rows: Tensor, cached: Tensor, into: Tensor) -> Tensor:
-        """Return the received rows, with the gradients that still wait here applied again."""
+        """Return the received rows, with the gradients that still wait here applied."""
         assert self._move is not None
         dirty = self._due_at[into] < _NEVER
         if not dirty.any():
@@ -363,7 +363,7 @@ class RowCache:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write(self, ids: Tensor, grads: Tensor, step: int) -> Due:
-        """Take the gradients of distinct ``ids`` at ``step``; returns those that are due at the peer.
+        """Add the gradients of distinct ``ids`` at ``step``; return those that are due at the peer.
 
         The returned gradients count as pushed.
         """
@@ -424,7 +424,7 @@ class RowCache:
         grads = self._waiting.index_select(0, slots)
         squares = (self._energy.index_select(0, slots) / _energies(grads)).nan_to_num(
             nan=1.0, posinf=1.0
-        )  # no sum: no square of it
+        )  # not a sum: no squares
         return torch.from_numpy(self._index.entries()[0])[slots], grads, squares
 
     def _push_slots(self, slots: Tensor, ids: Tensor, step: int) -> None:
@@ -434,7 +434,7 @@ class RowCache:
             self._peer.push(ids, grads, squares)
 
     def drop(self) -> None:
-        """Forgets all rows and the gradients that wait; take ``waiting`` first if they must not be lost."""
+        """Forget all rows and waiting gradients; take ``waiting`` first if they must not be lost."""
         self._begin()
 
     def check_again(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""``DenseParameter``: a whole tensor on one shard, moved by torch's own fused optimizers."""
+"""``DenseParameter``: a whole tensor on one shard, updated by torch's own fused optimizers."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class DenseParameter:
         return self.bounds.after(self._rule, peak, self.width).within(self.value.dtype, peak)
 
     def measure(self) -> None:
-        """Set the bounds from the numbers themselves."""
+        """Set the bounds from the values."""
         self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     @property
     def rule(self) -> RowOptimizer:
-        """The optimizer with the numbers of the next step."""
+        """The optimizer with the hyperparameters of the next step."""
         return self._rule
 
     @rule.setter
@@ -115,7 +115,7 @@ class DenseParameter:
         return take_back
 
     def check_restored(self, tensors: Sequence[Tensor]) -> None:
-        """Raise what ``restore`` would; changes nothing."""
+        """Raise the errors of ``restore``; changes nothing."""
         mine = [self.value, *self.states]
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in mine]:
             raise SchemaError(f"parameter {self.name}: value and {len(self.states)} states of its shape expected")

@@ -1,9 +1,9 @@
 """A vocabulary in which any int64 is an id: rows are given to ids when training first uses them.
 
-Evaluation never admits: an unknown id reads as its first values. If the table is full,
-a new id takes the row that was unused longest, or used in the fewest steps; a row that the running step has used is
-never taken, and an id without a row waits for another step. The same calls give the same rows on every
-machine, so a log can be replayed: random admission is drawn from the id and the step.
+Evaluation never admits: an unknown id reads as its initial values. If the table is full, a new id evicts the least
+recently used row, or the one used in the fewest steps; a row that the running step has used is never evicted, and an id
+without a row waits for another step. The same calls give the same rows on every machine, so a log can be replayed:
+random admission is drawn from the id and the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DynamicVocabulary:
         return self._index.rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """Return the row of each id, -1 for one without; and the rows that other ids have just lost."""
+        """Return the row of each id, -1 for one without; and the rows just evicted from other ids."""
         self._check_owner(ids)
         if not training:
             return self._index.find(ids), _NOTHING
@@ -57,8 +57,8 @@ class DynamicVocabulary:
     def _use(self, ids: Ids, step: int) -> tuple[Ids, Ids]:
         """``use`` of the index, in the order of the ids if rows can run out.
 
-        A worker with a cache requests the ids that it misses first. The order must not tell who gets a row, nor which
-        of several rows unused equally long leaves for it.
+        A worker with a cache requests the ids that it misses first. The order must not decide which id gets a row, nor
+        which of several equally old rows is evicted for it.
         """
         if self._spec.capacity is None:
             return self._index.use(ids, self._draw(ids, step), step)
@@ -101,7 +101,7 @@ class DynamicVocabulary:
         self._index.check_new(ids)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
-        """Give rows to ids that have none yet, with the usage they had; returns the rows.
+        """Give rows to ids that have none yet, with their earlier usage; returns the rows.
 
         Raises:
             NotFound: another shard's id.

@@ -1,13 +1,13 @@
-"""``HotRows``: the rows of a table in a file that are used most, kept in memory.
+"""``HotRows``: the most used rows of a table in a file, kept in memory.
 
 The system keeps pages of a file in memory, and a page of 4 KiB holds thirty rows of 128 bytes. Ids are spread over the
-file, so cold rows are next to a hot one, and the page cache holds thirty rows to keep one. Here rows are kept one by
+file, so hot rows have cold neighbours, and the page cache holds thirty rows to keep one. Here rows are kept one by
 one::
 
     rows of a request ──> all fit ──> those not hot are read from the file, in the place of the coldest ──> worked on
                     └──> more than fit, or only read for a checkpoint ──> copied out, worked on, copied back
 
-A row that leaves is written to the file if it was changed.
+An evicted row is written to the file if it was changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HotRows:
         file: all rows.
         capacity: rows in memory.
         dtype: of the values.
-        by_frequency: the row used in the fewest requests leaves first; else the one unused longest.
+        by_frequency: evict the row used in the fewest requests first; else the least recently used one.
         kind: of the index, compiled or plain.
 
     Attributes:
@@ -72,7 +72,7 @@ class HotRows:
         self._file.grow(rows)
 
     def forget(self, rows: Array) -> None:
-        """Make these rows begin again when they are next used."""
+        """Reset these rows when they are next used."""
         if rows.size:
             slots = self._index.find(np.ascontiguousarray(rows))
             self._hot.stamps[slots[slots >= 0]] = 0
@@ -111,7 +111,7 @@ class HotRows:
         return self._file.bytes()
 
     def _bring(self, distinct: Array) -> Array:
-        """Return the slots of these rows, which fit, once they are in memory."""
+        """Return the slots of these rows, which must fit, once they are in memory."""
         self._requests += 1
         slots, _ = self._index.use(distinct, np.ones(distinct.size, np.bool_), self._requests)
         missing = slots[self._row_in[slots] != distinct]
@@ -130,7 +130,7 @@ class HotRows:
 
     @contextmanager
     def _copied(self, distinct: Array, *, changing: bool) -> Iterator[RowStorage]:
-        """Copy these rows out of memory and the file; they go back there if they are changed."""
+        """Copy these rows out of memory and the file; changed ones are written back."""
         staged = RowStorage(distinct.size, self._hot.stride, self._dtype, with_sums=self._hot.with_sums)
         slots = self._index.find(distinct)
         hot, cold = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)

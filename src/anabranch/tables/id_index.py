@@ -29,7 +29,9 @@ class IdIndex(Protocol):
         """Return the row of each id, -1 for one without."""
 
     def use(self, ids: Ids, admitted: Flags, step: int) -> tuple[Ids, Ids]:
-        """Return the row of each id that ``step`` uses, given to ids without one; and the rows taken from other ids."""
+        """Return the row of each id that ``step`` uses, allocated for ids without one; and the rows evicted from other
+        ids.
+        """
 
     def entries(self) -> tuple[Ids, Ids, Ids]:
         """For each row its id, the number of steps that used it, and the last of them."""
@@ -38,7 +40,7 @@ class IdIndex(Protocol):
         """Raise ``ValueError`` for ids that ``restore`` cannot give rows to."""
 
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
-        """Give rows to new ids, with the usage they had; returns the rows."""
+        """Give rows to new ids, with their earlier usage; returns the rows."""
 
 
 def make_index(

@@ -1,4 +1,4 @@
-"""First values of rows: a function of (seed, table, id, column), so that no worker ever makes a whole table."""
+"""Initial values of rows: a function of (seed, table, id, column), so that no worker ever creates a whole table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Constant", "Initial", "Normal", "Uniform", "table_key"]
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Every number starts as ``value``."""
+    """Every element starts as ``value``."""
 
     value: float = 0.0
 
@@ -25,7 +25,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Numbers are drawn evenly from [low, high)."""
+    """Elements are drawn uniformly from [low, high)."""
 
     low: float = 0.0
     high: float = 1.0
@@ -40,7 +40,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Numbers are drawn from the normal distribution, as ``torch.nn.Embedding`` draws them."""
+    """Elements are drawn from the normal distribution, as in ``torch.nn.Embedding``."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -64,7 +64,7 @@ def _check_finite(kind: str, **numbers: float) -> None:
 
 
 def table_key(seed: int, name: str) -> int:
-    """64 bits for a table: another table or seed gives the same id other numbers.
+    """64 bits for a table: another table or seed gives the same id other values.
 
     >>> table_key(0, "users") == table_key(0, "users"), table_key(0, "users") == table_key(1, "users")
     (True, False)

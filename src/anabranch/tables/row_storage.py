@@ -2,8 +2,8 @@
 
 A table in memory, or mapped whole, is three arrays that kernels work on directly. A file larger than the address space
 may hold (``RLIMIT_AS``) is mapped a window at a time: the rows of one request are copied out into separate arrays,
-processed there, and copied back. The files have no names: they extend the machine's memory, and hold nothing that
-outlasts the process.
+processed there, and copied back. The files have no names: they extend the machine's memory, and do not outlast the
+process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RowStorage:
 
     Attributes:
         values: row ``r`` is ``values[r * stride:(r + 1) * stride]``: weights, then states; bfloat16 as ``uint16``.
-        stamps: for each row 0 if it has not begun, else 1 + the step that it was last brought up to.
-        sums: row-wise Adagrad's number per row, empty for other rules.
+        stamps: for each row 0 if it is not initialised, else 1 + the step it is up to date with.
+        sums: row-wise Adagrad's value per row, empty for other rules.
     """
 
     def __init__(self, rows: int, stride: int, dtype: torch.dtype, *, with_sums: bool) -> None:
@@ -208,7 +208,7 @@ class FileStorage:
 def _zeros(size: int, kind: np.dtype[Any]) -> Array:
     """Zeros that begin on a cache line, so that a row of 16 floats is one line and not two.
 
-    ``np.zeros`` asks the system for untouched pages, so a row costs memory from its first use on.
+    ``np.zeros`` gets untouched pages from the system, so a row costs memory only from its first use.
     """
     spare = _LINE // kind.itemsize
     memory = np.zeros(size + spare, kind)
@@ -225,7 +225,7 @@ def _file_without_a_name(owner: FileStorage, directory: str | os.PathLike[str] |
 
 
 def _columns(stride: int, dtype: torch.dtype, with_sums: bool) -> list[tuple[int, np.dtype[Any]]]:
-    """Numbers a row, and their type, of values, stamps and sums."""
+    """Values per row, and their type, of values, stamps and sums."""
     sums = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     values = as_array(torch.empty(0, dtype=dtype)).dtype
     return [(stride, values), (1, np.dtype(np.int64)), (int(with_sums), sums)]

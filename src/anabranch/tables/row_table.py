@@ -1,4 +1,4 @@
-"""``RowTable``: one shard's part of a table, with the optimizer that moves it.
+"""``RowTable``: one shard's part of a table, with its optimizer.
 
 ::
 
@@ -6,9 +6,9 @@
                       │                                        grads ──merge──> one a row ──step──> moved, stamped
                       └── -1: not in the vocabulary; read as its first values, its gradient is dropped
 
-A row begins when it is first used, so a table of any size is made at once. The table counts its optimizer steps, and a
-row's stamp is the step up to which it has been brought. Under an optimizer that also moves rows without a gradient, a
-row that is read has the steps it missed replayed, each with its own numbers.
+A row is initialised when it is first used, so a table of any size is created at once. The table counts its optimizer
+steps, and a row's stamp is the step it is up to date with. Under an optimizer that also changes rows without a
+gradient, the steps that a row missed are replayed when it is read, each with its own hyperparameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MEASURE_EVERY = 1000  # steps
 
 
 class RowTable:
-    """Rows of numbers by id, and the optimizer that moves them.
+    """Rows of numbers by id, and their optimizer.
 
     >>> from anabranch.tables import Constant
     >>> spec = TableSpec("words", rows=10, width=2, initial=Constant(1.0))
@@ -87,7 +87,7 @@ class RowTable:
         self._located: Array = _NONE  # the rows of the last pull
         self._rule = rule
         self._kernels = kernels(kernels_kind)
-        self._movers = kernels("plain") if spec.dtype == torch.float16 else self._kernels  # what reads weights
+        self._movers = kernels("plain") if spec.dtype == torch.float16 else self._kernels  # readers of weights
         self._pool = pool or KernelThreads(1)
         key = np.uint64(table_key(spec.seed, spec.name))
         self._layout = RowLayout(spec.width, spec.dtype, rule.states)
@@ -127,7 +127,7 @@ class RowTable:
 
     @property
     def rule(self) -> RowOptimizer:
-        """The optimizer with the numbers of the next step."""
+        """The optimizer with the hyperparameters of the next step."""
         return self._rule
 
     @rule.setter
@@ -143,9 +143,9 @@ class RowTable:
 
     @property
     def group_key(self) -> tuple[object, ...] | None:
-        """Tables with an equal key may be processed together, by ``TableGroup``; ``None`` for one that may not.
+        """Tables with equal keys may be processed together, by ``TableGroup``.
 
-        That is a table whose ids have to be looked up, or whose rows are not all in memory.
+        ``None`` for a table that may not, because its ids have to be looked up or its rows are not all in memory.
         """
         if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
             return None
@@ -167,26 +167,26 @@ class RowTable:
 
     @property
     def stride(self) -> int:
-        """Numbers from one row to the next: weights and states."""
+        """Values from one row to the next: weights and states."""
         return self._layout.stride
 
     def arrays(self) -> RowStorage:
-        """Return the memory of all rows, of a table that has a ``group_key``."""
+        """Return the memory of all rows of a table that has a ``group_key``."""
         assert self._storage.whole is not None
         return self._storage.whole
 
     @property
     def needed(self) -> int:
-        """The stamp below which a row has not begun, or lags."""
+        """The stamp below which a row is not initialised, or lags."""
         return self.step + 1 if self._missed.lag else 1
 
     @property
     def moves_as_one(self) -> bool:
-        """True if a step moves every row, so that all have the table's version."""
+        """True if a step changes every row, so that all have the table's version."""
         return self._missed.lag and self._rule.moves_quiet_rows
 
     def count_step(self, constants: Array) -> None:
-        """Record that a step with these constants was done on all rows that had gradients."""
+        """Record that a step with these constants was applied to all rows that had gradients."""
         self._missed.note(self.step, constants)
         self.step += 1
 
@@ -195,7 +195,7 @@ class RowTable:
         return self.bounds.after(self._rule, peak, self.width).within(self.spec.dtype, peak)
 
     def measure(self) -> None:
-        """Set the bounds from the numbers themselves, now and then, because it scans all of them."""
+        """Set the bounds from the values themselves; rarely, because it scans all of them."""
         whole = self._storage.whole
         if whole is not None and self.step >= self._measure_from:
             self._measure_from = self.step + _MEASURE_EVERY
@@ -312,7 +312,7 @@ class RowTable:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
-        """One optimizer step with ``grads``, ``[len(ids), width]``: rows named several times get their sum.
+        """One optimizer step with ``grads``, ``[len(ids), width]``: repeated rows get their sum.
 
         ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``, as ``squares.py`` describes them.
 
@@ -335,14 +335,14 @@ class RowTable:
             self._step(storage, where, merged)
 
     def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
-        """``push``, unless it would make a number of the rows NaN or Inf; returns a function that undoes it.
+        """``push``, unless it would make a value of the rows NaN or Inf; returns a function that undoes it.
 
         Raises:
             NonFinite: it would; rows, states and the count of steps are unchanged.
         """
         rows = np.unique(self._locate(self._ids(ids), training=True))
         rows = rows[rows >= 0]
-        self.pull(ids, training=True)  # begun and up to date, so that there is a state to go back to
+        self.pull(ids, training=True)  # initialised and up to date, so that there is a state to restore
         before = self._copy(rows)
         step, lags, bounds = self.step, self._missed.lag, self.bounds
 
@@ -399,7 +399,7 @@ class RowTable:
         self._pool.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
         storage.stamps[unique] = self.step + 1
 
-    # --- rows that have not begun, or lag ---------------------------------------------------------------------------
+    # --- rows that are not initialised, or lag ----------------------------------------------------------------------
 
     def prepare(self, rows: Array, ids: Array) -> None:
         """Make sure that ``rows``, those of ``ids``, are initialised and up to date."""
@@ -407,7 +407,7 @@ class RowTable:
             self._prepare(storage, where, ids)
 
     def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
-        """Begins the rows that have not begun, and brings those that lag up to the table's step."""
+        """Initialise new rows, and bring those that lag up to the table's step."""
         if self._kernels.first_behind(storage.stamps, rows, self.needed) < 0:
             return
         known = np.flatnonzero(rows >= 0)
@@ -425,14 +425,14 @@ class RowTable:
     # --- saving, moving ---------------------------------------------------------------------------------------------
 
     def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
-        """All rows that have begun, in the order of memory, ``rows`` at a time; ``history`` belongs to them."""
+        """All initialised rows, in the order of memory, ``rows`` at a time; ``history`` belongs to them."""
         for first in range(0, self.used, rows):
             block = self.block(first, rows)
             if len(block.ids):
                 yield block
 
     def block(self, first: int, rows: int) -> RowBlock:
-        """Those of the ``rows`` rows from place ``first`` on that have begun."""
+        """Return the initialised ones of the ``rows`` rows from place ``first`` on."""
         part = self._vocabulary.in_use(first, rows)
         with self._storage.at_hand(part, changing=False) as (storage, where):
             begun = storage.stamps[where] > 0
@@ -483,7 +483,7 @@ class RowTable:
         return self._missed.history(self.step)
 
     def resume(self, step: int, history: Tensor) -> None:
-        """Set the count of steps, and their constants, from which restored rows continue."""
+        """Set the step count, and the constants, from which restored rows continue."""
         self._missed.resume(step, history)
         self.step = step
 
@@ -494,7 +494,7 @@ class RowTable:
 
     @property
     def evictions(self) -> int:
-        """The number of ids that have lost their row to another."""
+        """The number of ids whose row was evicted."""
         return self._vocabulary.evictions
 
     @property
@@ -540,5 +540,5 @@ class RowTable:
 
 
 def _owned(array: Array) -> Tensor:
-    """Return a tensor with memory of its own: one over an empty array has strides that cannot be viewed as bytes."""
+    """Return a tensor with its own memory: one over an empty array has strides that cannot be viewed as bytes."""
     return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,7 @@
 Ids are often ranked by frequency, or share a factor, so neither blocks of ids nor ``id % shards`` are safe. A keyed
 permutation of the ids comes first, then ``% shards``. It is a bijection, so a fixed table needs no index: shard and
 place in the shard are computed, and so is the id of a place. A dynamic table has no range to permute; there the mixed
-bits of the id name the shard. A single shard keeps its rows in the order of their ids.
+bits of the id determine the shard. A single shard keeps its rows in the order of their ids.
 """
 
 from __future__ import annotations

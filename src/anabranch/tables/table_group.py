@@ -1,10 +1,9 @@
-"""``TableGroup``: tables of one kind, read and moved in one call.
+"""``TableGroup``: tables of one kind, read and updated in one call.
 
 A kernel's fixed cost is the same for ten rows and ten thousand, and a model has dozens of
-tables. So those with as many numbers per row, of one type and one rule, are processed together: one kernel finds,
-merges, moves and stamps the rows of all of them, the threads sharing out the tables. The result for a table is
-that of ``RowTable``, bit for bit, and rare cases are left to ``RowTable``: rows that have not begun, rows
-that lag.
+tables. So those with the same number of values per row, type and rule are processed together: one kernel finds, merges,
+updates and stamps the rows of all of them, and threads divide the tables. The result for a table is that of
+``RowTable``, bit for bit, and rare cases are left to ``RowTable``: rows that are not initialised, or lag.
 """
 
 from __future__ import annotations
@@ -313,7 +312,7 @@ class TableGroup:
 
 
 class Grouping:
-    """Groups of a shard's tables that are processed together, remembered by the names in a message."""
+    """Groups of a shard's tables that are processed together, cached by the names in a message."""
 
     def __init__(self, pool: KernelThreads) -> None:
         self._pool = pool
@@ -326,7 +325,7 @@ class Grouping:
 
         Args:
             tables: all tables, by name.
-            counts: the number of lookups of each table asked about, in their order.
+            counts: the number of lookups of each requested table, in their order.
         """
         if not balanced(list(counts.values()), self._pool.threads):
             return [(None, list(counts))]
@@ -376,5 +375,5 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def balanced(counts: Sequence[int], threads: int) -> bool:
-    """Return True if sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
+    """Return True if dividing whole tables keeps all threads busy: no table has far more than a thread's share."""
     return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)

@@ -47,7 +47,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One table of rows: its shape, its dtype, the first values and the eviction of rows.
+    """One table of rows: its shape, its dtype, the initial values and the eviction of rows.
 
     >>> TableSpec("users", rows=1000, width=16).stays
     True
@@ -142,7 +142,9 @@ class TableSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> TableSpec:
-        """Return the spec whose ``to_dict`` gave ``values``; unknown dtypes and beginnings are a ``ValueError``."""
+        """Return the spec from the ``values`` of ``to_dict``; unknown dtypes and initial values raise
+        ``ValueError``.
+        """
         found = dict(values)
         dtype = dtype_named(str(found.pop("dtype")), among=ALLOWED_DTYPES)
         initial = found.pop("initial")

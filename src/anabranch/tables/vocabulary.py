@@ -1,4 +1,4 @@
-"""The row of each id in a table. A fixed vocabulary computes it; a dynamic one looks it up and admits new ids."""
+"""The row of each id in a table: computed by a fixed vocabulary, looked up by a dynamic one, which admits new ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
         """The number of rows on this shard; of a dynamic vocabulary, those returned."""
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """Return the row of each id, -1 for one without; and the rows that ids admitted in ``training`` took over."""
+        """Return the row of each id, -1 for one without; and the rows evicted for ids admitted in ``training``."""
 
     def ids(self, rows: Ids) -> Ids:
         """Return the ids of rows that are in use."""
@@ -60,7 +60,7 @@ class FixedVocabulary:
         return self._rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """Return the row of each id; none is ever taken from another.
+        """Return the row of each id; none is ever evicted.
 
         Raises:
             NotFound: an id outside the table, or one that another shard holds; says which, and where in ``ids``.

@@ -1,8 +1,8 @@
 """Compiles the kernels before any request needs them.
 
-Compiling holds Python's interpreter for seconds, in which a server that has a request sends no beats: its clients
-take it as lost. So a shard compiles the kernels for tables of float32 before it listens; Numba keeps the result on the
-disk, and the next process loads it in a fraction of a second.
+Compiling holds Python's interpreter for seconds, in which a server with a request sends no beats: its clients consider
+it lost. So a shard compiles the kernels for tables of float32 before it listens; Numba keeps the result on disk, and
+the next process loads it in a fraction of a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Framed tensors and waits between processes, bounded in time and size.
 
-Neither a message bus nor a scheduler: it knows no experts or tables, only verbs for which a server is given handlers.
-Open ``client.py`` and ``server/server.py`` first, they draw the life of a request. ``frame.py`` is its layout in bytes,
-``server/once.py`` the reason why a retry does no harm. ``network`` has the sockets, and the certificates that say which
+It is neither a message bus nor a scheduler, and knows no experts or tables, only verbs and a server's handlers for
+them. Open ``client.py`` and ``server/server.py`` first: they draw the life of a request. ``frame.py`` has its layout in
+bytes, ``server/once.py`` makes retries idempotent. ``network`` has the sockets, and the certificates that decide which
 peers may connect. ``beats.py`` is separate: it checks whether the ranks of a ``torch.distributed`` job are alive.
 """
 
@@ -49,7 +49,7 @@ __all__ = [
     "unpack",
 ]
 
-if not TYPE_CHECKING:  # a checker would take every name for one of the package
+if not TYPE_CHECKING:  # a type checker would accept every name as one of the package
     __getattr__, __dir__ = lazy_names(
         "anabranch.transport",
         [

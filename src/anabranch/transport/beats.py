@@ -1,15 +1,15 @@
 """Liveness of a job's ranks, checked by a rank while it waits for the others.
 
-A frozen peer keeps its sockets open and acknowledges data, so gloo waits its whole timeout for it. Ranks therefore
+A frozen peer keeps its sockets open and acknowledges data, so gloo waits for its whole timeout. Ranks therefore
 watch each other outside the collectives::
 
     a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
     a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
                              heartbeats means that the peer is lost
 
-A peer on this host that merely holds its interpreter's lock (a long import, a compilation) is seen running and is
-waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. Two ranks share a host if they have
-the same kernel boot id and pid namespace; names are not compared.
+A peer on this host that merely holds its interpreter's lock (a long import, a compilation) counts as running and is
+waited for until the deadline; if it is stopped in two checks, one heartbeat apart, it is lost. Two ranks share a host
+if they have the same kernel boot id and pid namespace; names are not compared.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Identity:
         return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
 
     def encode(self) -> str:
-        """Return the identity as text, for another rank to ``decode``."""
+        """Return the identity as a string, for another rank to ``decode``."""
         return f"{self.host} {self.pid} {self.started}"
 
     @classmethod
     def decode(cls, text: str) -> Identity:
-        """Return the identity that ``encode`` wrote."""
+        """Return the identity written by ``encode``."""
         host, pid, started = text.split(" ")
         return cls(host, int(pid), started)
 
@@ -165,7 +165,7 @@ class Beats:
             try:
                 self._beat(count)
             except RuntimeError:
-                # The store is gone, and with it every rank's beats: ranks that wait will name the missing ones.
+                # The store is gone, and every rank's beats with it: waiting ranks will name the missing ones.
                 return
 
     def _beat(self, count: int) -> None:

@@ -8,12 +8,12 @@
        └──── backoff <── lost ────────        a connection lost is a request asked again, under the same identity,
                                               until its retries or its deadline are used up
 
-A frame whose header was damaged on the way, which only happens on plain TCP, is such a loss too, once for each request:
-what comes twice is not an accident.
+A frame whose header was damaged in transit, which only happens on plain TCP, is also treated as a loss, once for each
+request: damage twice is not an accident.
 
 A connection carries one request at a time and a pool keeps the idle ones, so a request is cancelled by closing its
-connection. A server that waits or computes sends beats; one that is silent for two beats is lost, and one that keeps
-beating is waited for until the deadline.
+connection. A server that waits or computes sends beats; if it is silent for two beats, it is lost, and while it sends
+beats, the client waits until the deadline.
 
 The file is long because it is one state machine: a connection, an exchange on it, and the loop that drives many.
 """
@@ -66,7 +66,7 @@ _FRESH = 1.0
 _FIRST_NUMBERS = 1 << 61
 # Seconds between two checks for idle connections to servers that have gone.
 _PRUNE = 5.0
-# Requests made before the first of them is sent: sent one right after the other, they wake their server only once.
+# Requests prepared before the first of them is sent: sent one right after the other, they wake their server only once.
 _SENT_TOGETHER = 8
 
 
@@ -78,7 +78,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         verb: the operation requested.
         target: the name of the object that the verb acts on.
         tensors: sent without a copy; they must not change before the answer has arrived.
-        payload: further facts, packed with ``pack``.
+        payload: further fields, packed with ``pack``.
         schema: a hash of the schema that the client expects of the target; the verb's check may compare it.
         once: numbered, so that the server performs it exactly once however often it is retried.
         step: the step of the program, for error messages.
@@ -193,7 +193,7 @@ class Client:
         """The arguments to create an equal client in another process.
 
         Raises:
-            TypeError: its transport or its limits are of this process.
+            TypeError: its transport or its limits belong to this process.
         """
         if not self._plain:
             raise TypeError(
@@ -235,14 +235,12 @@ class Client:
         """Send a request and wait for the answer.
 
         Raises:
-            DeadlineExceeded: no answer in time; the server may still be at work.
-            PeerLost: no server there, the connection lost more often than there are retries, or silent for two beats.
-            Overloaded: the server declined at once.
-            Unauthorized: the server does not trust our certificate, or our role may not make this request.
-            ProtocolError: the answer is not a frame, or breaks a limit.
-            RemoteError: the verb's handler raised.
-            NotFound, SchemaError, NonFinite: the server found the request wrong.
-            ForkedClient: the client was used before this process was forked.
+            DeadlineExceeded: no answer in time; the server may still be working.
+            PeerLost: no server there, the connection lost more often than there are retries, or no beat for two
+            intervals. Overloaded: the server declined at once. Unauthorized: the server does not trust our certificate,
+            or our role may not make this request. ProtocolError: the answer is not a frame, or breaks a limit.
+            RemoteError: the verb's handler raised. NotFound, SchemaError, NonFinite: the server rejected the request as
+            wrong. ForkedClient: the client was used before this process was forked.
         """
         outcome = self.gather([request], deadline)[0]
         if isinstance(outcome, Exception):
@@ -326,10 +324,8 @@ class Client:
                 _record_wait(span, [exchange.request.endpoint for exchange in exchanges], exchanges[0]._operation())
 
     def _after_fork(self) -> None:
-        """Start again in a forked child: its requests on the connections of its parent would be taken for the
-        parent's.
-        """
-        # Another thread may have held it, and does not exist here.
+        """Reset in a forked child: its requests on its parent's connections would be mistaken for the parent's."""
+        # Another thread, which does not exist here, may have held it.
         self._lock = threading.Lock()
         if self._next == self._first:
             # Never used: no server knows it, so it becomes its own client.
@@ -378,7 +374,7 @@ class Client:
         channel.close()
 
     def _prune(self, now: float) -> None:
-        """Close idle connections to servers that have gone, which no later request might ever use."""
+        """Close idle connections to servers that have gone, in case no later request uses them."""
         self._prune_at = now + _PRUNE
         for endpoint, idle in list(self._idle.items()):
             gone = [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]
@@ -430,7 +426,7 @@ class _Waits:
         self.waiting: dict[_Exchange, None] = {}
         self._poller = select.poll()
         self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
-        # A lower bound of every ``wake_at``, not the exact minimum, because ``wake_at`` moves on with every byte.
+        # A lower bound of every ``wake_at``, not the exact minimum, because ``wake_at`` advances with every byte.
         self._wake = float("inf")
         self._began = 0.0
         self.number: int | None = None  # of the record, once they have waited long
@@ -529,8 +525,8 @@ class _Channel:
         """Return True if a connection that was idle for long has become readable, which can only mean that it has
         ended.
 
-        A connection used just now need not be checked: if it is stale all the same, the request fails on it and is sent
-        again on a fresh one.
+        A recently used connection need not be checked: if it is stale, the request fails on it and is retried on a
+        fresh one.
         """
         poller = select.poll()
         poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
@@ -594,7 +590,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return select.POLLIN | (select.POLLOUT if self.channel.writer.waiting else 0)
 
     def wake_at(self) -> float:
-        """Return the moment at which to act even if no event came."""
+        """Return the moment at which to act even without an event."""
         if self.channel is None:
             return self.retry_at
         silent = self.progress + 2 * self.channel.heartbeat
@@ -602,7 +598,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return min(silent, ready) if ready else silent
 
     def wake(self, now: float) -> None:
-        """Try again at ``wake_at``, continue, or give a silent server up."""
+        """Retry at ``wake_at``, continue, or give up on a silent server."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
             # The length in a header may be corrupted, so that the rest of it never arrives.
@@ -617,7 +613,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self.advance()
 
     def advance(self, *, readable: bool = True, send: bool = True) -> None:
-        """Goes on as far as the connection allows; skips reading if ``readable`` is false.
+        """Continue as far as the connection allows; skip reading if ``readable`` is false.
 
         Without ``send`` the request is only prepared for leaving, if it has a connection.
         """
@@ -638,7 +634,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self._finish(error)
 
     def run(self) -> None:
-        """Goes on until there is an outcome; for a request that waits alone."""
+        """Continue until there is an outcome; for a request that waits alone."""
         self.advance(readable=False)
         if self.done:
             return
@@ -707,7 +703,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self.channel.connected = True
             peer = self.channel.stream.peer()
             self.channel.role, self.channel.reader.demands_checksums = peer.role, peer.plain
-            # The request follows the greeting at once: an unwelcome client is refused all the same.
+            # The request follows the greeting at once: an unauthorized client is refused anyway.
             self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
             self._put_request(self.channel)
 
@@ -741,7 +737,7 @@ class _Exchange(msgspec.Struct, eq=False):
             if channel.writer.waiting:
                 sent = channel.writer.flush(channel.stream)
         except OSError as error:
-            # An error that the server sent before it closed may still be read, and says more.
+            # An error that the server sent before it closed may still be readable, and is more specific.
             broken = error.with_traceback(None)
         while (
             (readable or broken is not None)
@@ -776,7 +772,7 @@ class _Exchange(msgspec.Struct, eq=False):
         if failure.code == "leaving":
             self._lose(ConnectionAbortedError(failure.message))
             return
-        # A server names the request that it refuses, unless it could not read it.
+        # A server names the request that it refuses, unless it cannot read it.
         if failure.code == "protocol" and failure.sequence is None and self._ask_again(failure.message):
             return
         error = error_of(
@@ -789,7 +785,7 @@ class _Exchange(msgspec.Struct, eq=False):
         self._finish(error)
 
     def _ask_again(self, why: str) -> bool:
-        """Treat a frame that cannot be read as a lost connection, where bytes may change on the way; once."""
+        """Treat an unreadable frame as a lost connection, once, where bytes may change in transit."""
         channel = self.channel
         plain = channel is not None and channel.reader.demands_checksums
         if self.damaged or not plain or self.attempts >= self.client._retries:
@@ -799,7 +795,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return True
 
     def _lose(self, error: OSError) -> None:
-        """Handle a lost or refused connection: tries again, or gives up."""
+        """Handle a lost or refused connection: retry, or give up."""
         stale = self.channel is not None and self.channel.used and not self.heard
         # Without this the error's traceback would hold this exchange, which holds the error: a cycle for every retry.
         self.last_error = error.with_traceback(None)

@@ -1,8 +1,7 @@
-"""Errors on the wire: the errors that keep their type at the client, and the form in which the rest arrive.
+"""Errors on the wire: those that keep their type at the client, and the form of the others.
 
-A caller's mistake arrives as the ``ValueError`` that it would be in process, a full or failing disk at the server as a
-``CheckpointError``; any other error of the remote side is a ``RemoteError`` that carries its type and traceback as
-text.
+A caller's mistake arrives as the ``ValueError`` that it would be locally, a full or failing disk at the server as a
+``CheckpointError``; any other remote error is a ``RemoteError`` with its type and traceback as a string.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["ends_the_program", "error_of", "failure_of", "note_failure"]
 _log = logging.getLogger("anabranch.transport")
 
 _MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
-    "activations_gone": ActivationsGone,  # before the kinds that they are of
+    "activations_gone": ActivationsGone,  # before their base classes
     "another_schema": AnotherSchema,
     "session_gone": SessionGone,
     "not_found": NotFound,
@@ -79,8 +78,8 @@ def failure_of(error: BaseException, sequence: int | None = None) -> FailureFram
 
 
 def error_of(failure: FailureFrame, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
-    """Return the error to raise for ``failure``, naming the peer; a mistake keeps its type and gets a note with the
-    peer.
+    """Return the error to raise for ``failure``, naming the peer; a caller's mistake keeps its type and gets a note
+    with the peer.
     """
     mistake = _MISTAKES.get(failure.code)
     if mistake is not None:
@@ -105,20 +104,21 @@ def error_of(failure: FailureFrame, *, peer: str, operation: str, step: int | No
 
 
 def ends_the_program(error: BaseException) -> bool:
-    """Return True for a Ctrl-C or an exit in the main thread, which must pass; elsewhere any exception is an answer.
+    """Return True for a Ctrl-C or an exit in the main thread, which must propagate; elsewhere any exception is an
+    answer.
 
-    User code on a server's thread may raise a ``SystemExit``, a ``KeyboardInterrupt`` or a Rust panic: there it ends
-    nothing but the thread, in silence, and callers would wait for it.
+    User code on a server's thread may raise a ``SystemExit``, a ``KeyboardInterrupt`` or a Rust panic: it would
+    silently end only the thread, and callers would wait for it.
     """
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def note_failure(event: str, error: BaseException) -> None:
-    """Log ``error`` with its traceback and report it as ``event``: the thread that met it continues."""
+    """Log ``error`` with its traceback and report it as ``event``: its thread continues."""
     _log.error("%s: %s: %s", event, _name_of(error), error, exc_info=error)
     try:
         report(event, error="".join(traceback.format_exception(error)))
-    except BaseException as again:  # noqa: BLE001 - a subscriber's own fault must not end the thread either
+    except BaseException as again:  # noqa: BLE001 - a subscriber's error must not end the thread either
         _log.error("a subscriber of events raised %s: %s", _name_of(again), again, exc_info=again)
 
 

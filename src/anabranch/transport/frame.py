@@ -10,10 +10,10 @@
     header: msgpack of the kind's struct, an array; lists each tensor's dtype, shape, offset and bytes
     body:   the tensors' memory, one after the other, nothing between
 
-The last checksum covers the preamble before it and the header. Flag 1 says that the body's checksum is given, which it
-must be over plain TCP: TLS authenticates every record, and bytes between two processes of one host through a Unix
-socket are copied by the kernel and cross no wire. Both are CRC-32 as in Ethernet (polynomial 0x04C11DB7), which
-Python's own zlib computes without the interpreter's lock; CRC-32C would need a further package on both sides.
+The last checksum covers the preamble before it and the header. Flag 1 means that the body's checksum is given, as plain
+TCP requires: TLS authenticates every record, and bytes through a Unix socket on one host are copied by the kernel and
+cross no wire. Both are CRC-32 as in Ethernet (polynomial 0x04C11DB7), which Python's own zlib computes without the
+interpreter's lock; CRC-32C would need a further package on both sides.
 
 Magic and version have the same place in every version, so peers of two versions can refuse each other. A reader
 allocates nothing unchecked: lengths are checked against ``Limits`` before the header is read, shapes against lengths
@@ -72,7 +72,7 @@ _MOST_BYTES = 1 << 62
 _AHEAD = 16 << 10
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
-# NaN and infinity are refused: both would make waits endless.
+# NaN and infinity are refused: both would make waits unbounded.
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 
@@ -98,7 +98,7 @@ _LIMITS = Limits()
 
 
 class FrameKind(IntEnum):
-    """The kinds of frame; a number is never given another meaning."""
+    """The kinds of frame; a number's meaning never changes."""
 
     HELLO = 1
     REQUEST = 2
@@ -135,10 +135,10 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The header of a client's request.
 
-    ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; no request of this epoch
-    below ``settled`` will ever be asked again. An empty epoch marks a request that may safely be done twice. The answer
-    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request. A client's first
-    sequence is random, so that the answer to another client's request is not mistaken for its own either.
+    ``epoch`` and ``sequence`` identify the request for ever, on any connection; no request of this epoch below
+    ``settled`` will ever be retried. An empty epoch marks an idempotent request. The answer repeats ``sequence``, so
+    that a duplicate is not mistaken for the answer to the next request. A client's first sequence is random, so that it
+    does not mistake the answer to another client's request for its own.
     """
 
     verb: _Word
@@ -161,7 +161,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class FailureFrame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The reason why a server does not answer; ``failures.py`` turns errors into it and back.
+    """The reason why a server does not answer; ``failures.py`` converts errors to it and back.
 
     Without a ``sequence`` it concerns the connection, and its last frame.
     """
@@ -175,7 +175,7 @@ class FailureFrame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A sign that the server lives and has not forgotten the request."""
+    """A heartbeat: the server is alive and still has the request."""
 
     tensors: _Tensors = ()
 
@@ -246,7 +246,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
 
 
 def frame_size(data: bytes | bytearray) -> int | None:
-    """Bytes of the frame that ``data`` begins with; ``None`` while its preamble is incomplete."""
+    """Return the bytes of the frame at the start of ``data``; ``None`` while its preamble is incomplete."""
     if len(data) < _PREAMBLE.size:
         return None
     _, _, _, _, header, body, _, _ = _PREAMBLE.unpack_from(data)
@@ -312,25 +312,25 @@ def _new_unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
 
 
 class Frame(msgspec.Struct, frozen=True, eq=False):
-    """One message as it was read; ``tensors`` is ``None`` if its body was skipped."""
+    """One message as read; ``tensors`` is ``None`` if its body was skipped."""
 
     header: Header
     tensors: Sequence[Tensor] | None
 
 
 class FrameWriter:
-    """Frames on their way out of one stream, in order; holds the bytes that the stream has not taken yet."""
+    """Outgoing frames of one stream, in order; holds the bytes that the stream has not taken yet."""
 
     def __init__(self) -> None:
         self.waiting: list[memoryview] = []
         """The bytes not sent yet; other classes only read it."""
 
     def put(self, frame: Sequence[memoryview]) -> None:
-        """Add a frame behind those that wait."""
+        """Add a frame after the waiting ones."""
         self.waiting.extend(frame)
 
     def send(self, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
-        """Add a frame, of ``nbytes`` altogether, and send as much as the stream takes."""
+        """Add a frame, ``nbytes`` in total, and send as much as the stream takes."""
         if not self.waiting:
             taken = stream.send(frame)
             if taken == (sum(map(len, frame)) if nbytes < 0 else nbytes):
@@ -423,7 +423,7 @@ class FrameReader:
         self._start = self._end = 0
 
     def postpone(self) -> None:
-        """Leave this frame for later, from ``accept``; the next ``advance`` offers it again."""
+        """Postpone this frame, from ``accept``; the next ``advance`` offers it again."""
         self._postponed = True
 
     def advance(self, stream: Stream) -> Frame | None:
@@ -451,7 +451,7 @@ class FrameReader:
         return frame
 
     def _fetch(self, stream: Stream, least: int) -> int:
-        """Receives as much as there is behind the bytes already buffered, in a buffer of ``least`` bytes at least."""
+        """Receive all available bytes after those already buffered, in a buffer of at least ``least`` bytes."""
         start, end = self._start, self._end
         if start == end and least <= len(self._ahead):
             start = end = 0
@@ -528,7 +528,7 @@ class FrameReader:
         return header
 
     def _place(self, header: Header) -> bool:
-        """Asks ``accept`` for the body's memory; false if the frame is postponed."""
+        """Get the body's memory from ``accept``; false if the frame is postponed."""
         tensors = self._accept(header)
         body = self._body
         if self._postponed:
@@ -601,7 +601,7 @@ class FrameReader:
                     f"should be {expected} bytes at {offset}"
                 )
             offset += nbytes
-            # Zero-size shapes of huge sizes overflow torch's strides though they hold nothing.
+            # Huge shapes with a zero size overflow torch's strides although they hold nothing.
             if not nbytes and math.prod(max(size, 1) for size in shape) > _MOST_BYTES:
                 raise ProtocolError(f"shape {shape} has strides that are impossible for a tensor")
         if offset != body:

@@ -1,4 +1,4 @@
-"""The C library's memory: what large answers and requests took returns to the system once freed."""
+"""The C library's memory: the memory of large answers and requests returns to the system once freed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 def keep_one_heap() -> None:
     """Lets all threads of this process allocate from one heap; to be called before it starts any.
 
-    glibc gives each thread a separate heap, and returns its end only when twice the largest block that was ever freed
-    is there: a service that answered a burst of large requests, each on its own thread, keeps their memory for life.
-    On other systems than glibc nothing happens.
+    glibc gives each thread a separate heap, and returns its end only when it is twice the largest block ever freed: a
+    service that answered a burst of large requests, each on its own thread, keeps their memory for life. On other
+    systems than glibc nothing happens.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(ctypes.c_int(_ARENA_MAX), ctypes.c_int(1))
@@ -24,7 +24,7 @@ def keep_one_heap() -> None:
 def give_memory_back() -> None:
     """Return to the system every free page of this process's heaps, also those between blocks in use.
 
-    By itself glibc returns only the end of a heap, and one small block there keeps all that was freed below it. Maps of
+    By itself glibc returns only the end of a heap, and one small block there keeps all freed memory below it. Maps of
     their own for large blocks (``M_MMAP_THRESHOLD``) would do it at once, but every pull and push would pay for new
     pages: with blocks of 8 MB they took half as long again. On other systems than glibc nothing happens.
     """

@@ -1,7 +1,7 @@
-"""``PeerWatch``: waits for other ranks that end at a deadline, or when one of the ranks is lost, with its name.
+"""``PeerWatch``: waits for other ranks that end at a deadline, or when a rank is lost, with its name.
 
-The one loop behind the waits of ``torch.distributed`` jobs: collectives, messages, a pipeline's turns. Each gives a way
-to wait a little; in between the watch checks for lost ranks.
+The loop behind all waits of ``torch.distributed`` jobs: collectives, messages, a pipeline's turns. Each passes a
+function that waits briefly; in between the watch checks for lost ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["PeerWatch", "end_without_waiting", "rank_names"]
 
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
-# What gloo puts around the words of an error: the place in its source, and advice.
+# Text that gloo puts around an error's message: the place in its source, and advice.
 _BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.*", re.DOTALL)
 
 
@@ -65,9 +65,9 @@ class PeerWatch:
         step: int | None = None,
         at_once: bool = False,
     ) -> None:
-        """Return when ``done(seconds)``, which waits so long at most, returns true.
+        """Return when ``done(seconds)``, which waits at most that long, returns true.
 
-        ``at_once``: ``done`` gets all the time that is left, for waits that only their own end can break.
+        ``at_once``: ``done`` gets all the remaining time, for waits that cannot be interrupted.
 
         Raises:
             PeerLost: one of ``ranks`` died or froze; names it.
@@ -96,7 +96,7 @@ class PeerWatch:
                 spans.complete(span, "wait", "wait", facts=facts)
 
     def check(self, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None) -> None:
-        """Look once.
+        """Check once.
 
         Raises:
             PeerLost: one of ``ranks`` died or froze; names it.
@@ -108,11 +108,9 @@ class PeerWatch:
     def explain(
         self, error: RuntimeError, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None
     ) -> BoundaryError:
-        """Return the error to raise for a connection that failed, or that its backend gave up: it names the lost
-        rank, if one is found.
-        """
-        # A killed process closes its sockets a moment before the kernel has buried it, and one that ended because
-        # another froze has been so quick that this rank is yet to see the frozen one.
+        """Return the error to raise for a failed or abandoned connection; it names the lost rank, if one is found."""
+        # # A killed process closes its sockets a moment before the kernel reports its end, and one that ended because
+        # another froze may end before this rank detects the frozen one.
         until = Deadline.after(2 * self._heartbeat)
         while not (lost := self._lost(ranks)) and not until.expired() and not deadline.expired():
             time.sleep(_PAUSE)
@@ -158,7 +156,7 @@ def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: in
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Return the ranks as a text.
+    """Return the ranks as a string.
 
     >>> rank_names([1]), rank_names([0, 2])
     ('rank 1', 'ranks 0, 2')

@@ -1,7 +1,7 @@
-"""Folders of mode 0700 for sockets, scratch files and keys, removed with their process however it ends.
+"""Folders of mode 0700 for sockets, scratch files and keys, removed however their process ends.
 
-A killed process removes nothing. So a folder is live as long as a process holds the lock on it, which dies with the
-process, and the next process to make a folder removes the dead ones beside it.
+A killed process removes nothing. So a folder is live while a process holds its lock, which ends with the process, and
+the next process to make a folder removes the dead ones beside it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PrivateFolder:
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
         if len(os.fsencode(parent)) + len(_PREFIX) + 9 > _LONGEST:
-            parent = Path("/tmp")  # noqa: S108 - where every system has one
+            parent = Path("/tmp")  # noqa: S108 - exists on every system
         _remove_dead(parent)
         # Another process may consider a folder dead before it is locked; without file locks none does.
         for _ in range(_ATTEMPTS):

@@ -1,13 +1,13 @@
-"""``Replicas``: a directory that several servers keep, so that the death of one loses nothing that was announced.
+"""``Replicas``: a directory on several servers, so that no announcement is lost when one dies.
 
 ::
 
     announce  ──> all of them         each that is up has it
     look up   ──> all of them at once, and the answers put together
 
-Nothing is copied from server to server: experts announce themselves to each, again and again. One that comes back empty
-fills up as they do, and until then the others' answers are complete. One that does not answer is left out for a while,
-so that it does not hold up every look.
+Nothing is copied from server to server: experts renew their announcements at each. One that restarts empty fills up
+with the renewals, and until then the others' answers are complete. One that does not answer is skipped for a while, so
+that it does not delay every lookup.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Replicas:
         return self._ask_several(client, self._asked(), verb, question, deadline)
 
     def ask_one(self, client: Client, endpoint: str, verb: str, question: object, deadline: Deadline) -> None:
-        """Ask one of them; one that is away has nothing to answer."""
+        """Call one of them; an unreachable one gives no answer."""
         outcome = client.gather([_request(endpoint, verb, question)], deadline)[0]
         if isinstance(outcome, Exception) and not isinstance(outcome, _AWAY):
             raise outcome

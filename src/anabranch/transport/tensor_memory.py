@@ -1,4 +1,4 @@
-"""A tensor's memory as bytes: sent without a copy, and received in the memory where it will stay."""
+"""A tensor's memory as bytes: sent without a copy, and received in its final memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dense_on_cpu(tensor: Tensor) -> Tensor:
     """``tensor``, or where it is sparse, strided, conjugated or on a device, a plain copy of it in main memory.
 
     Raises:
-        TypeError: its layout or dtype cannot cross.
+        TypeError: its layout or dtype cannot be sent.
     """
     if (
         tensor.dtype in DTYPE_CODES

@@ -1,4 +1,4 @@
-"""The caller's side of experts: one expert, many at once, and mixtures that do without those that fail.
+"""The caller's side of experts: one expert, many at once, and mixtures that continue without those that fail.
 
 Open ``calls.py`` first: it is the boundary operation; ``remote_expert.py`` and ``mixture.py`` are modules above it.
 """

@@ -1,8 +1,8 @@
 """The best experts of a grid for each row, found dimension by dimension among the announced ones.
 
-An expert's score is the sum of its coordinates' scores, so the best ones have prefixes that are among the best
-prefixes: keeping ``k`` prefixes a dimension finds the ``k`` best experts of a full grid. The directory is asked once
-per dimension, for all rows together.
+An expert's score is the sum of its coordinates' scores, so the best ones have prefixes among the best prefixes: keeping
+``k`` prefixes per dimension finds the ``k`` best experts of a full grid. The directory is asked once per dimension, for
+all rows together.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def beam_search(
     for dimension, grid_RG in enumerate(scores):
         size = grid_RG.shape[1]
         last = dimension == len(scores) - 1
-        # Each avoided expert may spoil one prefix that is better than those of the experts to be found.
+        # Each avoided expert may rule out one prefix that is better than those of the experts to be found.
         width = k if last else k + len(avoid)
         known_PG = _known(directory, prefixes, size, avoid if last else ())
         if kept is not None:

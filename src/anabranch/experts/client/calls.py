@@ -44,14 +44,14 @@ class ExpertCall(msgspec.Struct, eq=False):
         uid: the expert.
         endpoint: its server.
         schema: the expert's schema.
-        inputs: the inputs, flat, in the schema's order; freed once they were sent.
-        evaluating: the caller is in eval mode, and so the expert is to be.
-        outputs: the answer; freed once it was handed on, because the graph must not hold its own outputs.
+        inputs: the inputs, flat, in the schema's order; freed once sent.
+        evaluating: the caller is in eval mode, so the expert runs in eval mode too.
+        outputs: the answer; freed once passed on, because the graph must not hold its own outputs.
         answered: true if there was an answer.
-        error: the reason why there was none; ``None`` without an answer means that the call was cancelled.
-        gradient_error: the reason why no gradient came back.
+        error: the reason for a missing answer; ``None`` without an answer means that the call was cancelled.
+        gradient_error: the reason for a missing gradient.
         ticket: names the activations that the server keeps for the backward; empty if it keeps none.
-        given: names and versions of the outputs, for as long as others hold them: they tell why a gradient was refused.
+        given: names and versions of the outputs, while others hold them: they explain why a gradient was refused.
     """
 
     uid: str
@@ -82,9 +82,9 @@ class Calls(msgspec.Struct, eq=False):
         calls: the calls.
         forward_timeout: seconds for all of the forward together.
         backward_timeout: seconds for all of the backward together.
-        enough: called with the calls after each answer; once it returns true the others have ``grace`` seconds left.
+        enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
         grace: seconds; ``None``: as long as the deadline.
-        check_backward: called with the calls after the backward; raises if too few gradients came.
+        check_backward: called with the calls after the backward; raises if too few gradients arrived.
         finite_only: treats an answer that holds NaN or Inf as missing.
         deadline: the deadline of the forward, if it started before the calls were known.
     """
@@ -101,7 +101,7 @@ class Calls(msgspec.Struct, eq=False):
 
 
 class _Together:
-    """The boundary of calls that are made for one forward; see the module's drawing."""
+    """The boundary of the calls of one forward; see the module's drawing."""
 
     kind = "experts"
 
@@ -127,7 +127,7 @@ class _Together:
 
 
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
-    """Make the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
+    """Make the calls; returns the outputs of the answered ones, which in grad mode require grad where they can.
 
     Raises no error of an expert: it is in ``call.error``, and the caller decides which answers it needs.
 
@@ -144,9 +144,7 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
 
 
 def ask(calls: Calls, *, keep: bool) -> Crossed:
-    """Return the answers to all calls, flat; with ``keep`` servers that can keep their activations for a backward
-    do.
-    """
+    """Return the answers to all calls, flat; with ``keep``, servers that can keep activations for a backward do so."""
     if keep:
         for call in calls.calls:
             call.ticket = os.urandom(_TICKET_BYTES)
@@ -176,7 +174,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
 
 
 def output_forms(schema: Schema, rows: int, device: torch.device) -> list[Form]:
-    """Return the forms of the outputs with which an expert of this schema answers ``rows`` rows."""
+    """Return the forms of the outputs of an expert of this schema for ``rows`` rows."""
     return [
         Form((rows, *spec.with_sizes(())), spec.dtype, device, spec.requires_grad)
         for spec in schema.output_specs
@@ -315,14 +313,14 @@ def ask_gradients(
         if calls.check_backward is not None:
             calls.check_backward([call for call, _ in asked])
     finally:
-        # Else a cycle: the graph holds the error, its traceback the graph.
+        # Otherwise a cycle: the graph holds the error, and its traceback the graph.
         for call, _ in asked:
             call.gradient_error = None
     return answers
 
 
 def _with_cause(call: ExpertCall, error: NonFinite) -> NonFinite:
-    """``error``, or one that says that the module's output held NaN, where that output still exists as it came."""
+    """``error``, or one about NaN in the module's output, if that output still exists unchanged."""
     came = [
         (name, output)
         for name, ref, version in call.given
@@ -343,7 +341,7 @@ def _gather_gradients(
     gradients: Sequence[Sequence[Tensor | None]],
     inputs: Sequence[Tensor | None],
 ) -> list[Outcome]:
-    """Ask for gradients; inputs are sent to experts that did not keep the activations, or no longer have them."""
+    """Request gradients; inputs are sent to experts that did not keep the activations, or no longer have them."""
     if not asked:
         return []
     deadline = Deadline.after(calls.backward_timeout)
@@ -387,7 +385,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
 def _read_gradients(
     call: ExpertCall, outcome: Answer | Exception, inputs: Sequence[Tensor | None], *, finite_only: bool
 ) -> list[Tensor | None]:
-    """Return the gradients that came; raises the error that came instead."""
+    """Return the received gradients; raise the error received instead."""
     if isinstance(outcome, Exception):
         raise outcome
     specs = call.schema.inputs
@@ -410,7 +408,9 @@ def _read_gradients(
 
 
 def expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
-    """Return what makes memory for an answer of this layout and this many rows, and refuses any other."""
+    """Return a function that allocates memory for an answer of this layout and this many rows, and refuses any
+    other.
+    """
 
     def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
         came = check_parts(headers, layout)

@@ -1,7 +1,7 @@
 """One client for all modules of a process with the same role, so that they share connections.
 
-A module holds a ``Reach``, not a client: it pickles as the way to make the client, and makes it where it is first used,
-also in a forked child, whose parent's connections are not its own.
+A module holds a ``Reach``, not a client: it pickles as the arguments of the client, and creates it at the first use,
+also in a forked child, which must not use its parent's connections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 def shared_client(
     *, role: str = "worker", keys: str | os.PathLike[str] | None = None, insecure: bool = False, retries: int = 8
 ) -> Client:
-    """Return the client with ``role`` and ``keys``; its connections close when its last user is gone."""
+    """Return the client with ``role`` and ``keys``; its connections close when its last user closes it."""
     key = (role, None if keys is None else os.fspath(keys), insecure, retries)
     with _lock:
         client = _clients.get(key)
@@ -33,11 +33,11 @@ def shared_client(
 
 
 class Reach:
-    """The client of a module, made again in another process.
+    """The client of a module, recreated in another process.
 
     Args:
-        client: the client that the user gave, if any; a pickled module gets another with the same options.
-        role: of the shared client that is used otherwise, with ``keys``, ``insecure`` and ``retries``.
+        client: the client that the user gave, if any; a pickled module gets a new one with the same options.
+        role: of the shared client used otherwise, with ``keys``, ``insecure`` and ``retries``.
 
     Raises:
         ValueError: keys that are missing or damaged.
@@ -64,7 +64,7 @@ class Reach:
         client = self._client
         if client is not None and not client.forked:
             return client
-        # Not under a lock that a thread of the parent may have held.
+        # Without a lock that a thread of the parent may have held.
         options = self._options or cast("Client", client).options
         if self._shared:
             made = shared_client(
@@ -85,12 +85,12 @@ class Reach:
     def __setstate__(self, state: dict[str, object]) -> None:
         self._shared = cast(bool, state["shared"])
         self._options = cast(ClientOptions, state["options"])
-        # Made when it is used: where a model is only loaded, there may be no keys.
+        # Created at the first use: where a model is only loaded, there may be no keys.
         self._client = None
 
 
 def _forget_in_child() -> None:
-    """Forget the client in a forked child: a module that is made there gets one of the child's own."""
+    """Forget the client in a forked child: a module made there gets a client of the child."""
     global _lock
     _lock = threading.Lock()
     _clients.clear()

@@ -1,4 +1,4 @@
-"""Endpoints and schemas of a mixture's experts, and the experts that are avoided for a while after failures."""
+"""Endpoints and schemas of a mixture's experts, and the experts avoided for a while after failures."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class ExpertFinder:
         """The uid, endpoint and schema of the expert whose schema was requested last."""
 
     def __reduce__(self) -> tuple[type[ExpertFinder], tuple[DirectoryLike, Reach]]:
-        # What was found out about the experts may be wrong by then.
+        # Cached endpoints and schemas may be stale by then.
         return ExpertFinder, (self.directory, self._reach)
 
     @property
     def client(self) -> Client:
-        """The client that asks."""
+        """The client that sends the requests."""
         return self._reach.client
 
     @property
@@ -79,7 +79,7 @@ class ExpertFinder:
         endpoints = within(self.directory, deadline).lookup(uids)
         unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
         requests = [Request(endpoints[uid], wire.INFO, uid, role="experts") for uid in unknown]
-        # An expert that does not send its schema cannot be called; half of the time is left for those that did.
+        # An expert that does not send its schema cannot be called; half of the time is left for the others.
         patience = deadline.sooner(max(deadline.remaining() / 2, 1e-3))
         for uid, outcome in zip(unknown, self.client.gather(requests, patience) if requests else (), strict=True):
             self._learn(uid, endpoints[uid], outcome)

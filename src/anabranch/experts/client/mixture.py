@@ -12,11 +12,11 @@
                      └────────────────────────────────────────────────────────────────────────────┘
 
 An expert that does not answer is left out of the softmax, so the result is that of a mixture of the responders alone,
-and so are its gradients. Rows left with too few, some lost with their process, ask the next best ones. The experts that
-it asks depend on the gate's values, so all of that lies behind one boundary: the tape and a captured graph see one
-operation whose outputs have the form given by the experts' schema.
+and so are its gradients. Rows left with too few experts, some of them lost with their process, ask the next best ones.
+The experts asked depend on the gate's values, so all of that is behind one boundary: the tape and a captured graph see
+one operation whose outputs have the form given by the experts' schema.
 
-The file is long because the two mixtures share one asker and one boundary, which nothing else uses.
+The file is long because the two mixtures share one caller and one boundary, which nothing else uses.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOf
 
 _log = logging.getLogger("anabranch.experts")
 
-# A mixture has other experts to turn to, so it does not wait for one that refuses connections.
+# A mixture has other experts, so it does not wait for one that refuses connections.
 _RETRIES = 2
 _MOST_LOOKED_UP = 4096
 _LOOK_SECONDS = 2.0
@@ -73,7 +73,7 @@ class MixtureStatistics:
         calls: calls of experts.
         answered: those that were answered.
         failed: those that failed, by the name of the error.
-        cancelled: stragglers that were not waited for.
+        cancelled: calls cancelled as stragglers.
         rows: rows sent to each expert, by uid: how evenly the experts are used.
         avoided: experts that are avoided at the moment.
     """
@@ -101,7 +101,7 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Manner:
-    """The caller's mode and precision, as they are when the mixture is called or captured.
+    """The caller's mode and precision when the mixture is called or captured.
 
     Attributes:
         evaluating: in eval mode.
@@ -118,7 +118,7 @@ class _Asked:
 
     Attributes:
         calls: the calls.
-        rows: the rows that each was made for.
+        rows: the rows of each call.
         outputs: its answer; ``None`` if there was none.
     """
 
@@ -142,7 +142,7 @@ class _Asked:
         return cast("NDArray[np.bool_]", position != count)
 
     def lost_any(self, choices: Choices) -> bool:
-        """Return True if an expert's process is gone, or the expert is listed and cannot be asked."""
+        """Return True if an expert's process is gone, or the expert is listed but cannot be reached."""
         gone = any(isinstance(call.error, PeerLost) for call in self.calls)
         return gone or bool(set(choices.uids) - {call.uid for call in self.calls})
 
@@ -169,7 +169,7 @@ class _Chosen:
 
 
 class _Asker:
-    """Finds the chosen experts, asks each once for all its rows, and sorts the answers by row, for both mixtures."""
+    """Finds the chosen experts, calls each once for all its rows, and sorts the answers by row, for both mixtures."""
 
     def __init__(self, finder: ExpertFinder, terms: _Terms) -> None:
         self.finder = finder
@@ -179,7 +179,7 @@ class _Asker:
         self._rows: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Asker:
-        # A copied mixture has its own gate and shares the original's knowledge of the experts.
+        # A copied mixture has its own gate and shares the original's cache of experts.
         return _Asker(self.finder, self.terms)
 
     def __reduce__(self) -> tuple[type[_Asker], tuple[ExpertFinder, _Terms]]:
@@ -252,7 +252,7 @@ class _Asker:
         entry: Tensor | None,
         manner: _Manner,
     ) -> _Chosen:
-        """Ask the chosen experts, and the next best ones for rows that lost theirs with a process.
+        """Call the chosen experts, and the next best ones for rows that lost theirs with a process.
 
         ``choose`` returns the choices of all rows, without the given uids.
         """
@@ -289,7 +289,7 @@ class _Asker:
         entry: Tensor | None,
         manner: _Manner,
     ) -> None:
-        """Ask the experts of those slots that are true in ``wanted``, each once for all its rows."""
+        """Call the experts of the slots that are true in ``wanted``, each once for all its rows."""
         found = self.finder.find(choices.uids, deadline)
         calls, rows = self._make_calls(choices, wanted, found, args, kwargs, manner)
         if calls:
@@ -314,7 +314,7 @@ class _Asker:
         """Return the result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of
         ``more``.
 
-        ``mix`` returns the schema of the experts that it has asked, too.
+        ``mix`` also returns the schema of the experts that it called.
         """
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
@@ -327,7 +327,7 @@ class _Asker:
             return outputs
 
         def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
-            # Not the outer ``gated``: what a graph keeps must not hold a tensor of its capture.
+            # Not the outer ``gated``: a graph must not hold a tensor of its capture.
             gated = cast("Tensor", inputs[0])
             schema, found = self.forms_of(uid_prefix, len(grid_size), gated, nesting.rebuild(inputs[2:], plain=True))
             asked[:] = [schema]
@@ -460,7 +460,7 @@ class _Asker:
 
 
 def _cures(phase: str, least: int, *, lost: bool) -> str:
-    """Return the arguments that let a step continue with fewer answers, and how to lose fewer."""
+    """Return the arguments that let a step continue with fewer answers, and advice on losing fewer."""
     if phase == "backward":
         return f"with backward_k_min={least - 1} the step continues without these gradients"
     fewer = [f"lower k_min={least}"] if least > 1 else []
@@ -604,7 +604,7 @@ def _check_fraction(name: str, value: float) -> None:
 
 
 def _check_gated(x: object, gate: nn.Module) -> None:
-    """Refuse an input that the gate does not take; a gate of the user's own checks for itself."""
+    """Refuse an input that the gate does not accept; a user's own gate checks its input itself."""
     if not isinstance(x, Tensor):
         raise SchemaError(f"a mixture's first input is the tensor for its gate, got a {type(x).__name__}")
     if type(gate) is not nn.Linear:
@@ -630,7 +630,7 @@ def _finder(
 
 
 class _Mixture(nn.Module):
-    """A gate, and the experts of a grid that it chooses for each row, asked and weighed as one call."""
+    """A gate, and the experts of a grid that it chooses for each row, called and weighted as one call."""
 
     steps_there: ClassVar[bool] = True
 
@@ -681,11 +681,11 @@ class _Mixture(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return where the experts are in the grid, and how many are asked."""
+        """Return where the experts are in the grid, and how many are called."""
         return f"{self.uid_prefix!r}, grid_size={self.grid_size}, k_best={self.k_best}"
 
     def learn_form(self) -> None:
-        """Asks for the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
+        """Request the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
         schema = self._asker.schema_of(self.uid_prefix, len(self.grid_size))
         self._form, self._dimensions = schema.output_form(), _dimensions_of(schema)
 
@@ -706,7 +706,7 @@ class _Mixture(nn.Module):
         return cast("Tensor", self.gate(self._seen(_gate_input(x.flatten(0, len(leading) - 1)))))
 
     def _seen(self, x: Tensor) -> Tensor:
-        """Return what the gate sees of its input."""
+        """Return the part of its input that the gate sees."""
         return x
 
     def _drawn(self, gated: Tensor) -> Tensor | None:
@@ -718,7 +718,7 @@ class _Mixture(nn.Module):
     def call_whole(
         self, training: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
     ) -> Sequence[Tensor]:
-        """Everything after the gate, as one call that Dynamo leaves whole."""
+        """Everything after the gate, as one call that Dynamo does not trace into."""
         return self._mixed(gated, drawn, args, kwargs, evaluating=not training)[1]
 
     def statistics(self) -> MixtureStatistics:
@@ -737,7 +737,7 @@ class _Mixture(nn.Module):
         return []
 
     def _forms_beside(self, gated: Tensor) -> list[Form]:
-        """Return the forms of these, for when no expert is asked."""
+        """Return the forms of these, for when no expert is called."""
         return []
 
     def _mixed(
@@ -755,7 +755,7 @@ class _Mixture(nn.Module):
         Mixed = tuple[list[Tensor], Schema]
 
         def mix(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> Mixed:
-            # A captured graph runs this outside the autocast that it was captured in; so does the tape.
+            # A captured graph runs this outside the autocast of its capture, and the tape does the same.
             with torch.autocast(gated.device.type, enabled=False) if manner.casting else nullcontext():
                 return mix_as_it_is(entry, gated, drawn, *inputs)
 
@@ -798,7 +798,7 @@ class _Mixture(nn.Module):
 
 
 class RemoteMixtureOfExperts(_Mixture):
-    """Asks the best experts of a grid for each row, and mixes the answers of those that answer.
+    """Calls the best experts of a grid for each row, and mixes the answers received.
 
     >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
     >>> directory = Directory()
@@ -902,7 +902,7 @@ class RemoteMixtureOfExperts(_Mixture):
 
 
 class RemoteSwitchMixtureOfExperts(_Mixture):
-    """Asks the one best expert of a grid for each row, and keeps the experts evenly used.
+    """Calls the best expert of a grid for each row, and keeps the experts evenly used.
 
     >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
     >>> directory = Directory()
@@ -1001,7 +1001,7 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
         return [Form((n + 1,), self.gate.weight.dtype, gated.device, differentiable=False) for n in self.grid_size]
 
     def _beside(self, choices: Choices, gated: Tensor) -> list[Tensor]:
-        """For each dimension the share of rows that each index got, then 1 if any row was given at all."""
+        """For each dimension the share of rows of each index, then 1 if there were any rows."""
         taken = choices.slots[:, 0] >= 0
         shares = []
         for dimension, size in enumerate(self.grid_size):

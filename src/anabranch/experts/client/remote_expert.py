@@ -1,4 +1,4 @@
-"""An expert on the remote side, called as if it were here."""
+"""A remote expert, called as if it were local."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) ->
 
 
 class RemoteExpert(nn.Module):
-    """Calls an expert on the remote side; gradients flow back, and the expert updates itself on the way.
+    """Calls a remote expert; gradients flow back, and the expert updates itself in its backward.
 
     >>> import torch
     >>> from anabranch.experts import ExpertBackend, ExpertServer
@@ -105,7 +105,7 @@ class RemoteExpert(nn.Module):
         return self._reach.client
 
     def learn_form(self) -> None:
-        """Asks for the nesting of the expert's outputs, for a capture."""
+        """Request the nesting of the expert's outputs, for a capture."""
         _, schema = self.find(Deadline.after(self.forward_timeout))
         self._form = schema.output_form()
 
@@ -164,7 +164,7 @@ class RemoteExpert(nn.Module):
         return schema.nest_outputs(outputs)
 
     def call_whole(self, training: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
-        """``forward``, as one call that Dynamo leaves whole."""
+        """``forward``, as one call that Dynamo does not trace into."""
         return self._call(args, kwargs, evaluating=not training)[1]
 
     def _call(
@@ -183,7 +183,7 @@ class RemoteExpert(nn.Module):
         return there.schema, with_leading(crossed, leading)
 
     def find(self, deadline: Deadline) -> tuple[str, Schema]:
-        """Return the expert's endpoint and schema, looked up where they are not known."""
+        """Return the expert's endpoint and schema, looked up if they are not known."""
         found = self._found
         if (known := found.known) is not None:
             return known
@@ -194,8 +194,8 @@ class RemoteExpert(nn.Module):
             return found.known
 
     def forget_if_changed(self, error: Exception, deadline: Deadline) -> bool:
-        """Forget where the expert is and return True if it has moved, or came back with another schema, so that one
-        more request may succeed.
+        """Forget the expert's endpoint and return True if it has moved or changed its schema, so that a retry may
+        succeed.
         """
         if not self._may_have_changed(error, deadline):
             return False
@@ -218,7 +218,7 @@ class RemoteExpert(nn.Module):
 
 
 class _Found:
-    """The expert's endpoint and schema, once fetched; apart from the module, because a graph outlives it."""
+    """The expert's endpoint and schema, once fetched; a separate object, because a graph outlives the module."""
 
     def __init__(self, known: tuple[str, Schema] | None = None) -> None:
         self.lock = threading.Lock()
@@ -228,7 +228,7 @@ class _Found:
         return _Found(self.known)
 
     def __reduce__(self) -> tuple[type[_Found], tuple[()]]:
-        # The expert may be elsewhere by then, and have another schema.
+        # The expert may have moved by then, and have another schema.
         return _Found, ()
 
 
@@ -272,7 +272,7 @@ class _There:
     ) -> tuple[Crossed, Exception | None]:
         expert = self._expert
         endpoint, schema = expert.find(deadline)
-        if schema is not self._given:  # what was given must fit what the expert takes now
+        if schema is not self._given:  # the inputs must fit the expert's current schema
             given = self._given.input_nesting.rebuild(inputs, plain=True)
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
             inputs, self.schema = schema.flatten_inputs(args, kwargs, casting=False).tensors, schema

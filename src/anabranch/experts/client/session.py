@@ -27,7 +27,7 @@ from anabranch.transport import Client, Request
 __all__ = ["InferenceSession", "SessionExpert"]
 
 _ID_BYTES = 16
-# Seconds for telling the server that the session has ended; without it the server learns it from the time to live.
+# Seconds for telling the server that the session has ended; otherwise the session expires there.
 _FAREWELL = 5.0
 
 
@@ -44,11 +44,11 @@ class SessionExpert(Protocol):
         """Return the endpoint and the schema of the expert."""
 
     def forget_if_changed(self, error: Exception, deadline: Deadline) -> bool:
-        """Return True if asking again may help."""
+        """Return True if a retry may help."""
 
 
 class InferenceSession:
-    """Sequences that an expert continues; made by ``RemoteExpert.session``, and used as a context manager.
+    """Sequences that an expert continues; created by ``RemoteExpert.session``, and used as a context manager.
 
     >>> import torch
     >>> from torch import nn
@@ -148,7 +148,7 @@ class InferenceSession:
     def end(self) -> None:
         """End the session: its server frees the cache at once. Ending it again does nothing.
 
-        A server that cannot be told frees it after the time to live; that raises nothing.
+        An unreachable server frees it after the time to live; that raises nothing.
         """
         self._ended = True
         self._tell_server()
@@ -175,10 +175,10 @@ class InferenceSession:
             if deadline.expired() or not self._may_be_elsewhere(error, deadline):
                 raise
             if self._steps:
-                # The server that has the expert now knows whether the session is still there.
+                # The expert's current server knows whether the session still exists.
                 endpoint, _ = self._expert.find(deadline)
             else:
-                # Before the first answer nothing is lost by asking elsewhere.
+                # Before the first answer nothing is lost by calling another server.
                 self._where = None
                 endpoint, schema = self._expert.find(deadline)
                 given = schema.flatten_inputs(args, kwargs)
@@ -189,13 +189,13 @@ class InferenceSession:
         return schema.nest_outputs(with_leading(outputs, given.leading))
 
     def _may_be_elsewhere(self, error: Exception, deadline: Deadline) -> bool:
-        """Return True if the expert is served elsewhere now, or with another schema, so that asking again may help."""
+        """Return True if the expert has moved or changed its schema, so that a retry may help."""
         if isinstance(error, SessionGone):
             return False
         try:
             return self._expert.forget_if_changed(error, deadline)
         except NotFound:
-            return False  # nobody serves it now, and the same step may be requested once its server is back
+            return False  # not served now; the same step may be requested once its server is back
 
     def _check(self, schema: Schema, given: Given) -> int:
         """Return the positions of a step that fits the session."""

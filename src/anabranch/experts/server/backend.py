@@ -2,12 +2,12 @@
 
 Forward runs without a graph; backward computes it again from the inputs, which are sent a second time, so the server
 keeps nothing between the two for callers that may never come back. Every backward batch is an update. The module's
-buffers are updated by the forward alone, as in process; dropout draws a new mask in backward, because the first one is
-gone: that gradient belongs to a forward whose output was never used. Where that matters ``keep_activations`` keeps the
-forward's graph (``kept_activations.py``), or the expert goes to eval mode.
+buffers are updated only by the forward, as for a local module; dropout draws a new mask in backward, because the first
+one is gone: that gradient belongs to a forward whose output was never used. If that matters, ``keep_activations`` keeps
+the forward's graph (``kept_activations.py``), or the expert is put into eval mode.
 
-A caller in eval mode has its batches run in eval mode, apart from those of others: batches of a device run one at a
-time, and the module is restored into its own mode after each.
+A caller in eval mode has its batches run in eval mode, separately from others: batches of a device run one at a time,
+and the module's own mode is restored after each.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo", "info_of"]
 
-# BatchNorm refuses one row, and three rows tell a shape's rows from its other sizes more often than two.
+# BatchNorm refuses one row, and 3 coincides with a shape's other sizes less often than 2.
 _SAMPLE_ROWS = 3
 _SAMPLE_LENGTHS = (8, 2, 64)
-# Positions of a step, over which it would be split; a step is one call of the module.
+# Positions above which a step would be split; a step is one call of the module.
 _LONGEST_STEP = 1 << 40
 
 
@@ -147,7 +147,7 @@ class ExpertBackend:
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
-        # Refuses unsendable specs here, rather than at the first call.
+        # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
         sizes = {
             "min_batch_size": min_batch_size,
@@ -199,11 +199,11 @@ class ExpertBackend:
         return pools if self.session_pool is None else (*pools, self.session_pool)
 
     def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
-        """Return the priority of a request: of the experts on a device those of higher priorities run first.
+        """Return the priority of a request: on each device, requests of higher priority run first.
 
-        Override it to serve some callers, or all forwards, first; called on the thread that reads. Callers of equal
-        priority take turns, so one with many requests holds up no other; requests of low priority may wait until their
-        deadlines.
+        Override it to serve some callers, or all forwards, first; called on the reading thread. Callers of equal
+        priority take turns, so one with many requests does not delay others; requests of low priority may wait until
+        their deadlines.
 
         Args:
             caller: the name in its certificate, or ``process PID`` on a Unix socket.
@@ -232,7 +232,7 @@ class ExpertBackend:
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the outputs for a batch; all inputs and outputs flat, in the schema's order."""
-        # As torch.no_grad does, which takes longer than a small module.
+        # Like torch.no_grad, which takes longer than a small module.
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
@@ -243,7 +243,7 @@ class ExpertBackend:
         return tuple(self._check_outputs(outputs, placed))
 
     def make_cache(self, rows: int, max_length: int) -> object:
-        """Return what the module makes to keep this many sequences of at most this many positions."""
+        """Return the module's cache for this many sequences of at most this many positions."""
         with torch.no_grad():
             cache = cast("Callable[[int, int], object]", self.module.make_cache)(rows, max_length)
         if cache is None:
@@ -279,9 +279,9 @@ class ExpertBackend:
     def apply_gradients(self) -> None:
         """Update the parameters from their gradients; override to change the update.
 
-        An override may leave the parameters as they are, to step at every k-th batch: the gradients then stay, and
+        An override may leave the parameters unchanged, to step at every k-th batch: the gradients are then kept, and
         those of the next batch are added to them. Once a parameter has changed, or this method has run, all gradients
-        are cleared. An override that wants to forget a batch clears them itself, with ``self.module.zero_grad()``.
+        are cleared. An override that discards a batch clears them itself, with ``self.module.zero_grad()``.
         """
         self._gradients.applied = True
         if self.clip_grad_norm is not None:
@@ -304,7 +304,7 @@ class ExpertBackend:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Load the state that ``state_dict`` gave.
+        """Load a state from ``state_dict``.
 
         Raises:
             RuntimeError: it is another module's.
@@ -316,14 +316,16 @@ class ExpertBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(cast(dict[str, object], state["scheduler"]))
         self.updates = int(cast(int, state["updates"]))
-        # States of earlier versions have none.
+        # States of earlier versions do not have them.
         self._gradients.load_state_dict(cast(Mapping[str, object], state.get("gradients") or {}))
         self._copy = None
 
     # --- forward and backward
 
     def _recompute(self, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], bool]:
-        """Return the gradients of the inputs, with the parameters' in place and finite, and whether there were any."""
+        """Return the gradients of the inputs, with the parameters' in ``.grad`` and finite, and whether there were
+        any.
+        """
         count = len(self.schema.inputs)
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
         with torch.enable_grad(), self._buffers_kept():
@@ -374,7 +376,7 @@ class ExpertBackend:
         return split_padded(gradients, batch, self.schema.inputs, self.schema.input_names)
 
     def _masked(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
-        """Return a block in which the module gets the mask of a padded batch."""
+        """Return a context in which the module gets the mask of a padded batch."""
         return self._with_mask(batch) if self.schema.pads else _as_it_is
 
     @contextmanager
@@ -404,10 +406,10 @@ class ExpertBackend:
         return self._split([None if output is None else output.detach() for output in outputs], batch)
 
     def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
-        """Return a backward through kept graphs where there are tickets, by computing again where there are none."""
+        """Return a backward through kept graphs for tasks with tickets, and by recomputation for the others."""
         plain = [task for task in batch if not task.ticket]
         if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
-            # The tasks are then run one by one, and the first of the two finds the activations.
+            # The tasks then run one by one, and the first of the two finds the activations.
             raise ActivationsGone(f"{self.uid} keeps activations for one backward only; send the inputs again")
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
@@ -454,7 +456,7 @@ class ExpertBackend:
         return entry
 
     def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
-        """Each task's gradients of its inputs, with the parameters' in place, and whether there were any."""
+        """Each task's gradients of its inputs, with the parameters' in ``.grad``, and whether there were any."""
         count = len(self.schema.inputs)
         graphs: dict[int, list[tuple[Task, KeptRows]]] = {}
         for task, entry in tasks:
@@ -494,7 +496,7 @@ class ExpertBackend:
         return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
 
     def _all_values(self, leaves: Sequence[Tensor | None]) -> Tensor:
-        """Return the mask of inputs that nobody has padded."""
+        """Return the mask of unpadded inputs."""
         length = self.schema.measure(leaves)[1]
         return torch.ones(_rows_of(leaves), length, dtype=torch.bool, device=self.device)
 
@@ -574,8 +576,8 @@ class ExpertBackend:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Put the buffers back afterwards: the forward has updated them already."""
-        # Not by their version counters: BatchNorm writes its statistics without raising them.
+        """Restore the buffers afterwards: the forward has already updated them."""
+        # Not by their version counters: BatchNorm writes its statistics without incrementing them.
         before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         try:
             yield
@@ -585,13 +587,11 @@ class ExpertBackend:
                     buffer.copy_(saved)
 
     def _infer_outputs(self) -> Structure:
-        """Return the specs of the module's outputs, found by running it on zeros; sizes that vary with those of its
-        inputs by running it twice.
-        """
+        """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""
         if not any(spec is not None and spec.varying for spec in self.schema.inputs):
             return self._infer_at(0)
         refused: SchemaError | None = None
-        # Some modules take only sequences that are long enough, or that divide.
+        # Some modules accept only sequences of a minimum length, or of a multiple of some length.
         for length in _SAMPLE_LENGTHS:
             try:
                 shorter, longer = self._infer_at(length), self._infer_at(2 * length)
@@ -630,7 +630,7 @@ class ExpertBackend:
         ]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept(), ExitStack() as modes:
             for part in self.module.modules():
-                # The buffers of a remote part are there, and change in train mode.
+                # The buffers of a remote part are on its server, and change in train mode.
                 if getattr(type(part), "steps_there", False):
                     modes.enter_context(_evaluating(part))
             leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
@@ -656,7 +656,7 @@ def info_of(schema: Schema, sessions: int) -> ExpertInfo:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Hold ``module`` in eval mode, and put each of its parts back into the mode that it was in."""
+    """Hold ``module`` in eval mode, and restore the mode of each of its parts."""
     modes = [(part, part.training) for part in module.modules()]
     if any(training for _, training in modes):
         module.eval()

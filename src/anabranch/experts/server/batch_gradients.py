@@ -1,4 +1,4 @@
-"""Gradients of an expert's parameters: a batch's own, and those that earlier batches have left for a later step.
+"""Gradients of an expert's parameters: a batch's own, and those that earlier batches left for a later step.
 
 ::
 
@@ -23,7 +23,7 @@ class WaitingGradients:
     """The gradients of a module's parameters that wait for a step.
 
     Attributes:
-        applied: an update has been made of them; set by what makes it, if it may leave the parameters as they are.
+        applied: they have been used in an update; set by the update itself if it may leave the parameters unchanged.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,7 +32,7 @@ class WaitingGradients:
 
     @contextmanager
     def of_batch(self) -> Iterator[BatchGradients]:
-        """Set aside those of earlier batches while a batch's are computed; put them back if it fails or has none."""
+        """Set aside those of earlier batches while a batch's are computed; restore them if it fails or has none."""
         batch = BatchGradients(self, self._module)
         try:
             yield batch
@@ -49,7 +49,7 @@ class WaitingGradients:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Load the gradients that ``state_dict`` gave."""
+        """Load the gradients from ``state_dict``."""
         for name, parameter in self._module.named_parameters():
             parameter.grad = _unpacked(state[name], parameter) if name in state else None
 
@@ -66,16 +66,16 @@ class BatchGradients:
             parameter.grad = None
 
     def put_back(self) -> None:
-        """Forget the batch's gradients."""
+        """Discard the batch's gradients."""
         for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = gradient
 
     @contextmanager
     def applied(self, *, overridden: bool) -> Iterator[None]:
-        """Add the earlier gradients to the batch's for an update that the block makes; clear them if it has.
+        """Add the earlier gradients to the batch's for an update in the block; clear them if it was made.
 
-        An update that fails before it has changed anything forgets this batch alone. ``overridden``: it may leave them
-        for later, or change parameters in ways that only their values tell.
+        An update that fails before it has changed anything discards only this batch. ``overridden``: it may leave them
+        for later, or change parameters in ways visible only in their values.
         """
         for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
             if gradient is not None:

@@ -1,7 +1,7 @@
 """``DirectoryLock``: one server for each expert's checkpoint directory.
 
-Two servers of one directory would each save over what the other had learned, in silence. The file ``lock`` names the
-holder, and is locked.
+Two servers of one directory would silently overwrite each other's updates. The file ``lock`` names the holder, and is
+locked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["DirectoryLock"]
 
 _log = logging.getLogger("anabranch.experts")
 _FILE = "lock"
-# Of file systems without locks. Any other error is the directory's own.
+# From file systems without locks. Any other error is the directory's own.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class DirectoryLock:
-    """Makes this the one server that saves an expert in ``directory``, until it is closed.
+    """Makes this the only server that saves an expert in ``directory``, until it is closed.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp()) / "ffn.0"
@@ -53,7 +53,7 @@ class DirectoryLock:
             file = os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno in _READ_ONLY and directory.is_dir():
-                # Experts that learn nothing are served from such a place, by as many servers as one likes.
+                # Frozen experts may be served from such a directory, by any number of servers.
                 return
             raise CheckpointError(
                 f"the checkpoint directory of {uid} cannot be used: {error}; give one that user {os.geteuid()} may "
@@ -75,12 +75,12 @@ class DirectoryLock:
                 directory, error, uid,
             )  # fmt: skip
             return
-        with suppress(OSError):  # it is for messages alone
+        with suppress(OSError):  # only for messages
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def close(self) -> None:
-        """Give the directory up to another server."""
+        """Release the directory to another server."""
         if self._lock is not None:
             self._lock.close()
 

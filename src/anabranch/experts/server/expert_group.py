@@ -1,4 +1,4 @@
-"""Experts that are described by plain values, as a command line or a file says them; and the backends made of them.
+"""Experts described by plain values, from a command line or a file; and the backends made of them.
 
 ::
 
@@ -40,7 +40,7 @@ from anabranch.transport.directory.redis_directory import RedisDirectory
 __all__ = ["ExpertGroup", "make_experts", "parse_schema"]
 
 _FEATURES = 512
-# Seconds for which drawn uids are set aside: long enough to make their modules and load what was saved.
+# Seconds for which drawn uids are claimed: long enough to make their modules and load their saved state.
 _CLAIM_SECONDS = 600.0
 _WHOLE = {
     "count": 1,
@@ -59,7 +59,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _TEXTS = ("uids", "module", "optimizer", "scheduler", "device")
 _MAPPINGS = ("module_args", "optimizer_args", "scheduler_args", "kwargs_schema")
-# Those of ExpertBackend that are plain values: they go there as they are.
+# Plain arguments of ExpertBackend, passed on unchanged.
 _PASSED = (
     "clip_grad_norm",
     "gradient_reduction",
@@ -141,7 +141,7 @@ class ExpertGroup:
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 _check_value(field.name, value)
-        # Refused here rather than when all modules before have been made.
+        # Refused here rather than after all earlier modules have been made.
         pattern = UidPattern(self.uids)
         if self.count is not None and self.count > pattern.size:
             raise ValueError(f"count is at most the {pattern.size} uids of {self.uids!r}, got {self.count}")
@@ -155,7 +155,7 @@ class ExpertGroup:
 
     @property
     def said(self) -> dict[str, object]:
-        """The plain arguments of ``ExpertBackend`` that are given."""
+        """The given plain arguments of ``ExpertBackend``."""
         return {name: getattr(self, name) for name in _PASSED if getattr(self, name) is not None}
 
 
@@ -194,20 +194,20 @@ def make_experts(
 
     Args:
         groups: their descriptions.
-        directory: lists the uids that others serve, which are not drawn. A ``Directory`` sets those that are drawn
-            aside for ten minutes, or until they are announced, so that two that draw at once draw different ones.
+        directory: lists the uids that others serve, which are not drawn. A ``Directory`` claims the drawn ones for ten
+            minutes, or until they are announced, so that two that draw at once draw different ones.
         checkpoint_dir: has the experts of an earlier run, which are drawn first.
 
     Raises:
         ValueError: two groups have a uid in common, a module or optimizer cannot be made, no uid is left to draw.
-        SchemaError: a module does not take what its schema says.
+        SchemaError: a module does not accept the inputs of its schema.
         BoundaryError: the directory does not answer.
     """
     groups = list(groups)
     owners: dict[str, ExpertGroup] = {}
     uids: dict[int, list[str]] = {}
     with _Claims(directory) as claims:
-        # Those that are drawn last avoid all others.
+        # Groups drawn last avoid all others.
         for group in sorted(groups, key=lambda group: group.count is not None):
             with _told_where(group):
                 mine = expand_uids(group.uids) if group.count is None else _draw(group, owners, claims, checkpoint_dir)
@@ -224,11 +224,11 @@ def make_experts(
 
 
 class _Claims:
-    """The uids that are drawn here, set aside in a directory until they are announced; given back on an error.
+    """The uids drawn here, claimed in a directory until they are announced; released on an error.
 
     Args:
-        directory: lists the uids that others serve; ``None`` if there are no others. One of the user's own that cannot
-            set uids aside is only asked which of them are served.
+        directory: lists the uids that others serve; ``None`` if there are no others. A user's own directory that cannot
+            claim uids is only asked which of them are served.
     """
 
     def __init__(self, directory: DirectoryLike | None) -> None:
@@ -241,7 +241,7 @@ class _Claims:
         return () if self._directory is None else self._directory.lookup(uids)
 
     def take(self, uids: list[str]) -> list[str]:
-        """Return those of ``uids`` that are now set aside for this process."""
+        """Return those of ``uids`` that are now claimed for this process."""
         if not isinstance(self._directory, Directory | RedisDirectory):
             return uids
         mine = self._directory.claim(uids, self._claimer, _CLAIM_SECONDS)
@@ -260,13 +260,13 @@ class _Claims:
         try:
             self._directory.release(self._claimed, self._claimer)
         except BoundaryError as lost:
-            # A claim that is not released ends after its time.
+            # A claim that is not released expires.
             report("experts.directory_lost", error=str(lost))
 
 
 @contextmanager
 def _told_where(group: ExpertGroup) -> Iterator[None]:
-    """Tell the block's mistakes with the place where the group is described."""
+    """Add the place where the group is described to the block's errors."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -323,7 +323,7 @@ def _make_expert(
 
 
 def _make_updates(group: ExpertGroup, module: nn.Module, given: Mapping[str, Any]) -> dict[str, object]:
-    """Return the optimizer and the scheduler, those of the group before those of the factory."""
+    """Return the optimizer and the scheduler; those of the group take precedence over the factory's."""
     optimizer = given.get("optimizer")
     if group.optimizer is not None or "optimizer" not in given:
         optimizer = make_optimizer(group.optimizer or "adam", module, group.lr, group.optimizer_args)
@@ -343,7 +343,7 @@ def _make_updates(group: ExpertGroup, module: nn.Module, given: Mapping[str, Any
 
 
 def _make_schemas(group: ExpertGroup, given: Mapping[str, Any], features: int | None) -> dict[str, Structure]:
-    """Return the schemas, those of the group before those of the factory."""
+    """Return the schemas; those of the group take precedence over the factory's."""
     arguments: Structure = given.get("args_schema") or ()
     keywords: Structure = given.get("kwargs_schema") or {}
     outputs: Structure = given.get("outputs_schema")
@@ -373,7 +373,7 @@ def _make_schemas(group: ExpertGroup, given: Mapping[str, Any], features: int | 
 def parse_schema(
     description: object, name: str, *, sequence: type[list[Any]] | type[tuple[Any, ...]] = list
 ) -> Structure:
-    """Return the specs that plain values describe.
+    """Return the specs described by plain values.
 
     >>> parse_schema({"shape": ["any", 512], "dtype": "float16"}, "args_schema[0]")
     TensorSpec(None, 512, dtype=torch.float16)

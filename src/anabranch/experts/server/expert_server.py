@@ -61,7 +61,7 @@ _log = logging.getLogger("anabranch.experts")
 
 # Announcements are renewed three times within their time to live.
 _RENEWALS = 3
-# Seconds for which another server of an announced expert is asked whether it lives.
+# Seconds for asking another server of an announced expert whether it is alive.
 _GLANCE = 2.0
 
 
@@ -187,7 +187,7 @@ class ExpertServer:
             put_aside=self._put_aside,
             allocate=place,
         )
-        # Last of the steps that may fail: it listens from here on.
+        # The last step that may fail: it listens from here on.
         self._server = Server(
             [
                 Verb(wire.INFO, self._info, quick=True),
@@ -301,15 +301,15 @@ class ExpertServer:
         assert self._directory is not None
         try:
             found = self._directory.lookup(self._backends)
-        except Exception as error:  # noqa: BLE001 - a warning less must not cost the start
+        except Exception as error:  # noqa: BLE001 - a missing warning must not fail the start
             note_failure("experts.no_look_for_others", error)
             return {}
         return {uid: endpoint for uid, endpoint in found.items() if endpoint != self.endpoint}
 
     def _warn_of_others(self, others: Mapping[str, str]) -> None:
-        """Says which uids live servers had announced before this one: updates of one expert would go to two places.
+        """Warn of uids that other live servers have announced: updates of one expert would go to two places.
 
-        A server that came back at a new address finds its old one listed, but nobody answering there.
+        A server restarted at a new address finds its old address listed, but nothing answers there.
         """
         uids_at: dict[str, list[str]] = {}
         for uid, endpoint in others.items():
@@ -343,13 +343,13 @@ class ExpertServer:
         try:
             self._directory.withdraw(self._backends, self.endpoint)
         except BoundaryError as error:
-            # An announcement that is not withdrawn is forgotten after its time to live.
+            # An announcement that is not withdrawn expires.
             report("experts.directory_lost", error=str(error))
 
     def _warn_if_possible(self, others: Mapping[str, str]) -> None:
         try:
             self._warn_of_others(others)
-        except BaseException as error:  # noqa: BLE001 - a warning less must not cost the announcements
+        except BaseException as error:  # noqa: BLE001 - a missing warning must not stop the announcements
             note_failure("experts.no_look_for_others", error)
 
     def _renew(self) -> None:
@@ -357,7 +357,7 @@ class ExpertServer:
             self._announce()
         except BoundaryError as error:
             report("experts.directory_lost", error=str(error))
-        except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+        except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("experts.directory_lost", error)
 
     # --- serving
@@ -387,7 +387,7 @@ class ExpertServer:
         call.reply(payload=self._schemas[call.target][0])
 
     def _check(self, header: RequestHeader) -> None:
-        """Refuses a request that does not fit its expert, before there is memory for it."""
+        """Refuse a request that does not fit its expert, before memory is allocated for it."""
         backend = self._find(header.target)
         pool = backend.backward_pool if wire.is_backward(header.verb) else backend.forward_pool
         rows = self._check_request(header, backend)
@@ -402,7 +402,7 @@ class ExpertServer:
         return check_parts(header.tensors, wire.request_layout(backend.schema, header))
 
     def _forward(self, call: Call) -> None:
-        # The check has found the expert already.
+        # The check has already found the expert.
         backend = self._backends[call.target]
         schema = backend.schema
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
@@ -440,7 +440,7 @@ class ExpertServer:
         inputs: Sequence[Tensor | None],
         finish: Callable[[Sequence[Tensor | None] | BaseException], None],
     ) -> None:
-        """Answer a request of no rows, the sizes of whose outputs the module alone knows: found by a row of zeros."""
+        """Answer a request of no rows; output sizes that only the module knows are found with a row of zeros."""
         one = [
             None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
             for tensor, spec in zip(inputs, backend.schema.inputs, strict=True)
@@ -487,7 +487,7 @@ class ExpertServer:
             self._put_aside(call, backend, backend.backward_pool, task)
 
     def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
-        """Queues the task once all requests that have come are read, so that they share a batch."""
+        """Queue the task once all requests received so far are read, so that they share a batch."""
         task.caller = call.peer.name
         priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
         if not isinstance(priority, int):
@@ -516,7 +516,7 @@ class ExpertServer:
         return self._server.gathering()
 
     def _backward_again(self, call: Call) -> None:
-        """Answers a retry after a restart: the update is in the loaded state, but its gradients are gone."""
+        """Answer a retry after a restart: the update is in the loaded state, but its gradients are gone."""
         backend = self._find(call.target)
         none: list[Tensor | None] = [None] * len(backend.schema.inputs)
         call.reply(payload=wire.pack_present(none))
@@ -558,7 +558,7 @@ def _rows(tensors: Sequence[Tensor | None]) -> int:
 
 
 def _warn_of_waits(backends: Iterable[ExpertBackend]) -> None:
-    """Say which experts keep a small request waiting until its caller's deadline."""
+    """Warn of experts that keep a small request waiting until its caller's deadline."""
     pools = {backend.uid: backend.forward_pool for backend in backends}
     if waiting := [uid for uid, pool in pools.items() if pool.min_batch_size > 1 and pool.timeout is None]:
         _log.warning(

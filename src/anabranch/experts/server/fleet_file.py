@@ -103,14 +103,14 @@ def _load(path: Path) -> object:
 
 
 def _key_given_twice(root: Node | None) -> tuple[str, int, int] | None:
-    """Return a key that a table has twice, with its lines: YAML takes the last in silence."""
+    """Return a key that a table has twice, with its lines: YAML silently uses the last."""
     waiting = [root]
     seen: set[int] = set()
     while waiting:
         node = waiting.pop()
         if node is None or id(node) in seen or isinstance(node.value, str):
             continue
-        seen.add(id(node))  # an alias may lead back to what it is in
+        seen.add(id(node))  # an alias may lead back to its own container
         lines: dict[tuple[str, str], int] = {}
         for item in node.value:
             key, value = item if isinstance(item, tuple) else (None, item)

@@ -1,10 +1,10 @@
-"""Activations kept between forward and backward: the forward's own graph, for callers that come back in time.
+"""Activations kept between forward and backward: the forward's graph, for callers whose backward arrives in time.
 
-The graph is the batch's, and each request knows its rows of it: its backward can be run alone or with any others, with
-zeros for the gradients of the rest. The graph is over a copy of the parameters at that time: updates between a forward
-and its backward would otherwise change the graph's saved tensors. One copy serves all forwards between two updates.
+The graph is the batch's, and each request knows its rows of it: its backward can run alone or with others, with zeros
+for the gradients of the rest. The graph is over a copy of the parameters at that time: updates between a forward and
+its backward would otherwise change the graph's saved tensors. One copy serves all forwards between two updates.
 
-Kept rows are bounded; the oldest are freed first, and their caller sends the inputs again.
+Kept rows are bounded; the oldest are evicted first, and their caller sends the inputs again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ParameterCopy:
 
     @classmethod
     def of(cls, module: nn.Module) -> ParameterCopy:
-        """Return a copy of ``module``'s parameters as they are."""
+        """Return a copy of ``module``'s current parameters."""
         named = module.named_parameters()
         return cls({name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named})
 
@@ -48,7 +48,7 @@ class ParameterCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptBatch:
-    """A forward's graph: its inputs, of which those that take gradients are leaves, and its outputs."""
+    """A forward's graph: its inputs, those with gradients as leaves, and its outputs."""
 
     leaves: Sequence[Tensor | None]
     outputs: Sequence[Tensor | None]
@@ -87,7 +87,7 @@ class KeptBatch:
         trained = self.parameters.trained()
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))
         if roots and found:
-            # Other requests' parts of the same graph may still come for their backward.
+            # Other requests of the same graph may still run their backward.
             found = torch.autograd.grad(roots, [*leaves, *trained], seeds, retain_graph=True, allow_unused=True)
         of_leaves = iter(found[: len(leaves)])
         gradients = [next(of_leaves) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
@@ -105,7 +105,7 @@ class KeptRows:
 
 
 class KeptActivations:
-    """Activations kept for later backwards, by the tickets that callers gave.
+    """Activations kept for later backwards, by the callers' tickets.
 
     >>> kept = KeptActivations(4)
     >>> batch = KeptBatch([], [], ParameterCopy.of(nn.Linear(1, 1)), rows=6)
@@ -127,7 +127,7 @@ class KeptActivations:
         return ticket in self._entries
 
     def put(self, ticket: bytes, kept: KeptRows) -> None:
-        """Keep a request's part of a graph, and free the oldest ones beyond the budget."""
+        """Keep a request's part of a graph, and evict the oldest ones beyond the budget."""
         self.drop(ticket)
         if kept.rows > self.budget:
             return
@@ -148,7 +148,7 @@ class KeptActivations:
 
 
 def _owned(gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of parameters, each in memory of its own, because they are changed in place.
+    """Gradients of parameters, each in its own memory, because they are changed in place.
 
     Autograd may return one tensor as the gradient of two, its own input, or an expanded value.
     """

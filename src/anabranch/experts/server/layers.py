@@ -1,4 +1,4 @@
-"""Modules that can be served by name: the command line offers them where the user names no module."""
+"""Modules that can be served by name: the command line's alternatives to a user's module."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def find_factory(name: str) -> Factory:
-    """Return the factory of the modules that ``name`` stands for: ``ffn``, ``nop``, or ``package.module:function``.
+    """Return the factory of the modules called ``name``: ``ffn``, ``nop``, or ``package.module:function``.
 
     >>> find_factory("ffn")(8).__class__.__name__
     'Feedforward'
@@ -138,7 +138,7 @@ def make_optimizer(
 
 
 def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] | None = None) -> LRScheduler:
-    """Return the scheduler called ``name``, which is stepped once an update.
+    """Return the scheduler called ``name``, which is stepped once per update.
 
     >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     >>> make_scheduler("StepLR", optimizer, {"step_size": 100}).step_size
@@ -167,11 +167,11 @@ def make_scheduler(name: str, optimizer: Optimizer, args: Mapping[str, object] |
 
 
 def check_steps(uid: str, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
-    """Refuse an optimizer that computes the loss again, and a scheduler that steps with a metric."""
+    """Refuse an optimizer that recomputes the loss, and a scheduler that steps with a metric."""
     for name, what in (("optimizer", optimizer), ("scheduler", scheduler)):
         if what is None:
             continue
-        # Of the class: schedulers replace the step of the optimizer that they are made for.
+        # The class's: schedulers replace the step of their optimizer instance.
         _, *parameters = inspect.signature(type(what).step).parameters.values()
         needed = [
             parameter.name

@@ -1,8 +1,8 @@
 """Experts that survive their server: each one's state in its own directory, saved in parallel with training.
 
-A copy is taken between two batches, so training stops only for the copy, which is written on another thread. With an
-expert's state go the requests applied to it: a caller whose answer was lost in the crash retries, and the restarted
-server knows whether the update is in the state it loaded.
+A copy is taken between two batches, so training stops only for the copy, which is written on another thread. The
+requests applied to an expert are saved with its state: a caller whose answer was lost in the crash retries, and the
+restarted server knows whether the update is in the state it loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_APPLIED = 10_000
 
 
 class Persistence:
-    """Saves experts every so often while its ``with`` block runs, and once more at its end.
+    """Saves experts periodically while its ``with`` block runs, and once more at its end.
 
     Args:
         directory: the parent of a directory for each uid.

@@ -5,13 +5,13 @@
     front(model, batch) ── guards hold ──> the program made for them ──> results; Python side effects replayed
             └──────────── guards miss ───> Dynamo reads the Python code again ──> ``make`` builds another program
 
-Dynamo answers one question: which torch calls does this function make, and for which Python state. Programs are made
+Dynamo answers one question: which torch calls does this function make, and for which Python state. Programs are built
 elsewhere: ``make`` gets the calls and returns the function to call in their place, once in each run.
 
-Dynamo's defaults leave out guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation.
+Dynamo's defaults omit guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation.
 Changes that no guard can see are refused: hooks on all modules, anomaly mode, hooks on saved tensors.
 
-The file is long because everything that depends on Dynamo's internals is in it: a new PyTorch concerns one file.
+The file is long because everything that depends on Dynamo's internals is in it: a new PyTorch affects one file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MO
 
 
 class GuardMiss(CaptureError):
-    """No program fits the present Python state, and none may be made now; nothing has been computed."""
+    """No program fits the current Python state, and none may be made now; nothing has been computed."""
 
 
 class _SwitchedOff(CaptureError):
@@ -141,7 +141,7 @@ class TracedCall:
         return {str(node.args[0]): node for node in self.module.graph.find_nodes(op="call_function", target=mark)}
 
     def check(self) -> None:
-        """Raise the mistake that ``mistake`` has noted.
+        """Raise the mistake recorded by ``mistake``.
 
         Raises:
             UserMistake, WrongType: the user's mistake.
@@ -160,7 +160,7 @@ class Front:
 
     Args:
         function: called with positional arguments. It returns values that ``mark`` and Python make of torch calls.
-        make: builds a program; held weakly by Dynamo, which never forgets.
+        make: builds a program; held weakly by Dynamo, which keeps everything.
         what: the name of ``function`` in refusals.
         settings: Dynamo's, in addition to those that make its guards complete.
     """
@@ -205,7 +205,7 @@ class Front:
         Args:
             kind: a hint which programs to try first: arguments of one kind share a list of them. Guards decide.
             args: the function's arguments.
-            may_trace: make a program where none fits; else that is a ``GuardMiss``.
+            may_trace: make a program if none fits; otherwise raise ``GuardMiss``.
 
         Raises:
             GuardMiss: no program fits, and none may be made.
@@ -284,7 +284,7 @@ class Front:
         self.unseen.refused = what
 
     def _deny(self, reason: str) -> None:
-        """Raise that the code cannot be a graph, in a way that Dynamo does not catch."""
+        """Raise an error for code that cannot be a graph, in a way that Dynamo does not catch."""
         self.unseen.refused = reason
         self.failure = CaptureError(reason_here(reason, self._what))
         raise self.failure
@@ -319,7 +319,7 @@ class Front:
             raise
 
     def _noting(self, program: Callable[..., Sequence[object]]) -> Callable[..., Sequence[object]]:
-        """``program``, which records its exceptions while it is first called, in the middle of a compilation."""
+        """``program``, which records the exceptions of its first call, in the middle of a compilation."""
         mine = weakref.ref(self)
 
         def run(*args: object) -> Sequence[object]:
@@ -368,12 +368,12 @@ class Front:
 
 
 class _Probe(nn.Module):
-    """The module that the self-test changes."""
+    """The module changed by the self-test."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scale = nn.Identity(), 1.0
-        self.weight = nn.Parameter(torch.ones(1))  # drawn at random, it would cost the user's step its numbers
+        self.weight = nn.Parameter(torch.ones(1))  # not random: that would change the user's random numbers
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.weight * self.scale  # type: ignore[no-any-return]
@@ -390,7 +390,7 @@ _passed: bool | None = None
 
 
 def guards_hold() -> bool:
-    """Capture a tiny module, change it in three ways, and look whether each change is noticed."""
+    """Capture a tiny module, change it in three ways, and check whether each change is noticed."""
     probe, x = _Probe(), torch.ones(1, 1)
     front = Front(
         lambda model, x: mark("y", model(x)), lambda call: lambda *args: [torch.ones(1, 1)], what="a self-test"
@@ -447,7 +447,7 @@ def _refuse_other_pytorch() -> None:
 
 
 class _Forms:
-    """The tracer of Dynamo's part: asks boundaries only for the forms of their outputs."""
+    """The tracer of Dynamo's part: requests only the forms of boundaries' outputs."""
 
     captures = True
 
@@ -481,7 +481,7 @@ class _Forms:
 
 @contextmanager
 def _untimed() -> Iterator[None]:
-    """Keep Dynamo from measuring, for its log, how long guards take in a block: it empties the caches of the CPU."""
+    """Keep Dynamo from measuring the time of guards in a block for its log: that empties the CPU's caches."""
     from torch._dynamo import guards
 
     space: Any = guards
@@ -509,7 +509,7 @@ class _Compiled:
         weakref.finalize(self, _let_go, front.__code__, front.__globals__).atexit = False
 
     def full(self, *args: object) -> Any:
-        """Run the program whose guards hold, or make one."""
+        """Run the program whose guards hold, or build one."""
         self._front.__globals__.update(self._wrapped)
         try:
             return self._compile(*args)  # type: ignore[no-untyped-call]
@@ -517,7 +517,7 @@ class _Compiled:
             self._unwrap()
 
     def _unwrap(self) -> None:
-        """Lets ``quick`` call programs without Dynamo's two wrappers and ours, which are for compilations."""
+        """Let ``quick`` call programs without Dynamo's two wrappers and ours, which are for compilations."""
         space = self._front.__globals__
         for name in [name for name in space if name.startswith("__compiled_fn")]:
             wrapped = space[name]
@@ -540,7 +540,7 @@ class _Compiled:
 
 
 def _unhooked(program: Callable[..., Any], set_eval_frame: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``program``, whose calls Dynamo does not look at; ``quick`` puts back what was set."""
+    """``program``, whose calls Dynamo does not trace; ``quick`` restores the setting."""
     from torch._dynamo.eval_frame import skip_code
 
     def run(*args: Any) -> Any:
@@ -575,7 +575,7 @@ def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy_of(function: Any) -> Any:
     space = dict(function.__globals__)
-    # A unique name: Dynamo remembers by file, line and name which numbers change.
+    # A unique name: Dynamo remembers changing numbers by file, line and name.
     code = function.__code__.replace(co_name=f"front_{next(_fronts)}")
     return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
 
@@ -592,7 +592,7 @@ class _Backend:
         return front.make(module)
 
     def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
-        """Note guards that compare a value with itself; keeps all guards."""
+        """Record guards that compare a value with itself; keep all guards."""
         front = self._front()
         measured = {entry.name for entry in entries if _MEASURING & {entry.guard_type, *entry.derived_guard_types}}
         kinds: dict[type, str] = {}
@@ -657,7 +657,7 @@ def _allow_marks() -> None:
             from torch._dynamo.eval_frame import TorchPatcher
 
             checks = Distribution._validate_args
-            TorchPatcher.patch()  # torch's optimizers and modules, once; else we would find them changed
+            TorchPatcher.patch()  # torch's optimizers and modules, once; otherwise they would seem changed
             Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ def is_of_a_library(value: object) -> bool:
 
 
 def closed_over(function: object) -> list[object]:
-    """Return the values that a Python function closes over, those that are assigned by now.
+    """Return the values that a Python function closes over, as far as they are assigned.
 
     >>> number = 3
     >>> closed_over((lambda number: lambda: number)(number))

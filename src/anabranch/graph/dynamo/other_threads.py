@@ -1,8 +1,8 @@
-"""Compilations that other threads see nothing of.
+"""Compilations invisible to other threads.
 
-While a thread compiles, PyTorch answers ``torch.compiler.is_compiling()`` with True in the whole process. Torch's
-optimizers ask it, and compute on tensors then where they take Python numbers otherwise: a plain loop in another thread
-would round differently for as long. In our compilations only traced code is told so, by Dynamo itself.
+While a thread compiles, ``torch.compiler.is_compiling()`` is True in the whole process. Torch's optimizers then compute
+on tensors instead of Python numbers: meanwhile a plain loop in another thread would round differently. In our
+compilations it is True only for traced code, through Dynamo itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ANNOUNCE = "_compile_session_context"
 
 @contextmanager
 def unseen_by_other_threads() -> Iterator[None]:
-    """Compile in the block without a word to other threads; to be entered by one thread at a time."""
+    """Compile in the block, invisible to other threads; to be entered by one thread at a time."""
     compiler: Any = torch.compiler
     announce = getattr(compiler, _ANNOUNCE, None)
     if announce is None:

@@ -1,7 +1,7 @@
 """Operators with kernels, derivatives or shapes written in Python: Dynamo calls them without reading them.
 
-A graph would keep what their code read when it was captured, and a batch that is run both ways would do twice what
-they do apart from their results, such as drawing from their own generator.
+A graph would keep the values that their code read during capture, and a batch that is run both ways would repeat their
+side effects, such as drawing from their own generator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reasons that Python code cannot be a graph, in words that a user knows, with the line of code that does it."""
+"""The reasons why Python code cannot be a graph, in the user's terms, with the line of code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _CURE = "; use engine='tape' for this step, or 'auto', which does so automatical
 
 
 class Raises(CaptureError):
-    """The step's own code raises, or may raise, which Python would do as well: the tape is to meet it."""
+    """The step's own code raises, or may raise, also in Python: left to the tape."""
 
 
 def refusal_of(error: BaseException, what: str) -> CaptureError:
@@ -81,7 +81,7 @@ def reason_of(error: BaseException, what: str) -> str:
         )
     line = _user_line(text)
     where = f"{line}: " if line else ""
-    if "for divmod(): 'float' and 'float'" in text:  # of numbers that Dynamo does not know
+    if "for divmod(): 'float' and 'float'" in text:  # of numbers unknown to Dynamo
         return f"{where}{what} cannot be a graph: {DIVIDED}{_CURE}"
     if "Observed exception" in text:
         return f"{where}{what} raises {_raised(text)} while it is captured"
@@ -113,9 +113,7 @@ def reason_here(words: str, what: str) -> str:
 
 
 def reason_of_call(error: Exception, line: str) -> str:
-    """Return the same for one of Dynamo's calls: the error of the user's own line, or the reason why it cannot be
-    captured.
-    """
+    """Return the same for one of Dynamo's calls: the error of the user's line, or why it cannot be captured."""
     said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     words = next((words for needle, words in _REASONS if needle in said), None)
     if words is None or not type(error).__module__.startswith("torch."):
@@ -168,7 +166,7 @@ def _simple(said: str) -> str:
 
 def _raised(text: str) -> str:
     held = re.search(r"exceptions must derive from BaseException, not (\w+)", text)
-    if held:  # an exception that was made elsewhere, which Dynamo does not take for one
+    if held:  # an exception created elsewhere, which Dynamo does not recognise
         return f"{held[1]}, under the current conditions,"
     found = re.search(r"raised exception (.*)", text) or re.search(r"exception (\w+\(.*\))", text)
     return found[1].strip() if found else "an exception"
@@ -183,6 +181,6 @@ def _user_line(text: str) -> str:
 
 
 def user_line_of(node: fx.Node) -> str:
-    """Return the line of the user's code that makes a call of Dynamo's graph, with a colon behind it."""
+    """Return the line of the user's code that makes a call of Dynamo's graph, followed by a colon."""
     line = _user_line(str(node.meta.get("stack_trace") or ""))
     return f"{line}: " if line else ""

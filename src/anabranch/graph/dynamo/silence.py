@@ -1,4 +1,4 @@
-"""Silences PyTorch's logs of code that it cannot trace: the caller gets one error, in this package's words."""
+"""Silences PyTorch's logs of code that it cannot trace: the caller gets one error, from this package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Dynamo's calls as the function that is traced: its arguments sorted into state and inputs, its calls in order.
+"""Dynamo's calls as the traced function: its arguments sorted into state and inputs, its calls in order.
 
-Dynamo passes on every tensor and number that a function reads. Those that are the model's own parameters and buffers
-are bound to the graph and compared by identity before each run; the others are given again in every run.
+Dynamo passes on every tensor and number that a function reads. The model's own parameters and buffers are bound to the
+graph and compared by identity before each run; the others are passed in every run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Arguments:
     Attributes:
         sources: the inputs of the graph: each tensor once.
         place: for each placeholder the index of its source; ``None`` for a value that the graph holds.
-        free: the placeholders that are given in every run, in the order of the free sources.
+        free: the placeholders that are passed in every run, in the order of the free sources.
         bound: the placeholders that must be identical to the tensors of the trace.
         fixed: the placeholders whose values the graph holds, with those values.
     """
@@ -159,7 +159,7 @@ def run_calls(
 
 
 class _Runner(fx.Interpreter):
-    """Runs one call after the other, and passes the module and line of each to the recorder."""
+    """Runs the calls in order, and passes the module and line of each to the recorder."""
 
     def __init__(self, call: TracedCall, recorder: TraceRecorder, module: fx.GraphModule | None = None) -> None:
         super().__init__(module or call.module, garbage_collect_values=False)
@@ -192,9 +192,7 @@ class _Runner(fx.Interpreter):
         return result
 
     def _checkpointed(self, n: fx.Node) -> Any:
-        """Return a region of ``torch.utils.checkpoint``: marked, so that its values are computed again instead of
-        kept.
-        """
+        """Return a region of ``torch.utils.checkpoint``: marked, so that its values are recomputed instead of kept."""
         body, *rest = cast("tuple[Any, ...]", self.map_nodes_to_values(n.args, n))
         runner = _Runner(self._call, self._recorder, body)
         with self._recorder.checkpointing():

@@ -1,4 +1,4 @@
-"""Rewriting graphs: each file a function from a graph to a graph that computes the same.
+"""Rewriting graphs: each file has a function from a graph to an equivalent graph.
 
 Open ``duplicates.py`` for the smallest, ``gradients.py`` for the derivative of a graph as a graph.
 """

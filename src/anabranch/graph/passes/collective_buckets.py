@@ -1,4 +1,4 @@
-"""Collectives as early and as few as possible, and their waits as late, so that they overlap with backward.
+"""Collectives as early and as few as possible, and their waits as late as possible, to overlap with backward.
 
 In the captured graph, each gradient's all-reduce and its wait come after the backward pass. ``bucket_collectives``
 moves each to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its
@@ -97,9 +97,7 @@ def _hoist(graph: OperationGraph) -> None:
 
 
 def _to_hoist(graph: OperationGraph) -> set[fx.Node]:
-    """Return the all-reduces, and the nodes that only they need and that stand among them, not in the computation
-    before.
-    """
+    """Return the all-reduces, and the nodes among them that only they need, not those in the computation before."""
     effects = graph.effects()
     nodes = list(graph.fx.nodes)
     start = next(index for index, node in enumerate(nodes) if _is_all_reduce(node))

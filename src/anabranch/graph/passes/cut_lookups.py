@@ -75,7 +75,7 @@ def _cut_rows(graph: fx.Graph, node: fx.Node, named: Mapping[str, Any], table: f
 
 
 def _cut_bags(graph: fx.Graph, node: fx.Node, named: Mapping[str, Any], table: fx.Node) -> fx.Node:
-    """Bags of the rows by their positions, made by the same kernel; padding points to a row behind the last."""
+    """Bags of the rows by their positions, made by the same kernel; padding points to a row after the last."""
     ids, padding = named["indices"], named.get("padding_idx", -1)
     form = ids.meta["val"]
     with graph.inserting_before(node):

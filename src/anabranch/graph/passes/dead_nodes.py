@@ -21,7 +21,7 @@ def drop_handles(graph: AnyGraph, *, stops: bool = False) -> AnyGraph:
     """``graph`` without nodes that only make another handle of the same values.
 
     These are ``detach`` and ``alias``, two transpositions in a row, a ``view`` to the present shape, and
-    a product with ones. A ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops``
+    a product with ones. A ``detach`` in the user's code stays, because ``gradients`` must stop at it, unless ``stops``
     drops it too.
     """
     graph = graph.copy()

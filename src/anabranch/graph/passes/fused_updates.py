@@ -23,7 +23,7 @@ _LARGE = 1 << 16
 
 
 def join_fused_updates(graph: AnyGraph) -> AnyGraph:
-    """``graph`` with one fused update where several use the same numbers."""
+    """``graph`` with one fused update in place of several with the same hyperparameters."""
     if len(_fused(graph)) < 2:
         return graph
     graph = graph.copy()

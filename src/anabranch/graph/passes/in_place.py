@@ -18,9 +18,9 @@ _COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
 
 
 def reuse_in_place(graph: AnyGraph) -> AnyGraph:
-    """``graph`` with elementwise operations done in place where the argument's memory dies with them.
+    """``graph`` with elementwise operations done in place where the argument's memory is not used afterwards.
 
-    The values are the same bits: the kernel is the same. Memory of inputs, state and results is never taken.
+    The values are the same bits: the kernel is the same. Memory of inputs, state and results is never reused.
     """
     graph = graph.copy()
     effects = graph.effects()

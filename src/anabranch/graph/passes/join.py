@@ -21,7 +21,7 @@ def join(first: AnyGraph, second: AnyGraph, keep: Collection[str]) -> AnyGraph:
     Args:
         first: the graph whose operations run first.
         second: the graph that takes its results.
-        keep: names of outputs of ``first`` that the joint graph still yields, before those of ``second``.
+        keep: names of outputs of ``first`` that the joint graph still returns, before those of ``second``.
     """
     joint = fx.Graph()
     inputs: list[Input] = []

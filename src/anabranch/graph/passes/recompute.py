@@ -1,16 +1,16 @@
 """Recomputes values instead of keeping them, chosen by minimum cut, until a run fits a budget.
 
-At the moment of the peak the graph falls into operations that have run (F) and that will (B). Without recomputation
+At the peak the graph consists of operations that have run (F) and those that will run (B). Without recomputation
 every value of F that B needs is kept. A cut between the values that exist anyway and those that B needs is a set from
-which the rest can be computed again; the cut of fewest bytes is kept. Its capacities: a value's bytes to keep it, 0 to
+which the rest can be recomputed; the cut of fewest bytes is kept. Its capacities: a value's bytes to keep it, 0 to
 recompute it if that is allowed (no random numbers, no writes, no inputs that are written), infinity otherwise. ::
 
     source --infinity--> values that may not be recomputed
     value_in --bytes--> value_out --infinity--> its readers in F
     value_out --infinity--> sink                         if B reads it
 
-The gentlest choice that fits is taken: first only elementwise operations and views are recomputed; then whole segments
-of F, each from the values that cross into it, as few of them as will do. B walks the segments backwards, so that one
+The cheapest choice that fits is taken: first only elementwise operations and views are recomputed; then whole segments
+of F, each from the values that cross into it, as few of them as possible. B walks the segments backwards, so that one
 segment's values are alive at a time.
 """
 
@@ -54,7 +54,7 @@ def recompute(graph: AnyGraph, budget_bytes: int) -> AnyGraph:
 
 
 def recompute_marked(graph: AnyGraph) -> AnyGraph:
-    """``graph`` with the values of ``torch.utils.checkpoint``'s regions computed again in backward instead of kept.
+    """``graph`` with the values of ``torch.utils.checkpoint``'s regions recomputed in backward instead of kept.
 
     Random numbers and writes are not repeated: their results are kept, and the bits are the same.
     """
@@ -158,7 +158,7 @@ def _recomputable(before: list[fx.Node], effects: Effects, cheap_only: bool) -> 
         # A value that is read again must be unchanged: nothing may write to it later, nor ever to the value itself.
         if effects.root[node] in effects.writers and effects.root[node] is node:
             continue
-        if node.target is operator.getitem and node.args[0] not in found:  # a part is there as long as the whole is
+        if node.target is operator.getitem and node.args[0] not in found:  # a part exists as long as the whole
             continue
         if all(is_final(source, node) for source in node.all_input_nodes):
             found.add(node)
@@ -174,7 +174,7 @@ def _minimum_cut(before: list[fx.Node], allowed: set[fx.Node], wanted: set[fx.No
     """Return the values to keep."""
     if not wanted:
         return set()
-    # Half a second, which processes that recompute nothing need not spend.
+    # Takes half a second, only in processes that recompute.
     import networkx  # type: ignore[import-untyped]
 
     network = networkx.DiGraph()
@@ -215,7 +215,7 @@ def _needed_again(wanted: set[fx.Node], kept: set[fx.Node], allowed: set[fx.Node
 
 
 def _place(graph: OperationGraph, after: list[fx.Node], again: set[fx.Node]) -> None:
-    """Compute each value again right before its first reader after the peak, and point later readers there."""
+    """Recompute each value right before its first reader after the peak, and redirect later readers to it."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def remade(node: fx.Node, reader: fx.Node) -> fx.Node:

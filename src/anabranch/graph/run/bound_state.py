@@ -22,7 +22,7 @@ __all__ = ["BoundState"]
 
 
 class BoundState:
-    """Parameters, optimizers and their state as they are now."""
+    """The current parameters, optimizers and their state."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model

@@ -4,8 +4,8 @@ A Python loop over nodes loses most of what a graph gains, so the graph becomes 
 ``torch.fx`` turns into code. Three things keep a node cheap:
 
 - Operators are called through torch's own argument parser (``torch.mm``) rather than through their overload objects.
-  Each placeholder is proved: it is called once on fake tensors and must dispatch exactly the overload, with its
-  arguments, that the graph holds.
+  Each replacement is verified: it is called once on fake tensors and must dispatch exactly the graph's overload with
+  its arguments.
 - State is never passed as arguments. Views of it, and values without inputs, are computed when it is bound.
 - Multiple results are unpacked in the call's own statement, and step counters advance without a kernel each.
 """
@@ -38,7 +38,7 @@ class Program:
         source: the source of ``function``.
         function: takes the inputs that are not bound.
         anchors: bound tensors whose memory the function holds views of, with its address.
-        remake: makes the program again after memory has moved, as ``parameter.data = ...`` moves it.
+        remake: rebuilds the program after memory has moved, for example by ``parameter.data = ...``.
     """
 
     __slots__ = ("_anchors", "_places", "_remake", "function", "source")
@@ -381,9 +381,7 @@ _proved: dict[object, Callable[..., object]] = {}
 
 
 def _fast_callable(node: fx.Node) -> Callable[..., object]:
-    """Return the fastest function that, called with the node's arguments as they are, dispatches the node's
-    operator.
-    """
+    """Return the fastest function that, called with the node's unchanged arguments, dispatches the node's operator."""
     op = node.target
     assert isinstance(op, OpOverload)
     key = (op, _kinds(node.args), tuple((name, _kinds(value)) for name, value in node.kwargs.items()))
@@ -425,7 +423,7 @@ def _dispatches(candidate: Callable[..., object], node: fx.Node) -> bool:
             candidate(*args, **kwargs)
     except _Dispatched as seen:
         return seen.op is op and _same_arguments(op, seen, args, kwargs)
-    except Exception:  # noqa: BLE001 - whatever the stand-in dislikes, it is not a stand-in
+    except Exception:  # noqa: BLE001 - one that raises is not a replacement
         return False
     return False
 

@@ -6,9 +6,9 @@
                    │ event: x is there                     │ event: the answer is there
     copies:        └─> x to main memory, far side, answer ─┘
 
-Kernels are launched without waiting, but a crossing blocks its thread until the answer has come. So whatever does not
-need the answer is launched before it, and the copy of ``x`` waits for ``x`` alone. On a CPU neither pass helps, so a
-program on a CPU has neither.
+Kernels are launched without waiting, but a crossing blocks its thread until the answer has arrived. So kernels that do
+not need the answer are launched before it, and the copy of ``x`` waits only for ``x``. On a CPU neither pass helps, so
+a program on a CPU has neither.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _note_ready(tensors: list[Tensor]) -> torch.cuda.Event | None:
 
 
 class _Beside(Crossing):
-    """A crossing whose copies are made on the stream for copies."""
+    """A crossing whose copies run on the copy stream."""
 
     def __init__(self, crossing: Crossing) -> None:
         super().__init__(crossing.boundary, crossing.wants, crossing.phase)

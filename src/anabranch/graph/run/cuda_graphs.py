@@ -5,7 +5,7 @@ its kernels and their memory are the same at every run: recorded once, replayed 
 between runs are in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
 come from the generator that the recording has registered.
 
-The optimizers stay out of it: their learning rates and step counts are read by the CPU.
+The optimizers are not part of it: their learning rates and step counts are read by the CPU.
 """
 
 from __future__ import annotations

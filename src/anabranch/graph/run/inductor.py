@@ -1,4 +1,4 @@
-"""Hands a graph to Inductor, PyTorch's compiler of kernels. Optional: it rounds differently and takes seconds.
+"""Compiles a graph with Inductor, PyTorch's compiler of kernels. Optional: it rounds differently and takes seconds.
 
 Loaded at first use, because it needs a C++ compiler (or Triton) that only its users have.
 """
@@ -55,7 +55,7 @@ def _compile(graph: OperationGraph, leaves: Sequence[object]) -> Callable[..., t
     given = iter(leaves)
     examples = [next(given) if tensor is None else tensor for tensor in bound]
     module = fx.GraphModule(torch.nn.Module(), lowered.fx)
-    # Random numbers are drawn by eager's own kernels, so that dropout draws what it draws without the compiler.
+    # Random numbers are drawn by eager's own kernels, so that dropout draws the same numbers as without the compiler.
     # One thread compiles, so that no pool of threads or processes is left behind.
     settings = torch._inductor.config.patch(fallback_random=True, compile_threads=1)
     try:

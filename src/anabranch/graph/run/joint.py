@@ -1,4 +1,4 @@
-"""One straight-line program of a step: for these tensors, these whole numbers, these numbers of the optimizers."""
+"""One straight-line program of a step: for these tensors, whole numbers and hyperparameters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Joint:
         key: the program's purpose.
         backward: the graph of forward and backward.
         graph: the graph that runs.
-        confirmed: the tape has run a batch of this program and gave the same; see ``Prepared.confirm``.
+        confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Joint:
         except CaptureError:
             if not call.numbers and not any(isinstance(value, int) for value in args):
                 raise
-            # An operation that looks at a number's value, as dropout does at its probability: a graph for each value.
+            # An operation that reads a number's value, like dropout its probability: a graph for each value.
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
@@ -90,7 +90,7 @@ class Joint:
         parameters = step.parameters
         self._gradient_names = [f"{name}.grad" for name in self.backward.dense]
         self._sparse = bool(self.backward.lookups)
-        # No gradient adds to one that is there, and none comes as rows.
+        # No gradient adds to an existing one, and none is sparse.
         self._all_held = not self._sparse and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
@@ -146,7 +146,7 @@ class Joint:
 
     @property
     def variants(self) -> bool:
-        """True if the program holds for one value of a Python float only."""
+        """True if the program is valid for only one value of a Python float."""
         return self._binding.holds_numbers
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
@@ -177,7 +177,7 @@ class Joint:
             extra: the tensors and floats that ``between`` takes.
             begin: called with the names of the loss's results before the program runs.
             arrivals: called with gradients while backward runs.
-            later: gets the optimizers' own step if it is outside the graph; without it they step at once.
+            later: receives the optimizers' own step if it is outside the graph; without it they step at once.
         """
         free = self._binding.free(args)
         if begin is not None:
@@ -200,7 +200,7 @@ class Joint:
         return self._finish(results, later, stepped=False)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
-        """Return True if the gradients among the ``results`` are to be stepped on."""
+        """Return True if the optimizers step on the gradients among the ``results``."""
         gate = self._step.gate
         if gate is None:
             return True
@@ -405,7 +405,7 @@ class Joint:
 
 
 def _now_or(later: list[Callable[[], None]] | None, action: Callable[[], None]) -> None:
-    """Call ``action``, or let the caller do so."""
+    """Call ``action``, or let the caller call it."""
     if later is None:
         action()
     else:

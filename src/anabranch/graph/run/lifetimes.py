@@ -23,7 +23,7 @@ class MemoryPlan:
         intervals: for each value that owns memory, the indices of the operations that make it and that use it last; a
             returned value is alive to the end.
         bytes: how much memory each of these values owns.
-        reused: operations done in place, with the value whose memory they take over.
+        reused: operations done in place, with the value whose memory they reuse.
     """
 
     peak_bytes: int

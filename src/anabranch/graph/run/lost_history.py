@@ -1,7 +1,7 @@
 """``without_history``: a tensor that a graph computed and the model keeps, as ``self.last = h`` does.
 
-On the tape such a tensor keeps the history of its step. A graph has none to give. So its gradient is an error, as the
-second gradient through a history is on the tape, and never silently missing.
+On the tape such a tensor keeps the history of its step. A graph has none. So its gradient is an error, like a second
+gradient through a history on the tape, and never silently missing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ class _Lost(torch.autograd.Function):
 
 
 def without_history(value: Tensor) -> Tensor:
-    """Return ``value`` as a tensor that requires a gradient, and raises ``CaptureError`` if one comes."""
+    """Return ``value`` as a tensor that requires a gradient, and raises ``CaptureError`` if one arrives."""
     with torch.enable_grad():
         return _Lost.apply(value, torch.empty(0, requires_grad=True))  # type: ignore[no-any-return,no-untyped-call]

@@ -16,8 +16,8 @@ __all__ = ["profile"]
 
 
 def profile(graph: OperationGraph, leaves: Sequence[object], runs: int) -> dict[str, float]:
-    """Return the median seconds of each operation over ``runs`` runs, by its name. On CUDA, every operation is waited
-    for.
+    """Return the median seconds of each operation over ``runs`` runs, by its name. On CUDA, each operation is
+    synchronised.
     """
     seen: dict[str, list[float]] = {}
     has_cuda = torch.cuda.is_available()

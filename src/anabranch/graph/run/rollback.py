@@ -1,9 +1,9 @@
 """``Rollback``: a step whose graph raises because of a value, such as an id outside a table, is run on the tape
 instead.
 
-Only the tape's run leaves behind what the plain loop's does: the error at the user's own line, what Python did before
-it, and the other branch of an ``except`` around it. So what the graph has changed up to then is restored. Checks stand
-before all updates; what may have changed are buffers, inputs and the state of the random numbers.
+Only the tape has the effects of the plain loop: the error at the user's own line, Python's effects before it, and the
+other branch of an ``except`` around it. So the graph's changes up to then are restored. Checks run before all updates;
+only buffers, inputs and the random state may have changed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from anabranch.tensors.memory import shown_once
 __all__ = ["GraphRaised", "Rollback"]
 
 _Result = TypeVar("_Result")
-_MOST_BYTES = 4 << 20  # of buffers, copied before each step: a tenth of a millisecond a megabyte
+_MOST_BYTES = 4 << 20  # of buffers, copied before each step: a tenth of a millisecond per megabyte
 
 
 class GraphRaised(Exception):
-    """An operation of a graph raised ``error``; everything is as before the run."""
+    """An operation of a graph raised ``error``; the state before the run is restored."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -59,7 +59,7 @@ class Rollback:
             self._find_written(graph)
 
     def add_update(self, graph: OperationGraph) -> None:
-        """Take the graph of the update that runs in the same program: if it may raise, parameters may have moved."""
+        """Take the graph of the update that runs in the same program: if it may raise, parameters may have changed."""
         if any(map(raises_on_values, graph.fx.nodes)):
             self._possible = False
 

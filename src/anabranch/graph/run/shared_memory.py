@@ -1,8 +1,8 @@
 """``SharedMemory``: tensors that a graph writes to must share no memory with others that it is given.
 
-A graph treats its inputs as separate tensors, as they were when it was traced, and orders its operations by that.
-Dynamo does not guard which of them share memory later: two views of one batch, a buffer that is given another's
-``.data``. Eager mode is right then, and takes the step.
+A graph treats its inputs as separate tensors, as during tracing, and orders its operations accordingly. Dynamo does not
+guard against tensors that share memory later: two views of one batch, a buffer that is given another's ``.data``. Then
+eager mode is correct, and runs the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def written_inputs(graph: OperationGraph) -> set[str]:
 
 
 class SharedMemory:
-    """The memory of a program's arguments; without any that it writes to, nothing is looked at.
+    """The memory of a program's arguments; if it writes to none, nothing is checked.
 
     Args:
         arguments: the placeholders, sorted.

@@ -58,7 +58,7 @@ class Arrivals(Protocol):
 class Backward:
     """The graph of forward and backward, and how its flat results are sorted into ``Gradients``.
 
-    ``kept``: which of the call's outputs have a history on the tape, as what a model keeps in an attribute has.
+    ``kept``: which of the call's outputs have a history on the tape, such as values that a model keeps in an attribute.
     """
 
     graph: Graph
@@ -75,7 +75,7 @@ class Backward:
         return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
 
     def telling(self, arrivals: Arrivals) -> Program:
-        """Return the graph's program, telling ``arrivals`` of each result at the line where it is final."""
+        """Return the graph's program, which passes each result to ``arrivals`` at the line where it is final."""
         self._told[:] = [arrivals]
         if not self._programs:
             told = self._told
@@ -91,7 +91,7 @@ class Backward:
         return self._programs[0]
 
     def tell(self, arrivals: Arrivals, results: Mapping[str, object]) -> None:
-        """Tells ``arrivals`` of results that are all available."""
+        """Pass results that are all available to ``arrivals``."""
         arrivals.loss(cast(Tensor, results["loss"]))
         for name in self.dense:
             arrivals.gradient(name, cast(Tensor, results[f"{name}.grad"]))
@@ -249,7 +249,7 @@ def _detached(value: object) -> object:
 
 
 def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient`` with the strides of ``parameter``, as ``.grad`` has them: else kernels round differently."""
+    """``gradient`` with the strides of ``parameter``, like ``.grad``: otherwise kernels round differently."""
     if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""From a traced function to a ``Graph``: inputs named and bound, constants lifted, leftovers of the trace removed."""
+"""From a traced function to a ``Graph``: inputs named and bound, constants lifted, artefacts of the trace removed."""
 
 from __future__ import annotations
 

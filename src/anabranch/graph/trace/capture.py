@@ -110,7 +110,7 @@ class _Found:
 def _numbers_as_tensors(
     fn: Callable[..., Structure], inputs: tuple[Structure, ...]
 ) -> tuple[tuple[Structure, ...], Callable[..., Structure]]:
-    """Return the inputs with floats as tensors, and ``fn`` for them: Dynamo would take a float for a constant."""
+    """Return the inputs with floats as tensors, and ``fn`` for them: Dynamo would treat a float as a constant."""
     leaves, structure = flatten(inputs)
     if not any(isinstance(leaf, float) for leaf in leaves):
         return inputs, fn
@@ -197,7 +197,7 @@ class _Capture:
             for leaf in order:
                 if id(leaf) in of_result:
                     found.append(results[of_result[id(leaf)]])
-                else:  # an input that is returned as it came, or a constant
+                else:  # an input that is returned unchanged, or a constant
                     at = self._at.get(id(leaf))
                     found.append(leaf if at is None else values[at])
             return found

@@ -6,7 +6,7 @@ While a step is traced, ``embedding`` and ``embedding_bag`` with ``sparse=True``
                      ^                                        |
                      +-------------- d_rows <-----------------+      (1) is not differentiated
 
-The graph yields ids and ``d_rows``; the optimizer gets them as the sparse tensor that eager autograd would have made.
+The graph returns ids and ``d_rows``; the optimizer gets them as the sparse tensor that eager autograd would create.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SparseRows:
     padding_idx: int = -1
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Flat ids and their rows, the padding left out; contiguous, as ``.grad`` holds them."""
+        """Flat ids and their rows, without padding; contiguous, as in ``.grad``."""
         ids, rows = self.ids.reshape(-1).contiguous(), self.rows.reshape(-1, self.rows.shape[-1]).contiguous()
         if self.padding_idx == -1:
             return ids, rows
@@ -50,9 +50,7 @@ class SparseRows:
 
 
 def as_sparse_gradient(lookups: Sequence[SparseRows], table: Tensor) -> Tensor:
-    """Return the sparse gradient of ``table`` that eager autograd makes of these lookups, the order of its sum
-    included.
-    """
+    """Return eager autograd's sparse gradient of ``table`` for these lookups, including the order of its sum."""
 
     def one(lookup: SparseRows) -> Tensor:
         ids, rows = lookup.pairs()

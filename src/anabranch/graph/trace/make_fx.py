@@ -1,6 +1,6 @@
 """Everything that depends on ``make_fx``: a Python function becomes a flat ``torch.fx`` graph of ATen operations.
 
-One module, because the tracer is a moving part of PyTorch. What it adds to ``make_fx``:
+One module, because the tracer changes between versions of PyTorch. What it adds to ``make_fx``:
 
 - Python numbers stay Python numbers. A float is traced as the ``.item()`` of a float64 tensor, whose arithmetic the
   tracer records; the replay then computes it in Python doubles, exactly as eager code does.
@@ -149,7 +149,7 @@ class TraceRecorder:
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """Mark a block whose values are computed again in backward instead of kept."""
+        """Mark a block whose values are recomputed in backward instead of kept."""
         before, self.is_checkpointed = self.is_checkpointed, True
         try:
             yield
@@ -201,14 +201,14 @@ _READS = {
 }
 
 
-# These would be done to a placeholder, and lost with it.
+# These would be applied to a placeholder, and lost with it.
 _LOST = {
     Tensor.backward: "backward() in the middle of the step",
     Tensor.data.__set__: "an assignment to the .data of a tensor",  # type: ignore[attr-defined]
     Tensor.set_: "set_(), which changes a tensor's memory",
 }
 
-# Users call it to stop gradients; autograd's own detached handles do not come this way.
+# Users call it to stop gradients; autograd's own detached handles do not pass here.
 _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
@@ -259,7 +259,7 @@ class _Faithful(TorchFunctionMode):
 
 
 def _check_classes(tensor: Tensor, num_classes: int = -1) -> None:
-    """Write the check into the graph that PyTorch makes of tensors with values alone."""
+    """Add to the graph the check that PyTorch makes only on tensors with values."""
     if num_classes > 0:
         fits = ((tensor >= 0) & (tensor < num_classes)).all()
         torch._assert_async(fits, "Class values must be non-negative and smaller than num_classes.")
@@ -325,7 +325,7 @@ class _Crossings:
 
     def _proxy(self, value: Tensor) -> object:
         found = self._tracer.unwrap_proxy(value)
-        if isinstance(found, Tensor):  # not traced yet: a tensor that the forward has made from nothing
+        if isinstance(found, Tensor):  # not traced yet: a tensor that the forward has created
             found = self._tracer.unwrap_proxy(value.detach())
         return found
 
@@ -349,7 +349,7 @@ def trace(
     Raises:
         CaptureError: naming the line of user code that cannot be captured.
     """
-    # Imported here: it takes a third of a second, which processes that capture nothing (servers, launchers) save.
+    # Imported here: it takes a third of a second, only in processes that capture (not servers or launchers).
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fakes_of = FakeTensorMode(
@@ -384,7 +384,7 @@ def trace(
 
 
 def _refuse_casts_within(graph: fx.Graph) -> None:
-    """Raise for kernels within which autocast casts: a graph holds the casts around them alone."""
+    """Raise for kernels within which autocast casts: a graph holds only the casts around them."""
     for node in graph.nodes:
         if node.op != "call_function" or not node.meta.get("autocast"):
             continue
@@ -398,7 +398,7 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
 
 
 def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
-    """Return a fresh placeholder, for the tracer's own memo would remember an earlier ``requires_grad``."""
+    """Return a fresh placeholder, because the tracer's own memo would keep an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
             return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)
@@ -444,7 +444,7 @@ def _explained() -> Iterator[None]:
         yield
     except (CaptureError, UserMistake, WrongType):
         raise
-    except (BoundaryError, NotFound, SchemaError):  # from a remote side that was asked for its schema
+    except (BoundaryError, NotFound, SchemaError):  # from a remote side whose schema was requested
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -470,7 +470,7 @@ def user_line() -> str:
 
 
 def _line_of_error(error: BaseException) -> str:
-    """Return the user's line that raised it, with a colon behind it; nothing for errors of autograd, which has none."""
+    """Return the user's line that raised it, followed by a colon; nothing for errors of autograd, which has no line."""
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         if not is_library(frame.f_code.co_filename):
@@ -488,7 +488,7 @@ def _name_placeholders(module: fx.GraphModule, sources: Sequence[TraceSource]) -
 
 
 def _use_number_itself(node: fx.Node) -> None:
-    """Drop the ``.item()`` behind which a float was traced: the replay is given the number."""
+    """Drop the ``.item()`` through which a float was traced: the replay is given the number."""
     for item in list(node.users):
         node.meta["val"] = item.meta["val"]
         item.replace_all_uses_with(node)
@@ -496,7 +496,9 @@ def _use_number_itself(node: fx.Node) -> None:
 
 
 def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """Return the tensors that the traced function met without receiving them as inputs, by the node that reads them."""
+    """Return the tensors that the traced function used without receiving them as inputs, by the node that reads
+    them.
+    """
     found = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target))

@@ -1,8 +1,7 @@
 """Values that the Python code of optimizers reads: captured with an update, since Dynamo does not trace optimizers.
 
-The optimizers of torch and of installed libraries are captured if everything that they read besides their groups and
-their state is plain; it is compared by identity before each step. Code of the user's own may read anything: such an
-optimizer steps by itself.
+The optimizers of torch and of installed libraries are captured if all other values that they read are plain; these are
+compared by identity before each step. A user's own code may read anything: such an optimizer steps by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class OptimizerCode:
     """The current code of some optimizers and the values it reads other than their groups and state.
 
     Raises:
-        CaptureError: an optimizer runs code of the user's own, or holds an object whose changes could not be seen.
+        CaptureError: an optimizer runs the user's own code, or holds an object whose changes cannot be detected.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -166,7 +165,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, object]:
 
 
 def _is_still(value: object) -> bool:
-    """Return True for a value that cannot change within, or that graphs follow: a tensor, or code of a library."""
+    """Return True for an immutable value, or one that graphs follow: a tensor, or code of a library."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_still, value))  # type: ignore[call-overload]
     return type(value) in _PLAIN or isinstance(value, Tensor) or is_of_a_library(value)
@@ -191,7 +190,7 @@ def _is_a_hint(value: object) -> bool:
 
 
 def _functions_in(value: object) -> list[FunctionType]:
-    """Return the functions that a class's member is made of, in whatever way it is wrapped."""
+    """Return the functions of a class's member, however it is wrapped."""
     if isinstance(value, property):
         return [each for each in (value.fget, value.fset, value.fdel) if isinstance(each, FunctionType)]
     if isinstance(value, (staticmethod, classmethod)):

@@ -1,7 +1,7 @@
-"""The contents of an optimizer: tensors, and Python's lists, dicts and numbers around them, as they are at one moment.
+"""The contents of an optimizer at one moment: tensors, and Python's lists, dicts and numbers around them.
 
 Optimizers of other libraries count steps in ``param_groups[0]``, keep numbers and lists in their state and attributes,
-and replace the tensors of their state instead of changing them. All of it is restored as the very objects that it was.
+and replace the tensors of their state instead of changing them. All of it is restored with the same objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAID_BY_SCHEDULERS = "_opt_called"
 
 
 class Contents:
-    """The containers reachable from some optimizers, with their present contents.
+    """The containers reachable from some optimizers, with their current contents.
 
     Attributes:
         tensors: the tensors found in them.
@@ -47,7 +47,7 @@ class Contents:
             fill(kept)
 
     def differs(self, alike: Callable[[Tensor, Tensor], bool]) -> str | None:
-        """Return the first difference to what the optimizers hold now, in words.
+        """Return a description of the first difference from the optimizers' current contents.
 
         Args:
             alike: returns true if a current tensor, the second, is an acceptable replacement for a recorded one.

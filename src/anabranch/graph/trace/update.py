@@ -26,8 +26,8 @@ __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
 class LearningRates:
     """The optimizers' learning rates as tensors, so that a scheduler reaches a graph that was captured before.
 
-    One float64 number per parameter group. ``refresh`` copies what the scheduler has set; a learning rate that is a
-    tensor already is used itself.
+    One float64 number per parameter group. ``refresh`` copies the scheduler's values; a learning rate that is already a
+    tensor is used itself.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -56,7 +56,7 @@ class LearningRates:
 
 
 class GroupNumbers:
-    """All contents of parameter groups besides parameters and learning rates: a change of one makes a new graph."""
+    """All contents of parameter groups except parameters and learning rates: a change of one makes a new graph."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -71,7 +71,7 @@ class GroupNumbers:
         self._all_plain = all(all(map(_is_plain, group.values())) for group in map(_without_tensors, self._groups))
 
     def current(self) -> tuple[object, ...]:
-        """Return the numbers now, to be compared and hashed; lists in them may change later."""
+        """Return the current numbers, to be compared and hashed; lists in them may change later."""
         if list(map(len, self._groups)) != self._sizes:
             self.look_again()
         found = [_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)]
@@ -275,9 +275,7 @@ class _StandIns:
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, object]:
-    """Return the attributes that the optimizer keeps beside its groups and its state; torch's own keep nothing
-    there.
-    """
+    """Return the optimizer's attributes besides its groups and its state; torch's optimizers have none."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return {
@@ -299,7 +297,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _in_python(optimizer: Optimizer, known: Collection[int]) -> dict[str, object]:
-    """Return the values that the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
+    """Return the optimizer's Python values besides its state: attributes, and numbers of its groups."""
     found = {name: _frozen(value, known) for name, value in _own_attributes(optimizer).items()}
     found |= {f"state[{k!r}]": _frozen(v, known) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     for index, group in enumerate(optimizer.param_groups):
@@ -327,7 +325,7 @@ def _frozen(value: object, known: Collection[int]) -> object:
 
 
 def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    """Raise for Python values that a step changes: a replay would not. ``_swapped`` puts them back."""
+    """Raise for Python values that a step changes: a replay would not. ``_swapped`` restores them."""
     changed = [name for name, value in after.items() if name not in before or before[name] != value]
     if changed:
         raise CaptureError(

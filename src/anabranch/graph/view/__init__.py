@@ -1,3 +1,3 @@
-"""Graphs to look at: ``graph_page.py`` writes a page for a browser, ``dot.py`` Graphviz's language."""
+"""Views of graphs: ``graph_page.py`` writes a page for a browser, ``dot.py`` Graphviz's language."""
 
 __all__: list[str] = []

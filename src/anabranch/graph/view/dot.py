@@ -11,7 +11,7 @@ __all__ = ["to_dot"]
 
 
 def to_dot(graph: OperationGraph) -> str:
-    """``graph`` as a ``digraph``: a box an operation, a cluster a module, shapes on edges, boundaries coloured."""
+    """``graph`` as a ``digraph``: a box per operation, a cluster per module, shapes on edges, boundaries coloured."""
     lines = ["digraph graph_ {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         lines.append(f"  {_quoted(node.name)} [label={_quoted(binding.name)}, shape=ellipse];")

@@ -1,4 +1,4 @@
-"""A graph as one self-contained page: blocks a module, boundaries coloured, shapes and bytes on the edges."""
+"""A graph as one self-contained page: a block per module, boundaries coloured, shapes and bytes on the edges."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The caches of all of a worker's tables: one by one, or tables of one kind in one call.
+"""The caches of all of a worker's tables: one by one, or all tables of one kind in one call.
 
 A step's ids of all tables are known together, and a model has dozens of tables: a kernel's fixed cost is the same for
 ten rows and ten thousand, and a torch call's fixed cost is paid a dozen times per table. ``CacheGroup`` keeps the rows
-of tables of one width, dtype and rule in arrays of its own and does to them in one compiled call what ``RowCache`` does
-to one table, bit for bit except for squares, whose sums are taken in another order. ``CachesOneByOne`` is the simple
-form: for tables that no group can have, and without Numba.
+of tables of one width, dtype and rule in its own arrays, and handles them in one compiled call. Its results are those
+of a ``RowCache`` per table, bit for bit except for squares, which are summed in another order. ``CachesOneByOne`` is
+the simple form, for tables that fit no group and for use without Numba.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Question:
     Attributes:
         ids: by table, the ids to ask about; tables without any may be missing.
         known: by table, the cached version of each id.
-        leaving: by table, gradients of evicted rows, which go to the servers.
+        leaving: by table, gradients of evicted rows, to be sent to the servers.
         state: private data for ``answer``.
     """
 
@@ -60,7 +60,7 @@ class Caches(Protocol):
         """Return the request to make during ``step`` so that the next one, which wants these ids, need not."""
 
     def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        """Take in the rows that ``ahead`` asked about; returns the gradients evicted for them."""
+        """Store the rows that ``ahead`` requested; returns the gradients evicted for them."""
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         """Take the gradients of distinct ids; returns those that are due at the servers."""
@@ -75,11 +75,11 @@ class Caches(Protocol):
         """Let the servers be asked once more about these tables' rows that were checked in ``step``."""
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """Counters since each was made."""
+        """Counters since each was created."""
 
 
 class _Far:
-    """The far side of one ``RowCache``, with rows fetched before the cache asks."""
+    """The source of one ``RowCache``, with rows fetched before the cache requests them."""
 
     def __init__(self) -> None:
         self.answer: Pulled | None = None
@@ -282,7 +282,7 @@ class CacheGroup:
             pushed=np.zeros(whole, np.bool_),
             counters=self._counters,
         )
-        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: that were pushed recently
+        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: pushed recently
         self._clock = 0  # of the last step that was asked about ahead, or written
 
     def check_again(self, names: Iterable[str], step: int) -> None:

@@ -1,6 +1,6 @@
 """The distinct ids of a batch, of all tables at once: the rows that a step reads, and each lookup's place among them.
 
-Computed once for each batch: asking ahead, reading, and looking up all need them.
+Computed once for each batch: prefetching, reading and looking up all need them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
                            ids of "seen" ──┼──> read all at once ───┼──> bag of "seen" ──> (rows, width)
                            ids of "ad"   ──┘    (tables on servers) └──> bag of "ad"   ──> (rows, width)
 
-Each bag is the module that the user would call by itself, so its numbers, modes and gradients are its own.
+Each bag is the module that the user would call alone, so its numbers, modes and gradients are unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["EmbeddingBagCollection"]
 
 
 class EmbeddingBagCollection(nn.Module):
-    """Reduces the ids of each feature to one row a batch's row, by its own bag.
+    """Reduces the ids of each feature to one row per row of the batch, with its own bag.
 
     >>> from anabranch.tensors import KeyedJagged
     >>> bags = EmbeddingBagCollection(
@@ -70,8 +70,8 @@ class EmbeddingBagCollection(nn.Module):
         skipped.
 
         Raises:
-            SchemaError: a feature that has a bag is not there, or has weights and a bag of another mode.
-            CaptureError: a graph is being captured, which cannot read from a batch where a feature's ids end.
+            SchemaError: a feature that has a bag is missing, or has weights and a bag of another mode.
+            CaptureError: a graph is being captured, but it cannot read the sizes of features from a batch.
         """
         tracer = current_tracer()
         if tracer is not None and tracer.captures:

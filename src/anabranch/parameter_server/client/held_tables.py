@@ -46,12 +46,12 @@ class HeldTables:
     """The client's tables and parameters.
 
     Args:
-        calls: asks the shards.
+        calls: sends the requests.
         in_process: the one shard is in this process, which compiles its kernels.
 
     Attributes:
         holdings: by name.
-        made: the tables that this client has made or found, and their optimizers.
+        made: the tables that this client has created or found, and their optimizers.
     """
 
     def __init__(self, calls: ShardCalls, *, in_process: bool) -> None:
@@ -66,7 +66,7 @@ class HeldTables:
         return Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
 
     def holding(self, name: str, *, rows: bool = False) -> Holding:
-        """Return the record of a name, asked of the shards if it is not known."""
+        """Return the record of a name, requested from the shards if it is not known."""
         if name not in self.holdings:
             self._learn()
         holding = self.holdings.get(name)
@@ -116,7 +116,7 @@ class HeldTables:
         return torch.arange(holding.shape[0])
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
-        """Make the table that ``spec`` describes on every shard; an existing one stays unchanged."""
+        """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         if self.in_process:
             compile_kernels(spec.dtype)
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
@@ -125,14 +125,14 @@ class HeldTables:
         self.made.append((spec, rule))
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
-        """Make the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
+        """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
         check_plain(value, f"the first value of {name}")
         message = pack(InitMessage(name, rule.to_dict()))
         self.calls.all([self.calls.request(self.home(name), "init", message, [value.detach().cpu()])])
         self._hold(name, Holding(None, value.dtype, tuple(value.shape)))
 
     def expect_dense(self, name: str, like: Tensor) -> None:
-        """Register a dense parameter of the shape and dtype of ``like``, which another client makes."""
+        """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
         self._hold(name, Holding(None, like.dtype, tuple(like.shape)))
 
     def drop(self, names: Iterable[str] | None) -> None:
@@ -146,7 +146,7 @@ class HeldTables:
                     self.calls.call(shard, "drop", pack(DropMessage(name)), once=True)
 
     def restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
-        """Set rows, their state and stamps, on the shards where they lie."""
+        """Set rows, their state and stamps, on the shards that hold them."""
         routed = Routed(self.layout([name]), parts[:1], self.calls.shards)
         routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
         message = pack(RestoreMessage(name, step))

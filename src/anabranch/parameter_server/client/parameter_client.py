@@ -1,11 +1,11 @@
 """``ParameterClient``: tables and parameters on the shards, by name and id.
 
-A request that concerns several shards goes to all at once, in one message each. Rows are placed by
-``Placement``; a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
-exactly once, so a lost connection does not fail the call: the transport retries until the deadline.
+A request that concerns several shards goes to all at once, in one message each. Rows are placed by ``Placement``; a
+dense parameter is stored whole on the shard that its name hashes to. Changes are numbered and applied exactly once, so
+a lost connection does not fail the call: the transport retries until the deadline.
 
-``shard_calls.py`` asks the shards, ``held_tables.py`` knows names and places, ``row_messages.py`` turns rows into
-messages, and ``saved_tables.py`` into checkpoints. What is left here is the interface, call by call, and the
+``shard_calls.py`` sends requests to the shards, ``held_tables.py`` keeps names and placements, ``row_messages.py``
+turns rows into messages, and ``saved_tables.py`` into checkpoints. This file has the interface, call by call, and the
 order of pulls and pushes.
 """
 
@@ -83,7 +83,7 @@ class Worker:
     Attributes:
         rank, world: the worker's number, and the number of workers.
         consistency: ``"bsp"``, ``"ssp:K"`` or ``"asp"``, the same for all.
-        leads: its first values of what workers share are everyone's; by default those of rank 0 are.
+        leads: its initial values of shared parameters are used by all workers; by default rank 0's are.
     """
 
     rank: int
@@ -200,7 +200,7 @@ class ParameterClient:
 
     @property
     def compression(self) -> Compression | None:
-        """The rounding of rows and their gradients on the way."""
+        """The rounding of rows and their gradients in messages."""
         return self._compression
 
     @property
@@ -215,12 +215,12 @@ class ParameterClient:
 
     @property
     def rank(self) -> int:
-        """The worker's rank; 0 for a bare client, which is alone."""
+        """The worker's rank; 0 for a bare client."""
         return 0 if self._worker is None else self._worker.rank
 
     @property
     def leads(self) -> bool:
-        """True if this worker's first values are everyone's; a bare client's are."""
+        """True if all workers use this worker's initial values; always true for a bare client."""
         leads = None if self._worker is None else self._worker.leads
         return self.rank == 0 if leads is None else leads
 
@@ -235,7 +235,7 @@ class ParameterClient:
         init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor] = 0.0,
         optimizer: OptimizerFactory = _SGD,
     ) -> None:
-        """Make a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
+        """Create a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
 
         Args:
             name: letters, digits, ``_ - .``; never a path.
@@ -243,7 +243,7 @@ class ParameterClient:
             kind: ``"dense"``: one tensor on one shard; ``"rows"``: rows over all shards, read and changed by id.
             dtype: float32, float64, bfloat16 or float16.
             init: a number, a tensor, a function of the shape, or ``Constant``, ``Uniform`` or ``Normal``, which the
-                shards draw themselves, so that no worker ever holds the whole.
+                shards draw themselves, so that no worker ever holds the whole tensor.
             optimizer: makes the optimizer of a parameter; the shards run it.
 
         Raises:
@@ -266,12 +266,12 @@ class ParameterClient:
             raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
-        """Make the table that ``spec`` describes on every shard; an existing one stays unchanged."""
+        """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         self._tables.init_table(spec, rule, row_shape=row_shape)
 
     @property
     def made(self) -> list[tuple[TableSpec, RowOptimizer]]:
-        """The tables that this client has made or found, and their optimizers."""
+        """The tables that this client has created or found, and their optimizers."""
         return self._tables.made
 
     def _init_rows(
@@ -293,9 +293,7 @@ class ParameterClient:
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
     def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
-        """Return a fixed table or a dense parameter with its optimizer's state, every row brought up to the last
-        step.
-        """
+        """Return a fixed table or a dense parameter with its optimizer's state, with every row up to date."""
         self._check_whole()
         holding = self._tables.holding(name)
         if holding.placement is None:
@@ -320,15 +318,15 @@ class ParameterClient:
         write_rows(self._tables, name, kept, rule)
 
     def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
-        """Make the dense parameter ``name`` from its kept state; an existing one is overwritten."""
+        """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
         write_dense(self._tables, name, kept, rule)
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
-        """Make the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
+        """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
         self._tables.init_dense(name, value, rule)
 
     def expect_dense(self, name: str, like: Tensor) -> None:
-        """Register a dense parameter of the shape and dtype of ``like``, which another client makes."""
+        """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
         self._tables.expect_dense(name, like)
 
     def drop(self, names: Iterable[str] | None) -> None:
@@ -345,7 +343,7 @@ class ParameterClient:
         return self.pull_many({name: torch.empty(0, dtype=torch.int64)})[name].rows
 
     def push(self, name: str, grad: Tensor) -> None:
-        """One optimizer step with the gradient of the whole."""
+        """One optimizer step with the whole gradient."""
         holding = self._tables.holding(name)
         if holding.placement is not None:
             self.sparse_push(name, self._tables.every_id(name, holding), grad)
@@ -399,13 +397,13 @@ class ParameterClient:
         Args:
             wanted: flat int64 ids by table; none for a dense parameter.
             training: admits ids to dynamic tables.
-            step: the worker's step, whose turn is waited for; ``None`` reads the present values.
-            known: for each table the version held of each id, from ``Pulled``, -1 for none; a row with a version comes
-                only if it has changed since.
-            widths: rows known as ``WITH_STATE`` come with their optimizer's state, and this is the number of
-                numbers of such a row; the state of the others is left zero.
+            step: the worker's step; the read waits until it may start. ``None`` reads the present values.
+            known: for each table the version held of each id, from ``Pulled``, -1 for none; a row with a version is
+                sent only if it has changed since.
+            widths: rows known as ``WITH_STATE`` are sent with their optimizer's state, and this is the number of values
+                of such a row; the state of the others is left zero.
             ahead: true if no caller waits for the answer yet.
-            exact: rows are not rounded on the way, whatever ``compression`` says.
+            exact: rows are not rounded, whatever ``compression`` says.
         """
         for name, some in wanted.items():
             check_plain(some, f"the ids of {name}")
@@ -546,7 +544,7 @@ class ParameterClient:
             raise SchemaError(f"{name} is {tuple(expected)}, its gradient {tuple(gradient.shape)}; nothing was pushed")
 
     def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
-        """Return the error of a push that ``taken`` shards have taken and one has refused."""
+        """Return the error of a push that ``taken`` shards have applied and one has refused."""
         if not isinstance(error, NonFinite | NotFound | SchemaError):
             return error
         if step is not None:
@@ -566,7 +564,7 @@ class ParameterClient:
             )
 
     def squared_norm(self, step: int) -> float:
-        """Return the sum of squares of the merged gradients that are held of ``step``, over all shards."""
+        """Return the sum of squares of the held merged gradients of ``step``, over all shards."""
         rank, _ = self._turn(step)
         message = pack(NormMessage(rank, step))
         requests = [self._calls.request(shard, "norm", message, step=step) for shard in range(self.shards)]
@@ -574,7 +572,7 @@ class ParameterClient:
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float) -> None:
-        """Apply the held pushes of ``step``, times ``scale``; all workers call it with the same one."""
+        """Apply the held pushes of ``step``, times ``scale``; all workers pass the same scale."""
         rank, _ = self._turn(step)
         message = pack(ReleaseMessage(rank, step, scale))
         self._calls.all([self._calls.request(shard, "release", message, step=step) for shard in range(self.shards)])
@@ -582,7 +580,7 @@ class ParameterClient:
     # --- the job ----------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> None:
-        """Register this worker with the shards; its next push is that of ``step``."""
+        """Register this worker with the shards; its next push is for ``step``."""
         assert self._worker is not None
         worker = self._worker
         self._torn = None
@@ -601,7 +599,7 @@ class ParameterClient:
         self._calls.in_turn([request], Deadline.after(self._calls.timeout))
 
     def barrier(self) -> None:
-        """Wait until every worker of the job has called it as often; a bare client does not wait."""
+        """Wait until every worker of the job has called this as often; a bare client does not wait."""
         if self._worker is None:
             return
         self._barriers += 1
@@ -615,9 +613,9 @@ class ParameterClient:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
-        """Write all tables and parameters, states and versions included, into the directory ``path`` of this machine.
+        """Write all tables and parameters, with states and versions, into the directory ``path`` of this machine.
 
-        Rows are read from the shards and written a few at a time. No path crosses the wire.
+        Rows are read from the shards and written a few at a time. No path is sent to the shards.
         """
         state, groups = self.collect()
         checkpoint.write(path, groups, state, step=step)
@@ -625,7 +623,7 @@ class ParameterClient:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all tables and parameters by those of a checkpoint, written by any number of shards.
 
-        A table that this client has made stays in memory or in a file, and keeps its ``hot_rows``.
+        A table that this client has created stays in memory or in a file, and keeps its ``hot_rows``.
         """
         found = checkpoint.read(path)
         self.restore(cast(Mapping[str, Any], found.state), found.tensors)
@@ -639,7 +637,7 @@ class ParameterClient:
         return collect(self._tables, names)
 
     def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Load what ``collect`` gave, in place of everything on the shards."""
+        """Load the result of ``collect``, in place of everything on the shards."""
         restore(self._tables, state, groups)
 
     def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -675,7 +673,7 @@ class ParameterClient:
 
 
 def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
-    """Return the endpoints as a list; of what a caller gave, at least one."""
+    """Return the endpoints that a caller gave as a list of at least one."""
     if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
         raise TypeError(f"endpoints is a list of strings such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
     for endpoint in endpoints:

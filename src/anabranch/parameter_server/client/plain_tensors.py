@@ -11,7 +11,7 @@ __all__ = ["check_plain"]
 
 
 def check_plain(tensor: Tensor, what: str) -> None:
-    """Raise for a tensor that is not dense, real and in memory, whose conversion would lose something or fail.
+    """Raise for a tensor that is not dense, real and in memory: converting it would lose something or fail.
 
     >>> check_plain(torch.ones(2), "the gradient of w")
     >>> check_plain(torch.ones(2, dtype=torch.complex64), "the gradient of w")

@@ -95,7 +95,7 @@ class RemoteEmbedding(nn.Module):
 
     @property
     def rule(self) -> Callable[[], RowOptimizer] | None:
-        """The optimizer that it was given, if any."""
+        """The optimizer given to it, if any."""
         rule = self._rule
         return None if rule is None else lambda: rule
 
@@ -116,7 +116,7 @@ class RemoteEmbedding(nn.Module):
         return self._look_up(ids, offsets, per_sample_weights)
 
     def call_whole(self, *args: Tensor | None) -> list[Tensor]:
-        """``forward``, as one call that Dynamo leaves whole."""
+        """``forward``, as one call that Dynamo does not trace into."""
         ids, offsets, weights = args
         assert ids is not None
         return [self._look_up(ids, offsets, weights)]
@@ -168,12 +168,12 @@ class RemoteEmbedding(nn.Module):
 
 
 class _Link:
-    """The source that the module reads from; apart from the module, because connecting does not change the model.
+    """The source that the module reads from; a separate object, because connecting does not change the model.
 
     Attributes:
-        source: where rows are read; an executor's, or of ``client``.
-        client: made by the module for itself, or by the one that it was copied from.
-        owned: the module made it, and so closes it.
+        source: where rows are read: an executor's, or that of ``client``.
+        client: created by the module for itself, or by the module that it was copied from.
+        owned: the module created the client, and so closes it.
         lost: the rows were in the memory of another process.
     """
 
@@ -204,7 +204,7 @@ _clients: weakref.WeakValueDictionary[str, ParameterClient] = weakref.WeakValueD
 
 
 def _link_again(token: str | None) -> _Link:
-    """Return the link of an unpickled module: where its table was in this process's memory, to the same table."""
+    """Return the link of an unpickled module, to the same table if that is in this process's memory."""
     link = _Link()
     if token is not None:
         link.client = _clients.get(token)

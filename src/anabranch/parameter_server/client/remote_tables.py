@@ -1,4 +1,4 @@
-"""``RemoteTables``: the tables on the servers that a model's steps read and move, as one worker sees them.
+"""``RemoteTables``: the tables on the servers that a model's steps read and update, as one worker sees them.
 
 ::
 
@@ -12,7 +12,7 @@ is sent while the next step runs, and the next step's rows are requested while t
                   └ ahead of 6 ─────────────── │ ─────┘   └ ahead of 7 ─────           └ 6 ──────
                                                └ 5 ──────────────
 
-All of it is one state machine, so it is one file: every call first handles the messages still on their way.
+All of it is one state machine, so it is one file: every call first handles the messages still in flight.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RemoteTables:
     def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
         self.keeps_reads = False
         self._client = client
-        self._reading = threading.RLock()  # the caches and the messages on their way are one state
+        self._reading = threading.RLock()  # the caches and the messages in flight are one state
         self._cache = cache
         self._sources: dict[str, _Source] = {}
         self._caches: list[tuple[Caches, list[str]]] = []
@@ -98,7 +98,7 @@ class RemoteTables:
         self._between: Callable[[], None] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
         self._coming: tuple[list[tuple[Caches, Question]], Future[dict[str, Pulled]]] | None = None
-        self._leaves: _Push | None = None  # the push that is on its way, or has failed
+        self._leaves: _Push | None = None  # the push that is in flight, or has failed
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +107,7 @@ class RemoteTables:
 
     @property
     def prefetching(self) -> bool:
-        """True if rows of the next step have been requested: they are on their way, or wait for it to begin."""
+        """True if rows of the next step have been requested: they are in flight, or wait for it to begin."""
         return self._coming is not None
 
     def spec(self, name: str) -> TableSpec:
@@ -120,9 +120,9 @@ class RemoteTables:
         """Move parameters of ``model`` to the servers, by their qualified names, and leave placeholders in their place.
 
         Every module that shares such a parameter gets the placeholder. Rank 0's values are taken; the memory here is
-        freed. The optimizer, which must have the parameters, tells how the servers move them, with the numbers that it
-        has when a step is pushed; its own step skips them, because they have no gradient here. A table whose lookups
-        are dense (``sparse=False``) moves in every step as a dense optimizer moves it.
+        freed. The optimizer, which must have the parameters, determines how the servers update them, with the
+        hyperparameters that it has when a step is pushed; its own step skips them, because they have no gradient here.
+        A table whose lookups are dense (``sparse=False``) is updated in every step as by a dense optimizer.
 
         Raises:
             NotFound: no such parameter.
@@ -155,7 +155,7 @@ class RemoteTables:
             name: of the table.
             parameter: two-dimensional; its memory is freed.
             users: the modules that hold it, and its name in each; each gets the placeholder.
-            rule: its optimizer, with the numbers that it has at the time of the call.
+            rule: its optimizer, with the hyperparameters that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
         """
         touched_only = rule().family is Family.SPARSE_ADAM or all(
@@ -182,7 +182,9 @@ class RemoteTables:
             module.register_parameter(label, parameter)
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` moves those without one."""
+        """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` updates those without their
+        own.
+        """
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
                 rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
@@ -203,7 +205,7 @@ class RemoteTables:
         return source
 
     def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
-        """Return the caches of all tables, and the tables of each; new tables since the last call get theirs."""
+        """Return the caches of all tables, and the tables of each; tables new since the last call get caches."""
         coming, self._uncached = self._uncached, []
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
@@ -261,7 +263,7 @@ class RemoteTables:
                 source.gradients.clear()
 
     def _uncount_evaluation(self) -> None:
-        """Let training request rows that evaluation has just checked, where asking is what keeps a row its place."""
+        """Let training request rows that evaluation has just checked, where a request is what keeps a row cached."""
         for caches, names in self._caches:
             leaving = [name for name in names if not self._sources[name].spec.stays]
             caches.check_again(leaving, self._step)
@@ -269,7 +271,7 @@ class RemoteTables:
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
 
-        A lookup of other ids reads them itself, so a wrong expectation only costs time. Ids of
+        A lookup of other ids reads them itself, so a wrong guess only costs time. Ids of
         dynamic vocabularies are left to the lookups, because reading them admits them.
 
         Args:
@@ -337,11 +339,11 @@ class RemoteTables:
             self._sources[name].leaving.append(due)
 
     def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
-        """Asks for the rows that the next step's lookups will miss, while this step continues; needs a cache.
+        """Request the rows that the next step's lookups will miss, while this step runs; needs a cache.
 
-        They are read as of this step, before its pushes, and are cached rows when the next step begins: as old as that,
-        so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed. With a
-        larger one cached rows that will be too old by then are asked about as well.
+        They are read as of this step, before its pushes, and are in the cache when the next step begins: with a
+        ``pull_bound`` of 0 they are then checked by version, and sent again if they changed. With a larger bound,
+        cached rows that will be too old by then are requested as well.
 
         Args:
             wanted: ids by table; ids outside a table are left to the lookup that names them.
@@ -442,7 +444,7 @@ class RemoteTables:
             weight: the rows of this worker's batch, if its loss is a mean over them.
             mean: gradients of the workers are averaged by weight; else they are added up.
             hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
-            given: the result of ``take``, if it was taken already.
+            given: the result of ``take``, if it has been called.
             beside: ids, gradients and the optimizer of other parameters on the servers.
 
         Raises:
@@ -472,10 +474,10 @@ class RemoteTables:
                 due[name] = _all_due([due[name], *source.leaving])
                 source.leaving.clear()
         waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
-        if mean and not weight and waited:  # waiting gradients have weight though this step's batch has none
+        if mean and not weight and waited:  # waiting gradients have weight even if this step's batch has none
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
-        # A sum may overflow though no gradient did: if it were refused a step late, this worker would wait for the
+        # # A sum may overflow although no gradient did: if it were refused a step late, this worker would wait for the
         # others in that step, and they for its push.
         leaves = waits and not beside and all_carried([grads for _, grads, _ in due.values()], rounding)
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
@@ -499,7 +501,7 @@ class RemoteTables:
         self._client.release(self._step, scale)
 
     def flush(self) -> None:
-        """Pushes gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
+        """Push gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
         self._arrive()
         waiting: dict[str, Due] = {}
         for caches, _ in self._caches:
@@ -526,7 +528,7 @@ class RemoteTables:
             self._sources[name].leaving.clear()
 
     def drop_caches(self) -> None:
-        """Forgets all cached and prefetched rows and messages on their way: the servers' rows have been replaced."""
+        """Forget all cached and prefetched rows and messages in flight: the servers' rows have been replaced."""
         self.come_to_rest()
         self._leaves = self._coming = None
         for caches, _ in self._caches:
@@ -535,7 +537,7 @@ class RemoteTables:
             source.leaving.clear()
 
     def come_to_rest(self) -> None:
-        """Wait until no message is on its way, whatever its outcome: before the servers' rows are replaced."""
+        """Wait until no message is in flight, whatever its outcome: before the servers' rows are replaced."""
         ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
@@ -560,7 +562,7 @@ class RemoteTables:
         )  # fmt: skip
 
     def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
-        """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
+        """Values per row with its state, which a cache with own writes needs; else ``None``."""
         if self._cache is None or not self._cache.push_bound:
             return None
         return {name: self._sources[name].held for name in names}
@@ -653,7 +655,7 @@ class _Push:
     def _run(self) -> None:
         try:
             self._send()
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is requested
             self.arrived.set_exception(error)
         else:
             self.arrived.set_result(None)
@@ -666,8 +668,7 @@ class _Push:
 
 
 def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> None:
-    """Read the rows of several lookups that follow, those of the tables of one ``RemoteTables`` in one message per
-    shard.
+    """Read the rows of several upcoming lookups; for the tables of one ``RemoteTables``, in one message per shard.
 
     Sources of other kinds are left to the lookups.
     """
@@ -719,7 +720,7 @@ def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
-    """Return the numbers by which ``optimizer`` moves ``parameter``, read again at each call.
+    """Return the hyperparameters with which ``optimizer`` updates ``parameter``, read again at each call.
 
     Raises:
         ValueError: it does not have the parameter, or servers cannot run it.

@@ -1,4 +1,4 @@
-"""A placeholder for a weight that lives on the servers: it has shape and dtype, no memory, and can only be looked up.
+"""A placeholder for a weight on the servers: it has a shape and dtype but no memory, and can only be looked up.
 
 It replaces an embedding's weight, so a model runs unchanged: ``F.embedding`` and ``F.embedding_bag``, from any
 caller, find it among their arguments and return pulled rows::
@@ -6,9 +6,9 @@ caller, find it among their arguments and return pulled rows::
     ids ──unique──> distinct ids ──pull──> rows [distinct, width] ──F.embedding(inverse, rows)──> output
                           └──────────────── push (ids, gradient of rows) <── backward, duplicates merged by torch
 
-The lookup itself is torch's own, on the few rows that came, so modes, ``padding_idx``, per-sample weights and the order
-in which duplicates are added up are torch's too. All of it lies behind one boundary, because the number of rows depends
-on the ids: the tape, or a captured graph, sees ids that go in and an output whose form follows from theirs.
+The lookup itself is torch's, on the few pulled rows, so modes, ``padding_idx``, per-sample weights and the order in
+which duplicates are added up are torch's too. All of it is behind one boundary, because the number of rows depends on
+the ids: the tape, or a captured graph, sees ids that go in and an output whose shape follows from theirs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The facts of a table that are needed before its rows come."""
+    """The facts about a table that are needed before its rows arrive."""
 
     name: str
     width: int
@@ -71,7 +71,7 @@ def look_up(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The boundary of a lookup of rows; for bags, which have a more complex backward, torch's own tape keeps track."""
+    """The boundary of a lookup of rows; bags, whose backward is more complex, are recorded by torch's own tape."""
 
     source: Callable[[], WeightSource]
     table: Table
@@ -162,7 +162,7 @@ def look_up_bags(
 def _distinct_rows(
     source: WeightSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, int | None]:
-    """Return the rows of the distinct ids, the place of each of ``ids`` among them, and that of ``padding_id``."""
+    """Return the rows of the distinct ids, the index of each of ``ids`` among them, and that of ``padding_id``."""
     rows, inverse, wanted, place = _read_distinct(source, ids, padding_id)
     if entry is not None:
 
@@ -176,7 +176,7 @@ def _distinct_rows(
 def _read_distinct(
     source: WeightSource, ids: Tensor, padding_id: int | None
 ) -> tuple[Tensor, Tensor, Tensor, int | None]:
-    """Return the rows of the distinct ids, the place of each of ``ids`` among them, those ids, and where padding is."""
+    """Return the rows of the distinct ids, the index of each of ``ids`` among them, those ids, and that of padding."""
     distinct, inverse = source.distinct(ids)
     wanted = distinct.cpu()
     rows = source.read(wanted).to(ids.device)
@@ -196,7 +196,7 @@ def _without(ids: Tensor, grads: Tensor, place: int | None) -> tuple[Tensor, Ten
 
 
 class _Leave(torch.autograd.Function):
-    """Pulled rows: the identity in forward; backward passes on their gradient, with duplicates merged by then."""
+    """Pulled rows: the identity in forward; backward passes on their gradient, with duplicates already merged."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, rows: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
@@ -215,7 +215,7 @@ class _Leave(torch.autograd.Function):
 class RemoteWeight(Tensor):
     """The placeholder for the weight of the table that ``source`` reads.
 
-    Any use but a lookup is a ``TypeError`` that names the table, because the weight is not here to be multiplied.
+    Any use but a lookup raises a ``TypeError`` that names the table, because the weight is not in this process.
     """
 
     source: WeightSource

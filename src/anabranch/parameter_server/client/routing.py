@@ -75,7 +75,7 @@ def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: 
 def arrange(
     owners: Array, kinds: Array, starts: Array, shards: int, count: int, kind: _Kind = None
 ) -> tuple[Array, Array]:
-    """Return the order of ids by shard, by table, by kind, and else as they come; and the number of each.
+    """Return the order of ids by shard, table and kind, otherwise as given; and the number of each.
 
     >>> arrange(np.array([1, 0, 1]), np.array([1, 0, 0]), np.array([0, 1, 3]), 2, 2)[0]
     array([1, 0, 2])

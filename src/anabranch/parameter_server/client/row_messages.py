@@ -31,18 +31,18 @@ from anabranch.tensors.packing import Compression, Share, join, split
 __all__ = ["Layout", "Pull", "Pulled", "Push", "Routed", "VersionClock"]
 
 Array = NDArray[Any]
-_STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of ids that are asked about, in the order in which they travel
+_STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
 _ONE = 0x3F80  # the bits of 1 in bfloat16
 _SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Rows of one table as they came.
+    """Rows of one table as received.
 
     Attributes:
         positions: the positions of these rows among the ids requested, ascending; int64.
-        versions: the version of each row, to be given as ``known`` when it is asked about again; int64, at least 0.
+        versions: the version of each row, to be given as ``known`` in the next request for it; int64, at least 0.
         rows: ``[len(positions), width]``.
     """
 
@@ -53,7 +53,7 @@ class Pulled:
 
 @dataclass(slots=True)
 class VersionClock:
-    """Turns one shard's steps into versions that only grow: each generation counts from a base after the one before.
+    """Turns one shard's steps into versions that only grow: each generation counts from a base above the previous one.
 
     A version below the base belongs to a generation that has ended, and counts as unknown.
 
@@ -106,7 +106,7 @@ class Layout:
         return torch.int32 if self.short else torch.int64
 
     def alike(self, wide: Sequence[int | None]) -> list[tuple[torch.dtype, int, int | None, list[int]]]:
-        """Dtype, width, numbers per row with state if ``wide`` has any, and the numbers of these tables."""
+        """Dtype, width, values per row with state if ``wide`` has any, and the indices of these tables."""
         found: dict[tuple[torch.dtype, int, int | None], list[int]] = {}
         for number, ((dtype, width), whole) in enumerate(zip(self.kinds, wide, strict=True)):
             found.setdefault((dtype, width, whole), []).append(number)
@@ -162,7 +162,7 @@ class Pull:
     Args:
         routed: the ids that are requested.
         known: of each table, the versions held, as in ``ParameterClient.pull_many``; ``None`` if none are.
-        wide: of each table the numbers of a row with its state, or ``None`` if none comes with it.
+        wide: of each table the number of values of a row with its state, or ``None`` if no row comes with it.
         clocks: generation and base of each shard's clock.
     """
 
@@ -232,7 +232,7 @@ class Pull:
     def take(
         self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int, dense: Mapping[str, Share]
     ) -> None:
-        """Take in a shard's answer, which has the parameters ``dense`` after its tables.
+        """Add a shard's answer, which has the parameters ``dense`` after its tables.
 
         Raises:
             ProtocolError, SchemaError: it does not fit the request.
@@ -303,7 +303,7 @@ class Pull:
         return blocks
 
     def pulled(self) -> dict[str, Pulled]:
-        """Return the rows that have come, by table and parameter."""
+        """Return the received rows, by table and parameter."""
         routed, none = self._routed, torch.empty(0, dtype=torch.int64)
         found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
         for (dtype, width, whole, numbers), came in zip(self._alike, self._came, strict=True):
@@ -324,7 +324,7 @@ class Pull:
         return found
 
     def bytes(self) -> list[int]:
-        """For each table the number of bytes of ids, ages, places and rows that have passed."""
+        """For each table the number of bytes of ids, ages, places and rows sent and received."""
         size, counts = self._routed.layout.ids_travel_as.itemsize, self._routed.counts.sum(0)
         found = []
         rows = zip(self._stated_rows.tolist(), self._other_rows.tolist(), self._changed_rows.tolist(), strict=True)

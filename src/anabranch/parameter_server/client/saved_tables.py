@@ -76,7 +76,7 @@ def collect(
 
 
 def restore(tables: HeldTables, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Load what ``collect`` gave, in place of everything on the shards."""
+    """Load the result of ``collect``, in place of everything on the shards."""
     if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
         raise CheckpointError("this checkpoint holds no server tables or parameters")
     for entry in state["tables"]:
@@ -135,7 +135,7 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
 
 
 def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
-    """Make the dense parameter ``name`` from its kept state; an existing one is overwritten."""
+    """Create the dense parameter ``name`` from its saved state; an existing one is overwritten."""
     tables.init_dense(name, kept.values, rule)
     if kept.step:
         dtype = kept.values.dtype
@@ -190,13 +190,15 @@ def _restore_table(tables: HeldTables, entry: Mapping[str, Any], groups: Callabl
 
 
 def _of_length(history: Tensor, steps: int) -> Tensor:
-    """Return the last ``steps`` entries; the first stands in for missing ones, which no row has yet to catch up on."""
+    """Return the last ``steps`` entries; missing ones are filled with the first, since no row still has to catch up on
+    them.
+    """
     missing = steps - len(history)
     return torch.cat([history[:1].expand(missing, -1), history]) if missing > 0 else history[-missing:]
 
 
 def _check_table(entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Raise ``CheckpointError`` for a table that could not be loaded whole, while the one on the shards is there."""
+    """Raise ``CheckpointError`` for a table that could not be loaded whole, before the one on the shards is dropped."""
     name, step = entry["spec"]["name"], entry["step"]
     for group in entry["groups"]:
         for label, tensor in groups(group).items():
@@ -216,7 +218,7 @@ def _at_once(table: Mapping[str, Any]) -> int:
 
 
 def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
-    """Return the blocks in their order, joined as long as they have at most ``rows`` rows."""
+    """Return the blocks in order, joined up to at most ``rows`` rows."""
     found: list[list[_Block]] = [[]]
     for block in blocks:
         if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:

@@ -1,4 +1,4 @@
-"""``ShardCalls``: requests to the shards of a job, to all at once, and waits that look at the other workers."""
+"""``ShardCalls``: requests to the shards of a job, to all at once, and waits that check the other workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _T = TypeVar("_T")
 
 
 class ShardCalls:
-    """Asks the shards.
+    """Sends requests to the shards.
 
     Args:
         client: sends the requests.
         endpoints: of all shards, in their order.
         timeout: seconds that a call may take.
-        watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
-        look_every: seconds until the first such call.
+        watch: called at intervals while waiting for other workers; raises if one of them is known to be lost.
+        look_every: seconds until the first call.
 
     Attributes:
         ledgers: for each endpoint, the places of this client's pushes in the shard's log.
@@ -76,17 +76,17 @@ class ShardCalls:
     def call(
         self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, once: bool = False
     ) -> tuple[bytes, Sequence[Tensor]]:
-        """Ask one shard; returns its payload and tensors."""
+        """Send a request to one shard; returns its payload and tensors."""
         request = self.request(shard, verb, payload, tensors, once=once)
         (answer,) = self.gather([request], Deadline.after(self.timeout))
         return answer.payload, answer.tensors
 
     def all(self, requests: Sequence[Request]) -> list[Answer]:
-        """Ask the shards of ``requests`` at once, under the client's timeout."""
+        """Send ``requests`` to their shards at once, under the client's timeout."""
         return self.gather(requests, Deadline.after(self.timeout))
 
     def gather(self, requests: Iterable[Request], deadline: Deadline) -> list[Answer]:
-        """Ask at once; raises the first error."""
+        """Send them at once; raises the first error."""
         answers, failures = self.outcomes(requests, deadline)
         if failures:
             raise failures[0]
@@ -125,7 +125,7 @@ class ShardCalls:
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
         """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive.
 
-        Each check costs the request again, so they come at growing intervals: a slow request gets through.
+        Each check repeats the request, so the intervals grow: a slow request gets through.
         """
         if self._watch is None:
             return self.gather(requests, deadline)
@@ -139,7 +139,7 @@ class ShardCalls:
         return self.gather(requests, deadline)
 
     def export(self, shard: int, message: ExportMessage) -> tuple[int, Sequence[Tensor]]:
-        """Return the steps of a table or parameter, and a part of its tensors."""
+        """Return the steps of a table or parameter, and part of its tensors."""
         payload, parts = self.call(shard, "export", pack(message))
         return unpack(payload, int), parts
 
@@ -156,7 +156,7 @@ class ShardCalls:
         return [answer.tensors[0].numpy().tobytes() if answer.tensors else answer.payload for answer in answers]
 
     def lives(self) -> list[Answer]:
-        """Wait for shards that do not listen yet as long as a call may take: a new machine compiles for a minute."""
+        """Wait for shards that do not listen yet, as long as a call may take: a new machine compiles for a minute."""
         deadline = Deadline.after(self.timeout)
         while True:
             requests = [self.request(shard, "life", once=False) for shard in range(self.shards)]

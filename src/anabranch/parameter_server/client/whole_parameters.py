@@ -1,11 +1,11 @@
 """Parameters on the servers of which every worker holds a copy: read whole, before a step begins.
 
 Dense parameters are always held so; a table is if the worker prefers to refresh all of it over requesting the rows of
-each batch. Of a table only the rows with a gradient are pushed: the servers move the others as the optimizer does.
+each batch. Of a table only the rows with a gradient are pushed: the servers update the others as the optimizer does.
 
-A read overwrites what was written to a copy by hand, so what was read is kept to tell. Comparing bits costs 6 to 9 % of
+A read overwrites manual changes of a copy, so the values read are kept to detect them. Comparing bits costs 6 to 9 % of
 a read (64 MiB: 18 of 235 ms) and the memory of the copies once more. ``Tensor._version`` would cost nothing, but does
-not count writes by ``.data``, and counts those that were taken back.
+not count writes through ``.data``, and counts those that were undone.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class WholeParameters:
         return spec
 
     def refresh(self, step: int | None) -> None:
-        """Read all of them, in one message per shard, once it is the turn of ``step``."""
+        """Read all of them, in one message per shard, once ``step`` may read."""
         wanted = {
             name: torch.arange(len(held.parameter)) if held.rows else _NO_IDS for name, held in self._held.items()
         }

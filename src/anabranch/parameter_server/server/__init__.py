@@ -1,7 +1,7 @@
 """A shard: the rows and parameters of one server, the order of changes to them, and their files.
 
 Open ``shard.py`` first: it orders the changes and decides which requests wait. ``contents.py`` holds the tables,
-``shard_server.py`` puts a shard behind an endpoint, and ``durable`` keeps it on disk, in checkpoints and a log.
+``shard_server.py`` serves a shard at an endpoint, and ``durable`` keeps it on disk, in checkpoints and a log.
 """
 
 from anabranch.parameter_server.server.shard import Shard

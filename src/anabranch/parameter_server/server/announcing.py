@@ -19,14 +19,14 @@ class Announces(Protocol):
     """The interface of a directory that a server needs."""
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """Says that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Announces that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """Says that ``endpoint`` does not serve ``uids`` any more."""
+        """Announces that ``endpoint`` no longer serves ``uids``."""
 
 
 class ServedDirectory:
-    """The directory behind an ``anabranch.DirectoryServer``, as a shard calls it; of several, all are told."""
+    """The directory behind an ``anabranch.DirectoryServer``, as a shard calls it; several all get each announcement."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ServedDirectory:
         self._tell("directory.announce", (list(uids), endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """Announces that ``endpoint`` does not serve ``uids`` any more."""
+        """Announces that ``endpoint`` no longer serves ``uids``."""
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:
@@ -60,7 +60,7 @@ class ServedDirectory:
 def named_directory(
     name: str, *, keys: str | os.PathLike[str] | None, insecure: bool, transport: Transport | None
 ) -> ServedDirectory | RedisDirectory:
-    """Return the directory that is served at the endpoint, or kept in the Redis, that ``name`` is."""
+    """Return the directory at ``name``, an endpoint or the URL of a Redis."""
     if is_redis_url(name):
         return RedisDirectory(name, role="parameters", keys=keys, insecure=insecure)
     return ServedDirectory(name, keys=keys, insecure=insecure, transport=transport)

@@ -1,4 +1,4 @@
-"""One optimizer step for everything that the pushes of a step name, or none for any of it."""
+"""One optimizer step for everything named by the pushes of a step, or none for any of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def apply(
 ) -> None:
     """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
 
-    ``total`` is the sum of weights of which the pushes' are shares, by default that of these pushes.
+    ``total`` is the sum of weights to divide by, by default that of these pushes.
 
     Raises:
         NonFinite: a row would overflow; all are unchanged.
@@ -86,7 +86,7 @@ def apply(
 def weighted_shares(
     contents: ShardContents, pushes: Sequence[CheckedPush], scale: float = 1.0, total: float | None = None
 ) -> tuple[dict[str, list[_Given]], float]:
-    """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``.
+    """For each table and parameter, every worker's ids and gradients, weighted by its share in the mean and ``scale``.
 
     And a bound for any sum of them.
     """
@@ -113,7 +113,7 @@ def _push_guarded(
     squares: Mapping[str, Tensor],
     dense: Mapping[str, Tensor],
 ) -> None:
-    """As ``_push_rows`` and each parameter's ``push``; if one would overflow, all of it is undone."""
+    """As ``_push_rows`` and each parameter's ``push``; if one would overflow, everything is undone."""
     done: list[Callable[[], None]] = []
     try:
         for name, grad in dense.items():

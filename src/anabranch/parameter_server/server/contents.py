@@ -36,11 +36,11 @@ class ShardContents:
     Args:
         shard, shards: the shard's number, and the number of shards.
         pool: threads that share a table's work.
-        scratch: where memory-mapped tables have their files.
+        scratch: the directory of memory-mapped tables' files.
 
     Attributes:
         tables, dense, counts: by name.
-        generation: a random id, drawn again when rows change other than by steps: clients must read them again.
+        generation: a random id, drawn again when rows change other than by steps, so that clients read them again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ShardContents:
         self._rules: dict[RowOptimizer, RowOptimizer] = {}
 
     def is_there(self, message: InitMessage, tensors: Sequence[Tensor]) -> bool:
-        """Return True for one of that name and form; raise if its form is another one."""
+        """Return True if it exists in that form; raise if it exists in another one."""
         if message.table is None:
             found = self.dense.get(message.name)
             if message.name in self.tables:
@@ -82,7 +82,7 @@ class ShardContents:
     def build(self, message: InitMessage, tensors: Sequence[Tensor]) -> RowTable | DenseParameter:
         """Return a new table or parameter, without adding it."""
         rule = RowOptimizer.from_dict(message.rule)
-        rule = self._rules.setdefault(rule, rule)  # one object, by which tables find what they may share
+        rule = self._rules.setdefault(rule, rule)  # one object, by which tables find work that they may share
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} has one initial tensor, got {len(tensors)}")
@@ -133,12 +133,12 @@ class ShardContents:
         self.counts.pop(name, None)
 
     def forget_rows(self) -> None:
-        """Take rows that clients know as unknown."""
+        """Treat rows that clients know as unknown."""
         self._grouping.forget()
         self.generation = _new_generation()
 
     def step(self) -> int:
-        """Return the most steps of any table or parameter."""
+        """Return the highest step of any table or parameter."""
         steps = [table.step for table in self.tables.values()]
         return max([*steps, *(dense.step for dense in self.dense.values())], default=0)
 
@@ -173,7 +173,7 @@ class ShardContents:
             raise NonFinite(f"the checkpoint of {message.name} holds NaN or Inf; nothing was changed")
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Take what ``export`` gave, checked."""
+        """Restore the checked result of ``export``."""
         self.generation = _new_generation()
         holder = self.holder(message.name)
         if isinstance(holder, RowTable):
@@ -210,7 +210,7 @@ class ShardContents:
         return {"tables": tables, "dense": dense}, groups
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Make and fill what ``snapshot`` described."""
+        """Create and fill what ``snapshot`` described."""
         for entry in state["tables"]:
             spec = entry["spec"]
             self.make(InitMessage(spec["name"], entry["rule"], spec), ())
@@ -245,7 +245,7 @@ class ShardContents:
         return tables
 
     def describe(self) -> dict[str, object]:
-        """Tables and parameters, their optimizers and steps, without the numbers."""
+        """Tables and parameters, their optimizers and steps, without the values."""
         return {
             "tables": [
                 {"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "rows": table.used, "step": table.step}

@@ -37,7 +37,7 @@ def _check_parts(
     wanted: dict[str, Tensor] = {}
     for part, some in zip(parts, ids, strict=True):
         if part.name in contents.tables:
-            # A fixed table checks ids when it reads them, and reading has no effect that others see.
+            # A fixed table checks ids when it reads them, and reading has no side effects.
             if isinstance(message, PushMessage) or contents.admits(part.name):
                 wanted[part.name] = some
         elif part.count:
@@ -89,7 +89,7 @@ def check_push(contents: ShardContents, message: PushMessage, tensors: Sequence[
 
 
 def _check_numbers(contents: ShardContents, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors that hold the numbers, if they and the squares have the sizes that the message gives."""
+    """Return the tensors that hold the values, if they and the squares have the sizes that the message gives."""
     sums = message.sums()
     flat = tensors[1 + (sums > 0) :]
     came, wanted = [(one.dtype, one.numel()) for one in flat], numbers_of(contents, message)
@@ -110,7 +110,7 @@ def gradients_of(contents: ShardContents, message: PushMessage, tensors: Sequenc
 
 
 def shares_of(contents: ShardContents, message: PullMessage | PushMessage) -> list[Share]:
-    """Dtype and shape of each part's numbers."""
+    """Dtype and shape of each part's values."""
     shares: list[Share] = []
     for part in message.parts:
         contents.check_name(part.name)
@@ -123,7 +123,7 @@ def shares_of(contents: ShardContents, message: PullMessage | PushMessage) -> li
 
 
 def numbers_of(contents: ShardContents, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-    """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is treated as them."""
+    """Dtypes and sizes of the tensors that hold the message's values, before any memory is interpreted as tensors."""
     return expected(shares_of(contents, message), message.compression)
 
 

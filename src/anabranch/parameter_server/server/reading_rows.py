@@ -1,4 +1,4 @@
-"""The answer of a pull: rows and parameters, with their state or only where they have changed."""
+"""The answer to a pull: rows and parameters, with their state or only where they have changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["certain_bytes", "read"]
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Memory for the numbers of an answer: flat tensors as they are sent, and each part's share of them."""
+    """Memory for the values of an answer: flat tensors as they are sent, and each part's share of them."""
 
     flat: list[Tensor]
     parts: list[Tensor]
@@ -50,7 +50,7 @@ def read(
 
 
 def certain_bytes(contents: ShardContents, message: PullMessage) -> int:
-    """Return the bytes of the parameters and of the rows that come whether or not they have changed."""
+    """Return the bytes of the parameters and of the rows that are sent whether or not they have changed."""
     total = 0
     for part in message.parts:
         holder = contents.holder(part.name)

@@ -1,4 +1,4 @@
-"""``Shard``: the tables and parameters that one server holds, and the order in which workers change them.
+"""``Shard``: the tables and parameters of one server, and the order in which workers change them.
 
 ::
 
@@ -7,11 +7,11 @@
                                        │       └── bsp: kept until every worker's push of the step is there, then merged
                                        └── a shard that was killed does the log again, in the same order
 
-Every change to a shard is a record of verb, message and tensors, done under one lock by ``_do``. Doing the same
-records in the same order gives the same bits, which the log relies on. ``bsp`` applies a step once, to the mean
-(or sum) of all workers' gradients, added up in the order of their ranks; ``ssp:K`` and ``asp`` apply each push as it
-comes. A read that is too early waits: under ``bsp`` for the pushes of the steps before, under ``ssp:K`` for workers
-that are more than K steps behind.
+Every change to a shard is a record of verb, message and tensors, applied under one lock by ``_do``. Applying the same
+records in the same order gives the same bits; the log relies on that. ``bsp`` applies a step once, to the mean (or sum)
+of all workers' gradients, added up in the order of their ranks; ``ssp:K`` and ``asp`` apply each push as it comes. A
+read that is too early waits: under ``bsp`` for the pushes of earlier steps, under ``ssp:K`` for workers that are more
+than K steps behind.
 
 The tables themselves are in ``contents.py``; this file is the state machine around them, under one lock.
 """
@@ -78,9 +78,9 @@ class Shard:
     Args:
         shard, shards: the shard's number, and the number of shards.
         pool: threads that share a table's work; by default the caller's alone.
-        journal: called with every change before it is done.
-        take_back: called when the change that was journaled last was refused while it was done, and changed nothing.
-        scratch: where memory-mapped tables have their files.
+        journal: called with every change before it is applied.
+        take_back: called when the last journaled change was refused while it was applied, and changed nothing.
+        scratch: the directory of memory-mapped tables' files.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Shard:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def init(self, message: InitMessage, tensors: Sequence[Tensor] = ()) -> None:
-        """Make a table or a parameter; an existing one stays unchanged, if it is of the same shape.
+        """Create a table or a parameter; an existing one of the same shape stays unchanged.
 
         Raises:
             SchemaError: one of that name has another shape, dtype or optimizer.
@@ -118,7 +118,7 @@ class Shard:
         with self._state:
             if self._contents.is_there(message, tensors):
                 return
-            self._contents.build(message, tensors)  # a message that cannot be built must not come into the journal
+            self._contents.build(message, tensors)  # a message that cannot be built must not reach the journal
             self._record("init", message, tensors)
 
     def join(self, message: JoinMessage) -> None:
@@ -154,16 +154,16 @@ class Shard:
     ) -> tuple[PullReply, list[Tensor]]:
         """Rows and parameters, once the job's consistency allows them to be read.
 
-        ``make_room`` is called with the bytes of the answer before it is made, known rows not counted; what it raises
-        leaves everything as it was.
+        ``make_room`` is called with the bytes of the answer before it is built, known rows not counted; if it raises,
+        nothing has changed.
 
         Returns:
             The reply and its tensors, as ``PullReply`` describes them.
 
         Raises:
-            NotFound: a table, parameter or id that is not there.
+            NotFound: a table, parameter or id does not exist.
             SchemaError: tensors that do not fit the message.
-            DeadlineExceeded: other workers' pushes have not come; names them.
+            DeadlineExceeded: other workers' pushes have not arrived; names them.
         """
         tensors = _with_long_ids(tensors)
         with self._state:
@@ -177,14 +177,14 @@ class Shard:
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
     ) -> None:
-        """Take gradients: applied at once, or under ``bsp`` when every worker's of that step are there.
+        """Take gradients: applied at once, or under ``bsp`` when every worker's gradients of that step have arrived.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
-            NonFinite: NaN or Inf among the gradients, or in a row that finite ones would move; counted by ``peer``,
+            NonFinite: NaN or Inf among the gradients, or in a row that finite ones would update; counted by ``peer``,
                 nothing is changed.
-            DeadlineExceeded: a worker's push outside the steps counts by its share in its last one, and not
-                all have pushed that; names them.
+            DeadlineExceeded: a worker's push outside the steps is weighted by its share in its last step, which not all
+                have pushed; names them.
         """
         tensors = _with_long_ids(tensors)
         with self._state:
@@ -202,7 +202,8 @@ class Shard:
         self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
 
     def squared_norm(self, message: NormMessage, deadline: Deadline) -> float:
-        """Return the sum of squares, in float64, of the merged gradients of held pushes, once all workers' are there.
+        """Return the sum of squares, in float64, of the merged gradients of held pushes, once all workers' have
+        arrived.
 
         Raises:
             DeadlineExceeded: some are not; names them.
@@ -250,7 +251,7 @@ class Shard:
     # --- checks, before anything changes ----------------------------------------------------------------------------
 
     def _check_turn(self, message: PushMessage) -> None:
-        """Raise for a push of a worker that has not joined, or of another step than its next."""
+        """Raise for a push of a worker that has not joined, or for a step that is not its next."""
         if message.rank < 0:
             return
         job = self._joined(message.rank)
@@ -260,7 +261,9 @@ class Shard:
             )
 
     def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
-        """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is treated as them."""
+        """Dtypes and sizes of the tensors that hold the message's values, before any memory is interpreted as
+        tensors.
+        """
         with self._state:
             return numbers_of(self._contents, message)
 
@@ -294,7 +297,7 @@ class Shard:
                 raise _missing(late, patience, operation, step)
 
     def _wait_for_change(self, patience: Deadline, ranks: Sequence[int], operation: str) -> bool:
-        """Wait until anything has changed, on behalf of a worker that needs ``ranks``; False at the deadline."""
+        """Wait until anything has changed, for a worker that needs ``ranks``; False at the deadline."""
         names = [f"rank {rank}" for rank in ranks]
         with spans.span("wait", "wait", peer=", ".join(names), operation=operation):
             if patience.elapsed() < LONG and self._state.wait(timeout=min(LONG, patience.remaining())):
@@ -374,7 +377,9 @@ class Shard:
         self._state.notify_all()
 
     def _merge(self, job: WorkerOrder, push: CheckedPush) -> None:
-        """Keep a worker's push until all of its step are there; one whose step cannot be done leaves nothing."""
+        """Keep a worker's push until all pushes of its step have arrived; if the step cannot be applied, nothing is
+        kept.
+        """
         step = push.message.step
         # A copy: kept tensors must not change when the sender's buffers are used again.
         push = push._replace(tensors=[tensor.clone() for tensor in push.tensors])
@@ -412,7 +417,7 @@ class Shard:
             return self._contents.export(message, make_room)
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Restores what ``export`` gave, here or on another shard.
+        """Restores the result of ``export`` of this or another shard.
 
         Raises:
             NotFound, SchemaError, NonFinite: it does not fit this table or parameter; nothing is changed.
@@ -454,9 +459,9 @@ class Shard:
     def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
         """Return the present state: plain values, and groups of tensors.
 
-        Rows in a file, which may exceed memory, are groups that are read when they are
-        called, a few rows each: the shard must not change until then. Pushes that wait for those of other
-        workers are not included: the clocks are those before them, and ``journal_pending`` journals them again.
+        Rows in a file, which may exceed memory, are groups that read a few rows each when called: the shard must not
+        change until then. Pushes that wait for those of other workers are not included: the clocks are those before
+        them, and ``journal_pending`` journals them again.
         """
         with self._state:
             state, groups = self._contents.snapshot(lambda message: self.export(message)[1])
@@ -473,7 +478,7 @@ class Shard:
             return state, groups
 
     def journal_pending(self) -> None:
-        """Journals the pushes that wait for those of other workers, for a journal that has just begun."""
+        """Write the pushes that wait for those of other workers to a new journal."""
         with self._state:
             if self._job is None:
                 return
@@ -482,7 +487,7 @@ class Shard:
                     self._journal("push", _encode(push.message), push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Load what ``snapshot`` gave into a shard that holds nothing yet."""
+        """Load the result of ``snapshot`` into an empty shard."""
         with self._state:
             self._contents.load(state, groups)
             job = state["job"]
@@ -498,28 +503,26 @@ class Shard:
             return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed)
 
     def describe(self) -> dict[str, object]:
-        """Tables and parameters, their optimizers and steps, without the numbers."""
+        """Tables and parameters, their optimizers and steps, without the values."""
         with self._state:
             return self._contents.describe()
 
     def clocks(self) -> dict[str, object]:
-        """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for any."""
+        """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for no limit."""
         with self._state:
             if self._job is None:
                 return {"clocks": [], "lag": None}
             return {"clocks": list(self._job.clocks), "lag": self._job.consistency.lag}
 
     def stands_at(self) -> int:
-        """Return the step that every worker of the job has pushed; without a job, the most steps of any table."""
+        """Return the step that every worker of the job has pushed; without a job, the highest step of any table."""
         with self._state:
             if self._job is not None:
                 return min(self._job.clocks)
             return self._contents.step()
 
     def locked(self) -> threading.Condition:
-        """Return the lock under which every change is made, for callers that must see none between two of their own
-        steps.
-        """
+        """Return the lock under which every change is made, for callers whose several steps must be atomic."""
         return self._state
 
 

@@ -6,7 +6,7 @@
     checkpoint_dir/shard-1-of-2
     checkpoint_dir/shard-0-of-1    of another number of shards: its rows lie elsewhere, so nobody here can use it
 
-A server that was started with the wrong number would begin empty beside the state that it was meant to continue with.
+A server started with the wrong number would begin empty beside the state that it was meant to continue from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
     """Return the directory of one shard; it need not exist.
 
     Raises:
-        CheckpointError: there is state of another number of shards, and none of this one.
+        CheckpointError: there is state of another number of shards, and none of this number.
     """
     others = _with_state(checkpoint_dir)
     if others and shards not in others:
@@ -44,7 +44,7 @@ def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
 
 
 def _with_state(checkpoint_dir: Path) -> dict[int, list[str]]:
-    """Return the names of the directories that hold changes, by the number of shards that they are of."""
+    """Return the names of the directories that hold changes, by their number of shards."""
     found: dict[int, list[str]] = {}
     try:
         names = os.listdir(checkpoint_dir)

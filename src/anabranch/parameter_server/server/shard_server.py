@@ -1,8 +1,8 @@
 """``ParameterServer``: a shard behind an endpoint.
 
-Every verb is checked against the shard's tables before memory is treated as its tensors. Changes to the shard are
-numbered by their client and done exactly once, and under ``durability="log"`` they are acknowledged only when they
-are on the disk.
+Every verb is checked against the shard's tables before memory is interpreted as its tensors. Changes to the shard are
+numbered by their client and applied exactly once, and under ``durability="log"`` they are acknowledged only when they
+are on disk.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["ParameterServer"]
 _M = TypeVar("_M", bound=msgspec.Struct)
 _Check = Callable[[RequestHeader], None]
 _WORKERS = frozenset({"worker"})
-_TTL = 30.0  # seconds that an announcement holds
+_TTL = 30.0  # seconds that an announcement is valid
 _log = logging.getLogger("anabranch.parameter_server")
 
 
@@ -131,7 +131,7 @@ class ParameterServer:
         self._checkpoint_seconds = checkpoint_seconds
         self._pool = KernelThreads(threads)
         self._keeper = Keeper(durability, own, repair=repair)
-        # If anything fails before the block is entered, the directory is given back.
+        # If anything fails before the block is entered, the directory is released.
         self._giving_back = ExitStack()
         self._giving_back.callback(self._keeper.close)
         with self._giving_back:
@@ -203,7 +203,7 @@ class ParameterServer:
     def __enter__(self) -> ParameterServer:
         try:
             self._open()
-        except BaseException as error:  # a directory that cannot be reached: nothing stays open
+        except BaseException as error:  # a directory server that cannot be reached: nothing stays open
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -238,7 +238,7 @@ class ParameterServer:
         try:
             self._keeper.checkpoint()
             self._said = ""
-        except BaseException as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
+        except BaseException as error:  # noqa: BLE001 - the shard still serves; its log, or the next try, keeps the state
             report("parameter_server.checkpoint_failed", error=str(error))
             if str(error) != self._said:
                 _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
@@ -247,14 +247,14 @@ class ParameterServer:
     def _announce_again(self) -> None:
         try:
             self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
-        except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+        except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("parameter_server.announce_failed", error)
 
     def _try(self, what: str, ask: Callable[[Announces], None]) -> None:
         assert self._directory is not None
         try:
             ask(self._directory)
-        except BoundaryError as error:  # the shard serves on, to clients that know its endpoint
+        except BoundaryError as error:  # the shard continues to serve clients that know its endpoint
             report(f"parameter_server.{what}_failed", error=str(error))
 
     # --- verbs ------------------------------------------------------------------------------------------------------
@@ -292,9 +292,7 @@ class ParameterServer:
         ]
 
     def _standing(self, check: _Check) -> _Check:
-        """Return the check, once this is the shard that the client asks, and holds the pushes that the client was told
-        of.
-        """
+        """Return the check, once this is the shard that the client means and it has all acknowledged pushes."""
 
         def checks(header: RequestHeader) -> None:
             standing = Standing.decode(header.schema)
@@ -306,7 +304,7 @@ class ParameterServer:
         return checks
 
     def _check_place(self, standing: Standing) -> None:
-        """Raise ``SchemaError`` if the client takes this server for another shard."""
+        """Raise ``SchemaError`` if the client addresses another shard."""
         if not standing.shards or (standing.shard, standing.shards) == self._place:
             return
         shard, shards = self._place
@@ -390,7 +388,7 @@ class ParameterServer:
 
 
 def _reply_at_length(call: Call, answer: bytes) -> None:
-    """Answer with what may be too long for a header; a client of an earlier version asks without ``IN_BODY``."""
+    """Answer with text that may be too long for a header; a client of an earlier version asks without ``IN_BODY``."""
     if call.payload == IN_BODY:
         call.reply([torch.frombuffer(bytearray(answer), dtype=torch.uint8)])
     else:

@@ -21,7 +21,7 @@ class Counts:
 class TableStatistics:
     """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted.
 
-    Of a table in a file with ``hot_rows``, ``hot_hits`` of the rows read were in memory, and ``hot_misses`` came from
+    For a table in a file with ``hot_rows``, ``hot_hits`` of the rows read were in memory, and ``hot_misses`` came from
     the file.
     """
 

@@ -1,4 +1,4 @@
-"""The order of the steps of a job's workers, and the pushes that wait for those of others."""
+"""The order of the steps of a job's workers, and the pushes that wait for those of other workers."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ class WorkerOrder:
     clocks: list[int]
     pending: dict[int, dict[int, CheckedPush]] = field(default_factory=dict)
     held: dict[int, dict[int, CheckedPush]] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps: some ask after the release
+    norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps; may be read after the release
     total: float | None = None  # the sum of the weights of the workers' pushes in the last step

@@ -1,10 +1,10 @@
-"""Pairs of communicators between ranks, one for each direction: made together, tried out, or given up together.
+"""Pairs of communicators between ranks, one for each direction: created, tested and abandoned together.
 
 NCCL connects two ranks at the first operation between them, and the host waits for that. So each communicator carries a
-byte when it is made, while all ranks are there. A rank that cannot connect says so, and then none does.
+byte when it is created, while all ranks are present. If a rank reports that it cannot connect, none uses them.
 
 The groups of two are backends without a name in ``torch.distributed``: ``new_group`` is a collective of the whole job,
-or goes by names that ranks count out for themselves. The keys of these in the job's store are drawn by the first rank.
+or uses names that each rank counts for itself. Their keys in the job's store are drawn by the first rank.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Backend(Protocol):
     """The methods used of a ``torch.distributed`` backend over two ranks."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        """Begin to send."""
+        """Start sending."""
         ...
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
-        """Begin to receive into a tensor."""
+        """Start receiving into a tensor."""
         ...
 
     def abort(self) -> None:
@@ -63,7 +63,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class _Grouping(Protocol):
-    """NCCL's backend, which takes operations of several communicators together."""
+    """NCCL's backend, which accepts operations of several communicators together."""
 
     def _group_start(self) -> None: ...
 
@@ -81,7 +81,7 @@ def _make_nccl(store: Store, rank: int, seconds: float) -> Backend:
 
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """Backends made in this block do not end the process when a peer is gone: they read the setting when made."""
+    """Backends created in this block do not end the process when a peer is gone: they read the setting when created."""
     before = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
     try:
@@ -141,13 +141,13 @@ def connect(
         pairs: of ranks that exchange tensors, the same on all ranks.
         device: of this rank's stages.
         backend: for tensors of that device; empty if this rank has none, or shall not use it.
-        gather: returns the texts that all ranks give.
+        gather: returns the strings of all ranks.
         store: common to all ranks.
         timeout: seconds that an operation may take.
         patience: seconds that the first one may take.
 
     Returns:
-        The ends of this rank; none on all ranks if some pair could not be connected.
+        The ends of this rank; empty on all ranks if some pair could not be connected.
     """
     told = [text.split(" ") for text in gather(f"{backend if backend in MAKERS else ''} {uuid.uuid4().hex}")]
     names, key = [name for name, _ in told], told[0][1]
@@ -185,7 +185,7 @@ def _problem(attempt: Callable[[int], None], peers: Sequence[int]) -> Exception 
     for peer in peers:
         try:
             attempt(peer)
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises, the other ranks go on and ask
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises, the other ranks continue and ask
             problem = error
     return problem
 

@@ -9,26 +9,26 @@
     receiver's host   ──────────── header, irecv ── wait
 
 Order. NCCL pairs the operations of two ranks by their order alone, and runs those of one communicator one after the
-other, so an activation one way would queue behind a gradient the other way that waits for it. Each direction
-of each pair of ranks has therefore its own communicator, a group of two. It carries tensors in the order of their
-headers, which one thread sends, and one thread reads in that order and posts a receive for each, whether its stage
-wants it next or later. Communicators are made with the pipe: see ``communicators.py``.
+other, so an activation one way would queue behind a gradient the other way that waits for it. So each direction of each
+pair of ranks has its own communicator, a group of two. It carries tensors in the order of their headers, which one
+thread sends; one thread reads them in that order and posts a receive for each, whether its stage needs it next or
+later. Communicators are made with the pipe: see ``communicators.py``.
 
-Waits. The host posts, and the stream waits; a wait for a header checks its peers as on any channel. A rank says
-that it has done its part of a turn after all that it received is there, so no turn ends well with a tensor that never
-came. A host can still stop at a tensor on its way, where a stage reads a number; a thread looks after the peers
-meanwhile, and aborts the communicators when one is lost or the turn's deadline has passed.
+Waits. The host posts, and the stream waits; a wait for a header checks its peers as on any channel. A rank reports its
+part of a turn as done only after all its tensors have arrived, so no turn succeeds without one. A host can still block
+on a tensor in flight, where a stage reads a number; meanwhile a thread watches the peers, and aborts the communicators
+when one is lost or the turn's deadline has passed.
 
-Failures. A turn that fails leaves operations that were never matched, on which a stream would wait for ever. So who
-tells a peer that a turn failed, or hears it from that peer, aborts the two communicators between them; from then on
-their tensors go over the channel. Both know, because a sender uses a communicator only after it has read the ends of
+Failures. A turn that fails leaves operations that were never matched, on which a stream would wait for ever. So a rank
+that tells a peer that a turn failed, or hears it from that peer, aborts the two communicators between them; from then
+on their tensors go over the channel. Both know, because a sender uses a communicator only after it has read the ends of
 all earlier turns from the other side. A communicator's own errors are left to this: NCCL's watchdog in PyTorch would
 end the process instead of naming the rank that is lost.
 
 Memory. Tensors that are sent are kept until their operation is done, or aborted; those received likewise.
 
-What is summed or told over all ranks (tied gradients, norms, an output for everyone) goes over the channel, as does a
-message with a tensor that is not on its rank's device.
+Values reduced or broadcast over all ranks (tied gradients, norms, an output for everyone) go over the channel, as does
+a message with a tensor that is not on its rank's device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def announce(header: Header) -> Header:
 
 @dataclass(eq=False, slots=True)
 class Receipt:
-    """Tensors on their way here from ``peer``, and the header that announced them."""
+    """Tensors in flight from ``peer``, and the header that announced them."""
 
     peer: int
     header: Header
@@ -93,7 +93,7 @@ class DirectLinks:
         device: of the tensors.
         ends: for each peer the backends to send to it and to receive from it.
         inbox: of the headers.
-        patience: seconds in which the reason for a failed link is looked for: the other end may have had to abort it.
+        patience: seconds to look for the reason of a failed link: the other end may have had to abort it.
 
     Attributes:
         bytes_sent: of all tensors sent.
@@ -136,7 +136,7 @@ class DirectLinks:
         return is_sure and all(part.device == self._device for part in parts)
 
     def send(self, peer: int, parts: Sequence[Tensor]) -> None:
-        """Begin to send flat bytes, whose header has just been sent."""
+        """Start sending flat bytes, whose header has just been sent."""
         self.bytes_sent += sum(part.numel() for part in parts)
         with self._naming(peer):
             out, _ = self._ends_of(peer)
@@ -145,7 +145,7 @@ class DirectLinks:
             pending += [(out.send([part], other(self._rank, peer), 0), part) for part in parts]
 
     def receive(self) -> list[Receipt]:
-        """Begin to receive the tensors whose headers have arrived, in the order of the headers."""
+        """Start receiving the tensors whose headers have arrived, in the order of the headers."""
         receipts = []
         with self._inbox.changed:
             while self._inbox.carried:
@@ -175,7 +175,7 @@ class DirectLinks:
 
     @contextmanager
     def _naming(self, peer: int) -> Iterator[None]:
-        """Give up the link to ``peer`` on a backend's error: the turn fails where it next waits."""
+        """Abandon the link to ``peer`` after a backend's error: the turn fails where it next waits."""
         try:
             yield
         except RuntimeError as error:
@@ -183,11 +183,11 @@ class DirectLinks:
             self._failed.setdefault(peer, (monotonic(), f"sending tensors between it and this rank failed: {error}"))
 
     def lost(self) -> dict[int, str]:
-        """Return the peers to which links failed in this turn, and nothing else was found for a while to be why."""
+        """Return the peers whose links failed in this turn without another reason found for a while."""
         return {peer: why for peer, (since, why) in list(self._failed.items()) if monotonic() - since > self._patience}
 
     def gave_up(self) -> bool:
-        """Return True if a link closed from which tensors were awaited: their contents are undefined."""
+        """Return True if a link closed while tensors were awaited from it: their contents are undefined."""
         return bool(self._cut_off())
 
     def _cut_off(self) -> set[int]:
@@ -199,7 +199,7 @@ class DirectLinks:
             self._failed.setdefault(peer, (monotonic(), f"sending tensors between it and this rank failed: {_CLOSED}"))
 
     def all_arrived(self) -> bool:
-        """Return True if all tensors are here that were waited for."""
+        """Return True if all awaited tensors have arrived."""
         return all(receipt.has_arrived() for receipt in list(self._awaited)) and not self.gave_up()
 
     def finish(self) -> None:
@@ -236,12 +236,12 @@ class DirectLinks:
 
 
 def guard(links: DirectLinks, lost: Callable[[], Mapping[int, str]], every: float) -> Callable[[], None]:
-    """Watch over waits that hold up the host, in a thread, and abort the links when they are in vain.
+    """Watch waits that block the host, in a thread, and abort the links when they cannot succeed.
 
     Args:
         links: to abort.
         lost: returns the ranks that are lost, with the reason.
-        every: seconds between two looks.
+        every: seconds between two checks.
 
     Returns:
         A function that ends the thread.

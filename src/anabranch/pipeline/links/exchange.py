@@ -1,4 +1,4 @@
-"""Messages between the stages of one process: each worker has a shelf, on which the others lay messages."""
+"""Messages between the stages of one process: each worker has a mailbox, into which the others put messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Message = list[Packet] | list[Gradients]
 
 
 class Aborted(Exception):
-    """Another worker has failed; this one stops where it is."""
+    """Another worker has failed; this one stops."""
 
 
 class Link(Protocol):
-    """Carries out a rank's sends and receives.
+    """Runs a rank's sends and receives.
 
     Attributes:
-        name: of the call, the same on all ranks, and no other's.
+        name: of the call, the same on all ranks, and unique.
     """
 
     @property
@@ -48,7 +48,7 @@ _Key = tuple[Kind, int, int, int]
 
 
 class Exchange:
-    """The shelves of all workers of a step.
+    """The mailboxes of all workers of a step.
 
     Args:
         rank_of: the worker of each stage.
@@ -62,31 +62,31 @@ class Exchange:
         self._deadline = deadline
         self._step = step
         self._arrived = [threading.Condition() for _ in range(max(rank_of) + 1)]
-        self._shelves: list[dict[_Key, Message]] = [{} for _ in self._arrived]
+        self._mailboxes: list[dict[_Key, Message]] = [{} for _ in self._arrived]
         self._aborted = False
 
     def send(self, action: Action, message: Message) -> None:
-        """Lays the message on its receiver's shelf."""
+        """Put the message into its receiver's mailbox."""
         assert action.peer is not None
         kind = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_B
         rank = self._rank_of[action.peer]
         with self._arrived[rank]:
-            self._shelves[rank][kind, action.peer, action.stage, action.microbatch] = message
+            self._mailboxes[rank][kind, action.peer, action.stage, action.microbatch] = message
             self._arrived[rank].notify()
 
     def receive(self, action: Action) -> Message:
-        """Take the message off the shelf, waiting for it."""
+        """Take the message from the mailbox, waiting for it."""
         assert action.peer is not None
         key = (action.kind, action.stage, action.peer, action.microbatch)
         rank = self._rank_of[action.stage]
-        shelf = self._shelves[rank]
+        mailbox = self._mailboxes[rank]
         with self._arrived[rank]:
             with spans.span("wait", "wait", peer=f"stage {action.peer}", operation=str(action)):
-                here = self._arrived[rank].wait_for(lambda: key in shelf or self._aborted, self._deadline.remaining())
+                here = self._arrived[rank].wait_for(lambda: key in mailbox or self._aborted, self._deadline.remaining())
             self.check()
             if not here:
                 raise self._deadline.error(peer=f"stage {action.peer}", operation=f"pipeline {action}", step=self._step)
-            return shelf.pop(key)
+            return mailbox.pop(key)
 
     def check(self) -> None:
         """Raise ``Aborted`` after ``abort``."""

@@ -2,7 +2,7 @@
 
 gloo never ends a waiting receive early, so no thread that must continue waits in one: each peer has a thread that
     receives
-and one that sends. gloo reads straight into the received tensors' memory, which is used again when they are freed.
+and one that sends. gloo reads straight into the received tensors' memory, which is reused when they are freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Outgoing = list[Tensor] | threading.Event | None
 
 
 class GlooChannel:
-    """Two threads a peer.
+    """Two threads per peer.
 
     Args:
         group: the ranks; its backend must carry CPU tensors.
@@ -57,12 +57,12 @@ class GlooChannel:
         self._outgoing[peer].put([*encode_header(header), *tensors])
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Wait for messages that the receiving threads bring."""
+        """Wait for messages from the receiving threads."""
         with self._inbox.changed:
             self._inbox.changed.wait_for(found, seconds)
 
     def look(self) -> None:
-        """Do nothing: the threads take in messages as they arrive."""
+        """Do nothing: the threads receive messages as they arrive."""
 
     def flush(self, seconds: float) -> None:
         """Wait until the sending threads have sent all their messages."""
@@ -79,7 +79,7 @@ class GlooChannel:
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
     def settle(self, seconds: float) -> None:
-        """Wait for the messages that peers still owe of a failed turn, so that no thread is left in gloo for them."""
+        """Wait for the messages still due from a failed turn, so that no thread is left in gloo for them."""
         inbox = self._inbox
         with inbox.changed:
             inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)

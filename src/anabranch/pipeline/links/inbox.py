@@ -21,8 +21,8 @@ class Inbox:
     """Receives messages from any thread; those of an earlier turn are dropped, but its ends are counted.
 
     Attributes:
-        faulted: the peers of which some turn's fault has arrived.
-        carried: the headers, with their peers, whose tensors come by another way.
+        faulted: the peers whose fault in some turn has arrived.
+        carried: the headers, with their peers, whose tensors are sent by another path.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
@@ -35,7 +35,7 @@ class Inbox:
         self.begin(0, "")
 
     def begin(self, turn: int, operation: str) -> None:
-        """Forgets the turn before; from each peer one more end is owed."""
+        """Discard the previous turn; one more end is due from each peer."""
         with self.changed:
             self._turn = turn
             self._operation = operation
@@ -53,7 +53,7 @@ class Inbox:
             self.changed.notify_all()
 
     def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
-        """Take in a message; of an earlier turn only an end counts."""
+        """Receive a message; of an earlier turn only an end counts."""
         with self.changed:
             if header.kind == "end":
                 self.owed[peer] -= 1
@@ -112,13 +112,13 @@ class Channel(Protocol):
         """Process arrived messages without waiting."""
 
     def flush(self, seconds: float) -> None:
-        """Wait until all messages are on their way: the process may end after this."""
+        """Wait until all messages have been handed over: the process may end after this."""
 
     def is_stuck(self) -> bool:
         """Return True if a wait for a peer is in progress that cannot be interrupted."""
 
     def settle(self, seconds: float) -> None:
-        """Wait for peers that are about to end a failed turn, so that they are not taken for stuck."""
+        """Wait for peers that are about to end a failed turn, so that they are not considered stuck."""
 
     def close(self) -> None:
         """End threads and connections within a moment."""

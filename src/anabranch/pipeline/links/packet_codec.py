@@ -1,7 +1,7 @@
 """Messages between ranks: a small header of fixed size, then the tensors' bytes.
 
 The header describes the rest, so shapes and dtypes may change from message to message and step to step. Values nest in
-dict, list and tuple; numbers, strings and ``None`` travel in the header. Received data is never evaluated.
+dict, list and tuple; numbers, strings and ``None`` are sent in the header. Received data is never evaluated.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ InputKind: TypeAlias = tuple[str, object, list[tuple[str, list[int]]], list[bool
 
 
 class Facts(msgspec.Struct, array_like=True, frozen=True):
-    """Facts of a call that all ranks must know before they start, sent by the first stage's rank.
+    """Facts about a call that all ranks must know before they start, sent by the first stage's rank.
 
-    ``kinds`` are of the microbatches of a model that was split; ``trained`` tells which leaves of which keyword inputs
+    ``kinds`` are those of the microbatches of a split model; ``trained`` lists the leaves of keyword inputs that
     require gradients.
     """
 
@@ -148,7 +148,7 @@ def describe(value: Structure) -> tuple[_Spec, list[tuple[str, list[int]]], list
 
 
 def described(spec: _Spec, shapes: Sequence[tuple[str, list[int]]], needs_grad: Sequence[bool]) -> Structure:
-    """Return the value that ``describe`` described, with meta tensors."""
+    """Return the value from the result of ``describe``, with meta tensors."""
     tensors = [
         torch.empty(shape, dtype=dtype_named(dtype), device="meta", requires_grad=needs)
         for (dtype, shape), needs in zip(shapes, needs_grad, strict=True)
@@ -208,7 +208,7 @@ def _checked(value: object) -> object:
     """Return a plain value if MessagePack carries it.
 
     Raises:
-        TypeError: a whole number of more than 64 bits, or a text that is not Unicode.
+        TypeError: a whole number of more than 64 bits, or a string that is not Unicode.
     """
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         raise TypeError(f"the number {value} cannot cross ranks: it has more than 64 bits; send it as a text")

@@ -1,4 +1,4 @@
-"""Memory for received tensors: freed memory is used again for the next ones.
+"""Memory for received tensors: freed memory is reused for the next ones.
 
 Fresh memory of some megabytes costs a page fault every four kilobytes.
 """
@@ -34,7 +34,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
-        self._returned: deque[np.ndarray] = deque()  # by finalizers, at any moment: nothing but an append is safe
+        self._returned: deque[np.ndarray] = deque()  # by finalizers, at any moment: only an append is safe
 
     def empty(self, dtype_name: str, shape: Sequence[int]) -> Tensor:
         """Return a tensor of that dtype and shape, with arbitrary contents."""

@@ -7,13 +7,13 @@
     header, "in slot 3" ────────────── Unix socket ──────────────> header           │ freed
               slot 3 is free again <──────── a byte in the slot <───────────────────┘
 
-A slot is memory that its sender made; its receiver gets the descriptor once. The receiver's tensors are in the slot
+A slot is memory created by its sender; its receiver gets the descriptor once. The receiver's tensors are in the slot
 itself, and when the last of them is freed, so is the slot: buffers of one step serve the next. There is no thread: a
 rank that waits polls the sockets, and one that computes polls them between two actions, so neither a dead
 peer nor a failing one is overlooked. gloo makes two copies through sockets, on a thread that takes time from
 the stages; this makes one copy.
 
-No message of a peer is read before this rank is in its turn; an early one stays in the socket.
+No message of a peer is read before this rank enters the turn; an early one stays in the socket.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ class _Slot:
         return found
 
     def _view(self, at: int, size: int, hold: _Hold) -> Tensor:
-        # No slice of a tensor over all of it: autograd would take a change of one tensor in place for one of its
-        # neighbours.
+        # # Not slices of one tensor: autograd would mistake an in-place change of one for a change of its neighbours.
         mine = np.frombuffer(self._memory, dtype=np.uint8, count=size, offset=at)
         weakref.finalize(mine, _let_go, hold).atexit = False
         return torch.from_numpy(mine)
@@ -104,7 +103,7 @@ class _Hold:
 
 
 def _let_go(hold: _Hold) -> None:
-    """Note that a tensor is freed: the reference to ``hold`` goes with this call."""
+    """Record that a tensor is freed: the reference to ``hold`` ends with this call."""
 
 
 def _set_free(memory: mmap.mmap) -> None:
@@ -228,7 +227,7 @@ class SharedMemoryChannel:
         self._lines[peer].send(header, tensors)
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Take in messages as they arrive until ``found()``."""
+        """Receive messages as they arrive until ``found()``."""
         until = monotonic() + seconds
         self.look()
         while not found():
@@ -238,7 +237,7 @@ class SharedMemoryChannel:
             self._poll(left)
 
     def look(self) -> None:
-        """Take in the messages that have arrived."""
+        """Receive the messages that have arrived."""
         self._poll(0.0)
 
     def _poll(self, seconds: float) -> None:
@@ -271,7 +270,7 @@ class SharedMemoryChannel:
         self.wait_for(lambda: not any(line.unsent for peer, line in lines.items() if peer not in lost), seconds)
 
     def is_stuck(self) -> bool:
-        """Return True if a rank was lost, for which the process group would wait at the end."""
+        """Return True if a rank was lost that the process group would wait for at the end."""
         return bool(self._inbox.lost)
 
     def settle(self, seconds: float) -> None:
@@ -288,7 +287,7 @@ def meet(rank: int, gather: Callable[[str], list[str]], seconds: float) -> dict[
 
     Args:
         rank: this process's rank.
-        gather: returns the texts that all ranks give.
+        gather: returns the strings of all ranks.
         seconds: that another rank may take.
     """
     sockets: dict[int, socket.socket] | None = None
@@ -299,7 +298,7 @@ def meet(rank: int, gather: Callable[[str], list[str]], seconds: float) -> dict[
             path = meeting.path
         except OSError as error:
             problem = error
-        paths = gather(path)  # even after a failure: the others gather too
+        paths = gather(path)  # even after a failure: the other ranks gather too
         try:
             if all(paths):
                 sockets = meeting.connect(paths, seconds)
@@ -334,8 +333,8 @@ class Meeting:
             raise
 
     def connect(self, paths: Sequence[str], seconds: float) -> dict[int, socket.socket]:
-        """Return a socket to each other rank, by the paths of their meetings; earlier ranks are called, later ones
-        call.
+        """Return a socket to each other rank, by the paths of their listeners; connect to earlier ranks, accept later
+        ones.
 
         Raises:
             OSError: some rank cannot be reached, or is another user's.

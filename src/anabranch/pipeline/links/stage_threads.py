@@ -1,7 +1,7 @@
 """The worker threads of a pipeline in one process: one for each device, living as long as the pipeline.
 
-They live that long because PyTorch's per-thread state, built at a thread's first computation, is costly. They
-hold no reference to the pipeline; when it is collected, or closed, they end.
+They live that long because PyTorch's per-thread state, built at a thread's first computation, is costly. They hold no
+reference to the pipeline, and end when it is collected or closed.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class StageThreads:
             raise deadline.error(peer="the pipeline's workers", operation="pipeline step", step=step)
 
     def leave_behind(self) -> None:
-        """Lets ``run`` return within half a second, whatever its tasks are doing, because the step has failed."""
+        """Let ``run`` return within half a second, whatever its tasks are doing, because the step has failed."""
         self._round.hurry(0.5)
 
     def close(self) -> None:
-        """End the threads, each after its current task, and wait for them a little."""
+        """End the threads, each after its current task, and wait briefly for them."""
         self._end()
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -1,6 +1,6 @@
-"""Models that are no ``nn.Sequential``, cut into parts that run one after the other.
+"""Models other than ``nn.Sequential``, cut into parts that run one after the other.
 
-Not a compiler: every module that lies between two cuts runs as it is. Open ``split.py`` for the users' function, then
+It is not a compiler: every module between two cuts runs unchanged. Open ``split.py`` for the users' function, then
 ``tracing.py``, which records the code between those modules, and ``part_program.py``, which runs it.
 """
 

@@ -1,4 +1,4 @@
-"""A model in parts whose code the user gives: for each part its modules, and a function of them and its input."""
+"""A model in parts with code from the user: for each part its modules, and a function of them and its input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Glue: TypeAlias = tuple[Sequence[str], Callable[..., object]]
 
 
 class GluedModel(PartedModel):
-    """A model in parts by functions that the user gives; see ``split``."""
+    """A model in parts by functions of the user; see ``split``."""
 
     def __init__(self, model: nn.Module, glue: Sequence[Glue]) -> None:
         _check(model, glue)

@@ -40,7 +40,7 @@ def prepare(
 
 
 def learn(source: SplitSource, kinds: Sequence[InputKind]) -> None:
-    """Make the programs that the first stage's rank has made."""
+    """Create the programs that the first stage's rank has created."""
     for key, spec, shapes, needs_grad in kinds:
         args, kwargs = cast(_Inputs, described(spec, shapes, needs_grad))
         source.prepare(signature_of(args, kwargs), key)

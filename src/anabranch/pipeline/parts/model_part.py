@@ -1,7 +1,7 @@
 """A part of a model as a layer, and a model in parts as a ``nn.Sequential`` of them.
 
-A part has its own tree, under the model's names: the model's own modules, and empty ones that hold what the code
-around these reads. The sequence has the model's tree, so a walk over it sees the model.
+A part has its own tree, under the model's names: the model's own modules, and empty ones that hold the tensors read by
+the code around these. The sequence has the model's tree, so a walk over it sees the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelPart(nn.Module, ABC):
 
     @abstractmethod
     def gather(self) -> None:
-        """Take up the modules and tensors that the model has now under this part's names."""
+        """Adopt the model's current modules and tensors under this part's names."""
 
     def take_up(
         self, model: nn.Module, units: Iterable[str], held: Iterable[HeldTensor], shared: Collection[str] = ()
@@ -50,7 +50,7 @@ class ModelPart(nn.Module, ABC):
             container = _container(holders, tensor.module)
             for kind in ("_parameters", "_buffers"):
                 if tensor.module not in shared:
-                    # The module's own: what moves or replaces a tensor there does so here.
+                    # The module's own: moving or replacing a tensor there also does so here.
                     container.__dict__[kind] = module.__dict__[kind]
                 elif tensor.name in module.__dict__[kind]:
                     container.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
@@ -77,14 +77,14 @@ class PartedModel(nn.Sequential):
     model: nn.Module
 
     def parts(self) -> list[ModelPart]:
-        """Return the parts, which hold the modules that the model has now."""
+        """Return the parts, with the model's current modules."""
         layers: list[ModelPart] = self.__dict__["_parts"]
         for part in layers:
             part.gather()
         return layers
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the parts one after the other, keyword inputs going to those that take them."""
+        """Run the parts one after the other; keyword inputs go to the parts that take them."""
         value: tuple[object, ...] = args
         for part in self.parts():
             taken = part.takes(kwargs, len(value))
@@ -109,7 +109,7 @@ class PartedModel(nn.Sequential):
 
 
 def _container(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    """Return the module under ``path`` in a part's tree; an empty one is put there if there is none."""
+    """Return the module under ``path`` in a part's tree; an empty one is created if there is none."""
     if path not in holders:
         above, _, name = path.rpartition(".")
         holders[path] = _container(holders, above)._modules[name] = nn.Module()

@@ -4,8 +4,8 @@
 
     inputs ──> part 0 ──> (values) ──> part 1 ──> (values) ──> part 2 ──> outputs
 
-The values that one part hands to the next are those that it, or any later part, still needs: the hidden state, and
-whatever else crosses the cut. They are kept in slots, numbered in the order they are made.
+One part passes to the next the values that it, or any later part, still needs: the hidden state, and whatever else
+crosses the cut. They are kept in slots, numbered in the order of creation.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["HeldTensor", "Instruction", "PartProgram", "Slot", "is_plain"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A value that an input or an earlier instruction made."""
+    """A value of an input or an earlier instruction."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A parameter, a buffer or another tensor that the model keeps: the module's name and the attribute's."""
+    """A parameter, a buffer or another tensor of the model: the module's name and the attribute's."""
 
     module: str
     name: str
@@ -77,7 +77,7 @@ def is_plain(value: object) -> bool:
 
 
 def _shown(leaves: Sequence[object]) -> str:
-    """Return a text that is the same in every process."""
+    """Return a string that is the same in every process."""
     return str(
         [leaf if is_plain(leaf) or isinstance(leaf, Slot | HeldTensor) else type(leaf).__name__ for leaf in leaves]
     )
@@ -94,7 +94,7 @@ class PartProgram:
         carried: for each part except the last the slots passed to the next.
         out_tree: the containers of the model's output.
         out_leaves: what is in them: ``Slot``, ``HeldTensor`` or a constant.
-        device: where it was traced; a part on another device puts its own in place of it.
+        device: where it was traced; a part on another device uses its own instead.
     """
 
     key: str
@@ -126,7 +126,7 @@ class PartProgram:
         modules: Mapping[str, Callable[..., object]],
         held: Callable[[HeldTensor], object],
     ) -> tuple[object, ...]:
-        """Run one part on the values that it gets; returns those for the next, or the tensors of the output."""
+        """Run one part on its values; return those for the next, or the tensors of the output."""
         last = part == len(self.parts) - 1
         here = next((value.device for value in values if isinstance(value, Tensor)), self.device)
         slots = dict(zip(self.carried[part - 1] if part else self.inputs, values, strict=True))

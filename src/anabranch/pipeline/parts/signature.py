@@ -64,7 +64,7 @@ def _facts(leaf: object) -> object:
 
 
 def state_of(model: nn.Module, modes: ThreadModes) -> str:
-    """Return a text that changes when the model's code may do something else with the same inputs."""
+    """Return a string that changes when the model's code may handle the same inputs differently."""
     text = [repr(modes)]
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -80,7 +80,7 @@ def state_of(model: nn.Module, modes: ThreadModes) -> str:
 
 
 def seen_in(value: object) -> str:
-    """Return a text that changes when a plain value in ``value`` does."""
+    """Return a string that changes when a plain value in ``value`` does."""
     return _seen(value, 0, set())
 
 

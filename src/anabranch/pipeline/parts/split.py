@@ -12,7 +12,7 @@ tensors that the code between them reads, under the same names::
     ├── norm   LayerNorm
     └── head   Linear
 
-The code between the modules is traced when inputs of a new kind come, once, and the parts run their share of it.
+The code between the modules is traced once for each new kind of inputs, and the parts run their share of it.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class SplitSource:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_programs": OrderedDict(), "_by_token": {}, "pinned": {}}
 
-    # Which part has what.
+    # Assignment to parts.
 
     def _assign(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> None:
         parts_of: dict[str, list[int]] = {}
@@ -184,7 +184,7 @@ class SplitSource:
         self._assign_the_rest()
 
     def _drop_nested(self) -> None:
-        """Leave out modules that are in others of their part; refuse those that are in one of another part."""
+        """Leave out modules inside others of their part; refuse those inside a module of another part."""
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         for unit, part in owned.items():
             for other, its_part in owned.items():
@@ -235,7 +235,7 @@ class SplitSource:
     # Programs.
 
     def state(self) -> str:
-        """Return the model's state, as it decides what its code does."""
+        """Return the state of the model that determines what its code does."""
         return state_of(self.model, _plain_modes())
 
     def prepare(self, signature: Signature, key: str | None = None) -> PartProgram:
@@ -306,13 +306,13 @@ class SplitPart(ModelPart):
         return self.source.at[self.index - 1] if self.index else "start"
 
     def gather(self) -> None:
-        """Take up the modules and tensors that the model has now under this part's names."""
+        """Adopt the model's current modules and tensors under this part's names."""
         source = self.source
         shared = {tensor.module for tensor in source.held[self.index] if self._shares(tensor.module)}
         self.take_up(source.model, source.units[self.index], source.held[self.index], shared)
 
     def _shares(self, path: str) -> bool:
-        """Return True if other parts too read tensors that the module keeps."""
+        """Return True if other parts also read tensors of the module."""
         return sum(any(tensor.module == path for tensor in tensors) for tensors in self.source.held) > 1 or any(
             lies_in(path, unit) for units in self.source.units for unit in units
         )
@@ -388,7 +388,7 @@ def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object
         return example, {}
     if example is not None:
         raise TypeError(f"example= is a tensor, a tuple of inputs or a mapping by name, got a {type(example).__name__}")
-    given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model takes
+    given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model accepts
     if isinstance(given, Mapping) and len(taken_by(model.forward, given, 0)) == len(given):
         no_cache = {"use_cache": False} if taken_by(model.forward, ["use_cache"], 0) else {}
         return (), {**given, **no_cache}

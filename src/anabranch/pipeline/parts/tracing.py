@@ -1,15 +1,15 @@
 """Records the code between a model's modules while it runs on tensors without memory.
 
 Only the modules around a cut are opened: their ``forward`` runs here, on a copy of the model whose tensors have shapes
-and no values, and each PyTorch function that it calls is written down. Every other module is one instruction: it is
-called as it is when the program runs, so its mode, hooks, buffers and random numbers are its own::
+but no values, and each PyTorch function that it calls is recorded. Every other module is one instruction: it is called
+unchanged when the program runs, with its own mode, hooks, buffers and random numbers::
 
     GPT2Model.forward          opened: wte, wpe, the mask, h.0 ... h.3 ... are its instructions
       h.3                      a cut begins here
         h.3.attn, h.3.mlp      not seen
 
-What such a run cannot see is refused, with the line of the model's code: a choice by a tensor's values, a state that
-the code leaves on its modules, a random number that is not PyTorch's, a tensor that comes from nowhere.
+Code whose effects such a run cannot see is refused, with the line of the model's code: a branch on a tensor's values,
+state that the code leaves on its modules, a random number that is not PyTorch's, a tensor of unknown origin.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Recorder(TorchFunctionMode):
     # The copy.
 
     def called(self, path: str, module: nn.Module, run: Callable[[], object], given: object) -> object:
-        """Write down a call of a module, or open it."""
+        """Record a call of a module, or open it."""
         if self._depth:
             return run()
         self._cuts.enter(path)
@@ -215,7 +215,7 @@ class _Recorder(TorchFunctionMode):
             self._depth -= 1
 
     def applied(self, function: type[torch.autograd.Function], run: Callable[[], object], given: object) -> object:
-        """Write down a call of a function with its own backward."""
+        """Record a call of a function with its own backward."""
         return self._record(_apply.__get__(None, function), run, given)
 
     def _write_down(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
@@ -282,7 +282,7 @@ class _Recorder(TorchFunctionMode):
         self._alive.append(tensor)
         return tensor
 
-    # What would go unseen.
+    # Effects that would be missed.
 
     def _states(self, copied: nn.Module) -> dict[tuple[str, str], tuple[object, str]]:
         opened = ((path, module) for path, module in copied.named_modules() if path in self._opened)
@@ -492,7 +492,7 @@ def _seen_apply(cls: type[torch.autograd.Function], /, *args: object, **kwargs: 
 
 @contextmanager
 def _seeing_functions(recorder: _Recorder) -> Iterator[None]:
-    """Let ``recorder`` write down this thread's calls of ``torch.autograd.Function``: no mode sees them."""
+    """Let ``recorder`` record this thread's calls of ``torch.autograd.Function``: no mode sees them."""
     global _watchers
     with _watching:
         _watchers += 1

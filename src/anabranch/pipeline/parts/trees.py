@@ -1,7 +1,7 @@
-"""Containers of tensors as models pass them around: taken apart, compared, and made again.
+"""Containers of tensors as models pass them around: flattened, compared and rebuilt.
 
-Not those of ``anabranch.tensors``: a model's code also passes dataclasses, dictionaries of its own kind and the named
-results of PyTorch's functions, and what it gets must be of the same type when its code runs in parts.
+Unlike those of ``anabranch.tensors``, they include dataclasses, subclasses of dict and the named results of PyTorch's
+functions, and their types must be the same when a model's code runs in parts.
 """
 
 from __future__ import annotations

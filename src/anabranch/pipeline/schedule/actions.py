@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """True if it runs a stage, rather than moving values between two."""
+        """True if it runs a stage rather than moving values between two."""
         return self in _COMPUTING
 
 

@@ -1,4 +1,4 @@
-"""Schedules as text and as a picture: time to the right, a row a rank, a colour a stage."""
+"""Schedules as text and as a picture: time to the right, a row per rank, a colour per stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 
 
 def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None = None) -> str:
-    """Return the schedule as text: a letter and a microbatch each unit of time, dots where a rank is idle.
+    """Return the schedule as text: a letter and a microbatch for each unit of time, dots where a rank is idle.
 
     >>> from anabranch.pipeline import make_schedule
     >>> print(draw(make_schedule("1F1B", 2, 2)))

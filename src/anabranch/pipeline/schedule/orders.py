@@ -1,9 +1,8 @@
 """The well-known schedules: each a function from (stages, microbatches, ranks) to every rank's actions.
 
-They run with any number of microbatches from 1, because the last batch of an epoch may be of any length. GPipe and
-1F1B are written down; the interleaved one follows Megatron's order; the zero-bubble ones are arranged: a clock ticks,
-and each idle rank takes the first of its ready actions by a rule that gives its preferences and the most
-activations it may hold.
+They run with any number of microbatches from 1, because the last batch of an epoch may be of any length. GPipe and 1F1B
+are explicit; the interleaved one follows Megatron's order; the zero-bubble ones are built greedily: at each tick, each
+idle rank takes the first of its ready actions by a rule with its preferences and the most activations it may hold.
 
 ::
 
@@ -88,7 +87,7 @@ _Made = tuple[list[int], list[list[Action]]]
 
 
 def _gpipe(n: int, m: int, p: int) -> _Made:
-    # Backward runs from the last microbatch to the first: its activations are the newest, and the last of all need
+    # # Backward runs from the last microbatch to the first: its activations are the newest, and those of the last need
     # no second forward under checkpoint="except_last".
     forward, backward = range(m), range(m - 1, -1, -1)
     return list(range(n)), [
@@ -145,7 +144,7 @@ def _interleaved(n: int, m: int, p: int) -> _Made:
 
 
 def _zb1p(n: int, m: int, p: int) -> _Made:
-    """One stage a rank; weights wait until nothing else can run, or until holding more would exceed 1F1B's memory."""
+    """One stage per rank; weights wait until nothing else can run, or until holding more would exceed 1F1B's memory."""
 
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
         forward_allowed = rank.forwards - rank.backwards < n - rank.index and rank.held < n + extra
@@ -215,7 +214,7 @@ def _first(ready: list[Action], kind: Kind) -> Action | None:
 def _arrange(
     m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind] = (Kind.B, Kind.F, Kind.W)
 ) -> list[list[Action]]:
-    """Build lists of actions of one tick each; if the rule is too strict to end, allows one more activation."""
+    """Build lists of actions of one tick each; if the rule is too strict to finish, allow one more activation."""
     for extra in range(m * len(rank_of) + 1):
         arranged = _try_to_arrange(m, rank_of, rule, kinds, extra)
         if arranged is not None:

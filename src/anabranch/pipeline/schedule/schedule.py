@@ -1,7 +1,7 @@
 """A schedule: for each rank, the list of actions it runs in a step. Plain data: checked, drawn, saved and read back.
 
-``orders.py`` makes the well-known ones; ``simulated_clock.py`` simulates one, to see that it ends. A schedule as made
-holds computing actions only. ``with_transfers`` adds the further actions of a given pipeline: sends and receives
+``orders.py`` makes the well-known ones; ``simulated_clock.py`` simulates one, to check that it ends. A new schedule
+holds only computing actions. ``with_transfers`` adds the further actions of a given pipeline: sends and receives
 between neighbours and along skips, and the second forward of microbatches that keep no activations. A rank executes
 that list unchanged.
 """
@@ -61,7 +61,7 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that it takes."""
+        """The number of ranks that it needs."""
         return len(self.actions)
 
     @property
@@ -92,7 +92,7 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read a schedule that ``save`` wrote, checking it.
+        """Read a schedule written by ``save``, and check it.
 
         Raises:
             ValueError: the file holds no schedule, or one that cannot run; gives the reason.
@@ -106,7 +106,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A schedule together with the full actions, transfers and recomputation included, that a pipeline makes of it."""
+    """A schedule together with a pipeline's full list of actions, including transfers and recomputation."""
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]

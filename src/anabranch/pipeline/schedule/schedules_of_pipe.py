@@ -18,7 +18,7 @@ Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 
 
 def check_choices(chunks: int, checkpoint: str) -> None:
-    """Raise for a number of microbatches or a ``checkpoint`` that cannot be."""
+    """Raise for an invalid number of microbatches or ``checkpoint``."""
     if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
         raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
     choice("checkpoint", checkpoint, get_args(Checkpoint))
@@ -82,6 +82,6 @@ class PipeSchedules:
 
 
 def recomputed_actions(checkpoint: Checkpoint, n: int, m: int) -> frozenset[tuple[int, int]]:
-    """Return the stages and microbatches that are computed again in backward."""
+    """Return the stages and microbatches that are recomputed in backward."""
     last = {"always": m, "except_last": m - 1, "never": 0}[checkpoint.lower()]
     return frozenset((j, i) for j in range(n) for i in range(last))

@@ -1,6 +1,6 @@
 """Balancing: cuts that make the costliest stage as cheap as possible, by time or by size, boundaries included.
 
-Layers are measured one by one on a copy of the module, each forward and backward on the output of the one before. The
+Layers are measured one by one on a copy of the module, each forward and backward on the output of the previous one. The
 copy draws its random numbers from a separate stream, so neither buffers nor the process's generator are touched.
 """
 
@@ -211,7 +211,7 @@ def _leaf(value: Structure) -> Structure:
 
 
 def _cloned(value: Structure) -> Structure:
-    """Return the same values in memory of their own: the layer may change them in place."""
+    """Return the same values in their own memory: the layer may change them in place."""
     return map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -220,7 +220,7 @@ def _bytes(value: Structure) -> int:
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """Return the sizes of ``n`` consecutive parts that minimise the cost of the costliest, both its ends included."""
+    """Return the sizes of ``n`` consecutive parts that minimise the cost of the costliest, including both its ends."""
     length = len(costs)
     before = [0.0]
     for cost in costs:

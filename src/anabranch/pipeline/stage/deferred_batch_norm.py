@@ -1,8 +1,7 @@
-"""BatchNorm whose running statistics are the whole batch's, though it sees one microbatch after the other.
+"""BatchNorm whose running statistics are the whole batch's, although it sees one microbatch after the other.
 
 Each microbatch is normalised by its own mean and variance, because later rows are not known yet. For the running
-statistics sums over the microbatches are kept, and entered once per step, as if by one forward of the
-whole batch.
+statistics, sums over the microbatches are kept, and applied once per step, as by one forward of the whole batch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["DeferredBatchNorm", "defer_batch_norms"]
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Stands in for a BatchNorm of any dimension; shares its parameters and buffers.
+    """Replaces a BatchNorm of any dimension; shares its parameters and buffers.
 
     >>> norm = DeferredBatchNorm.of(nn.BatchNorm1d(2))
     >>> _ = norm(torch.zeros(2, 2)), norm(torch.full((2, 2), 2.0))
@@ -69,7 +68,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Enters the statistics of all microbatches since the last commit into the running ones."""
+        """Apply the statistics of all microbatches since the last commit to the running ones."""
         if self._sum is None or self._sum_of_squares is None:
             return
         running_mean, running_var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)

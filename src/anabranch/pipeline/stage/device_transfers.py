@@ -8,7 +8,7 @@
     target device    ────────────────────┴─ F1.0        waits for the copy alone
 
 PyTorch runs a copy on the current stream of the source device, and makes that of the target wait. If these were the
-streams that compute, a copy would be in both queues and hold up the next computation.
+streams that compute, a copy would be in both queues and delay the next computation.
 
 Source: torchgpipe (Kim et al., 2020), section 4.
 """

@@ -5,9 +5,9 @@
     stage 0   x ── stash "long" ───────────────────────> stage 2   pops x, or x changed by stage 1?
               └───────────────> stage 1   relu_(x) ────>
 
-In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows one route only,
-and on another rank the two are not even the same memory. So the stage that sends them marks such tensors, the marks are
-kept when a stage passes one on, and a stage that changes one gets an error.
+In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows only one route,
+and on another rank the two are not even the same memory. So the sending stage marks these tensors, the marks are kept
+when a stage passes one on, and a stage that changes one gets an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A value at a stage's boundary: detached from the graph that made it, and made the start of the next one.
+"""A value at a stage's boundary: detached from its graph, and the start of the next one.
 
 ::
 
@@ -9,7 +9,7 @@
     2  a node of k's graph whose backward puts the gradient into a box, to be sent to stage j
 
 Neither end keeps the tensor itself. ``enter`` does not return a leaf, so the stage may change it in place, and its
-memory is freed when the stage's own operations do not need it any more.
+memory is freed when the stage's own operations no longer need it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Packet:
     doubled: tuple[int, ...] = ()
 
     def structure(self) -> Structure:
-        """Return the value as it was, without its graph."""
+        """Return the original value, without its graph."""
         return unflatten(self.treedef, self.leaves)
 
     def versions(self) -> list[int]:

@@ -5,9 +5,9 @@ changes from run to run, and a second forward could not replay the first without
 forward of (seed, step, stage, microbatch) makes a fresh generator from these four numbers, in one process and across
 ranks alike, and the second forward makes it again.
 
-Functions that draw are caught where Python calls them (a ``TorchFunctionMode``: one table lookup for all others), and
-run under a ``TorchDispatchMode`` that gives each ATen operation underneath the generator. An operation that draws
-without accepting a generator is computed another way (dropout kernels), or refused by name.
+Functions that draw are intercepted where Python calls them (a ``TorchFunctionMode``: one table lookup for all others),
+and run under a ``TorchDispatchMode`` that passes the generator to each ATen operation underneath. An operation that
+draws without accepting a generator is computed another way (dropout kernels), or refused by name.
 """
 
 from __future__ import annotations

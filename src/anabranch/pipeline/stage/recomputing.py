@@ -1,4 +1,4 @@
-"""The answer to a layer that asks if its forward is the first, or one run again for its activations."""
+"""A layer's query whether its forward is the first, or a recomputation for its activations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _current = _Current()
 
 
 def is_recomputing() -> bool:
-    """Return True in a layer that a pipe runs forward again, because it kept no activations of the microbatch.
+    """Return True in a layer whose forward a pipe recomputes, because it kept no activations of the microbatch.
 
-    A layer that counts, logs or draws outside PyTorch asks it, so as to do that once.
+    A layer that counts, logs or draws outside PyTorch calls it, to do that only once.
 
     >>> is_recomputing()
     False

@@ -1,4 +1,4 @@
-"""Tensors that jump over layers: a module's declaration, the commands its ``forward`` yields, and the stored values.
+"""Tensors that skip layers: a module's declaration, the commands its ``forward`` yields, and the stored values.
 
 A skippable module's ``forward`` is a generator. It stores a value with ``yield stash(name, value)`` and takes one
 with ``value = yield pop(name)``; the declaration on the class lists the names, so that a pipeline knows before it runs
@@ -9,8 +9,8 @@ the values that each stage needs from each other::
               stash b ---> pop b ---> pop b              several pops when ``shared``
 
 Between stash and pop a value waits in a ``SkipStore``. Each thread has one current store, because ``forward`` gets no
-argument for it: a stage installs its own, and outside a pipeline the thread's default one makes the same modules run
-in a plain ``nn.Sequential``.
+argument for it: a stage installs its own; outside a pipeline the thread's default store lets the same modules run in a
+plain ``nn.Sequential``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class stash:  # noqa: N801 - a command, read as a verb where it is yielded
 
 
 class pop:  # noqa: N801
-    """Asks for the value stashed as ``name``; yielded from the ``forward`` of a skippable module.
+    """Requests the value stashed as ``name``; yielded from the ``forward`` of a skippable module.
 
     >>> @skippable(pop=["input"])
     ... class Add(nn.Module):
@@ -280,7 +280,7 @@ _Commands: TypeAlias = Generator[object, Structure, Structure]
 
 
 class _Call:
-    """One run of a skippable module's ``forward``: carries out its commands, and records those still missing."""
+    """One run of a skippable module's ``forward``: executes its commands, and records those still missing."""
 
     def __init__(self, module: nn.Module) -> None:
         declaration = declaration_of(module)

@@ -11,8 +11,9 @@
 
 Every microbatch has a separate graph, from its entering packets to its leaving ones, so stages run backward in parallel
 as they run forward in parallel. In the graph placeholders replace the parameters: leaves that share their memory.
-Gradients gather in the placeholders; the parameters get them once, whole, at the end of a call, through autograd, so
-a hook on a parameter fires once, a tied parameter has one gradient, and a step that fails leaves nothing behind.
+Gradients accumulate in the placeholders; the parameters get them once, complete, at the end of a call, through
+autograd, so a hook on a parameter fires once, a tied parameter has one gradient, and a failed step leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage as the split made it.
+    """A stage of the split model.
 
     Attributes:
         index: its number.
@@ -131,7 +132,7 @@ class _Pass:
 
 
 class StageRun:
-    """A stage during one call of the pipeline: its placeholders and the passes on their way."""
+    """A stage during one call of the pipeline: its placeholders and the passes in progress."""
 
     def __init__(self, stage: Stage, plan: StagePlan, head: Head | None = None) -> None:
         self.stage = stage
@@ -298,7 +299,7 @@ class StageRun:
         return answers
 
     def weights(self, i: int, *, keep: bool) -> None:
-        """Run the part of microbatch ``i`` that ``backward`` left for the weights."""
+        """Run the weights' part of microbatch ``i``, left by ``backward``."""
         here = self._passes[i]
         if here.split is not None:
             here.split.weights(keep=keep)
@@ -384,7 +385,7 @@ class _BufferSlots:
         self._slots = [(module, name) for module in modules for name in module._buffers]
 
     def snapshot(self) -> list[Tensor | None]:
-        """Copy of their present values."""
+        """Copy of their current values."""
         return [_clone(module._buffers[name]) for module, name in self._slots]
 
     @contextmanager

@@ -74,8 +74,8 @@ def count_places(devices: Sequence[torch.device | str] | None, group: dist.Proce
 
 
 def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules) -> str:
-    """Return the facts that must be equal on every rank: else messages would go astray, or layers run twice or not at
-    all.
+    """Return the facts that must be equal on every rank: otherwise messages would be misrouted, or layers run twice or
+    not at all.
     """
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"

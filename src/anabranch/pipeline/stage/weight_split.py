@@ -9,10 +9,10 @@
               W: from each v, with that gradient, down its weight side only
 
 The engine skips the gradients of edges that lead to no requested leaf, so B and W together do the work of one
-backward. A weight that several nodes reach (a module called twice) is left to B: going down to it from one node could
-pass another, and count it twice. So is one that joins at a ``torch.autograd.Function``, which would do all its work
-twice if called for B and again for W, side effects included (an expert's update); or at a node with a hook, which would
-change a gradient twice.
+backward. A weight that several nodes reach (a module called twice) is left to B: the path to it from one node could
+pass another, and count it twice. The same holds for a weight that joins at a ``torch.autograd.Function``, which would
+do all its work twice, including side effects (an expert's update), if called for B and again for W; or at a node with a
+hook, which would change a gradient twice.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """

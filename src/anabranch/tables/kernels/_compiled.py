@@ -1,4 +1,4 @@
-"""The table kernels, compiled by Numba: one function a mechanism, each with its plain form in ``_plain``.
+"""The table kernels, compiled by Numba: one function per mechanism, each with its plain form in ``_plain``.
 
 Conventions that all of them share:
 
@@ -50,7 +50,7 @@ _QUIET = 8  # steps in a row that leave the weights as they are
 _PREFETCH = 8  # rows ahead
 
 
-# --- instructions that Python has no word for -----------------------------------------------------------------------
+# --- instructions without a Python equivalent -----------------------------------------------------------------------
 
 
 @_instruction
@@ -272,7 +272,7 @@ def merge_sums(
 ) -> None:
     """Add up the gradients of each distinct row, in the order of the lookups; this part's rows only.
 
-    Lookup ``i`` belongs to the distinct row ``inverse[i]`` and brings row ``source[i]`` of the gradients (row ``i`` if
+    Lookup ``i`` belongs to the distinct row ``inverse[i]`` and adds row ``source[i]`` of the gradients (row ``i`` if
     ``source`` is empty), which begins at ``stride`` times that, times ``scales[i]`` (1 if ``scales`` is empty).
     """
     wide, apart = U(width), U(stride)

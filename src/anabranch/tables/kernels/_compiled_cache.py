@@ -107,7 +107,7 @@ def ahead(
     asked: Any,
     ask_starts: Any,
 ) -> None:
-    """Choose ids of the next step to ask about, in the form of ``ask``; ``waits``: own gradients are held back."""
+    """Choose ids of the next step to request, in the form of ``ask``; ``waits``: own gradients are held back."""
     count = 0
     others, known = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -279,7 +279,7 @@ def admit(
     step: int,
     leaving: Any,
 ) -> None:
-    """Give all ``ids`` of ``step`` a slot, before any of them is read."""
+    """Give each of ``ids`` of ``step`` a slot, before any of them is read."""
     left = 0
     found = np.empty(ids.size, np.int64)
     for k in range(members.size):

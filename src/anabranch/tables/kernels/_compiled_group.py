@@ -1,8 +1,8 @@
 """Kernels that work on several tables in one call: what ``TableGroup`` runs, compiled.
 
-Each table's memory comes as its address, so tables need not be moved to be grouped. They share the facts that a kernel
-is compiled for: the numbers per row, their type and the rule. ``starts`` splits the lookups by table: those of table
-``t`` are ``starts[t]:starts[t + 1]``. ``first`` and ``last`` are the tables that this thread processes.
+Each table's memory is passed by address, so tables need not be moved to be grouped. They share the properties that a
+kernel is compiled for: the values per row, their type and the rule. ``starts`` splits the lookups by table: those of
+table ``t`` are ``starts[t]:starts[t + 1]``. ``first`` and ``last`` are the tables that this thread processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The index of a dynamic vocabulary, compiled: open addressing, and a heap of the rows to evict next.
 
 ``keys`` and ``slots`` are one hash table of a power of two: an id is at the first free place from its mixed bits on;
-``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are returned from 0 up; once they are all
-in use a new id takes the row of another.
+``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are allocated from 0 up; once they are all in
+use, a new id evicts another.
 
 ``heap`` orders the rows by (uses or 0, last use, row), the least first. Keys only grow, so an entry is brought up to
 date when it reaches the top, not when its row is used.
@@ -175,7 +175,7 @@ def use(
         if out[i] >= 0 or not admitted[i]:
             continue
         at = _place(keys, slots, ids[i])
-        if slots[at] >= 0:  # admitted a moment ago, further up in this batch
+        if slots[at] >= 0:  # just admitted, earlier in this batch
             out[i] = slots[at]
             continue
         row = -1
@@ -193,7 +193,7 @@ def use(
                 elif uses[top] >= settled:  # stays for good, so it need not be checked again
                     heap_size = _drop_top(heap, heap_size)
                 elif last_use[top] == step:
-                    if not by_frequency:  # the longest unused row is in use, so all are
+                    if not by_frequency:  # the least recently used row is in use, so all are
                         break
                     heap_size = _drop_top(heap, heap_size)
                     if aside == waiting.size:

@@ -1,18 +1,18 @@
-"""Compilation of kernels: one process at a time for each function, and once on a machine.
+"""Compilation of kernels: by one process at a time for each function, and once per machine.
 
 Numba caches compiled code on disk: for each function an index of signatures, and beside it a file of machine
 code for each. It writes the index first and takes no lock, so two processes that compile a function for two dtypes at
 once can leave an index whose entry for one dtype names the code of the other, for good. And every server of a job that
-starts on a new machine would compile the same kernels. Here a process that compiles locks the function, and whoever
-waited for it finds the code in the cache. Processes that load existing code share the lock and wait only for the
+starts on a new machine would compile the same kernels. Here a process that compiles locks the function, and processes
+that waited for it find the code in the cache. Processes that load existing code share the lock and wait only for the
 compiling one.
 
-Numba looks whether the file of a function has changed, not those of the functions that it calls, and reads an index
-that names classes of another version before it looks. So the version that it compares first is here that of all sources
-of tables, and what cannot be read is made anew.
+Numba checks whether the file of a function has changed, but not those of the functions it calls, and it unpickles an
+index that names classes of another version before it checks. So the version that it compares first is replaced by a
+digest of all sources of tables, and unreadable files are compiled again.
 
-That takes half a minute on a new machine, in which nothing else happens. So a process that has compiled, or waited for
-another that does, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
+Compiling takes half a minute on a new machine, during which nothing else happens. So a process that has compiled, or
+waited for another one, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Function = Callable[..., Any]
 
 _LONGEST_WAIT = 300.0  # seconds; then the function is compiled without the lock
 _PAUSE = 0.02
-_LONG = 2.0  # seconds; loading what others have compiled takes less
+_LONG = 2.0  # seconds; loading compiled code takes less
 _log = logging.getLogger("anabranch.compiling")
 _MADE_FOR: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 class _Spent:
-    """The seconds that this process has spent on kernels that were not there; logs one line once they are many."""
+    """The seconds that this process has spent on missing kernels; logs one line once they are many."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -115,12 +115,12 @@ def _sources() -> str:
 
 
 def _missed(dispatcher: Any) -> int:
-    """Return the number of times that a function's code was not on the disk."""
+    """Return the number of times that a function's code was not on disk."""
     return sum(dispatcher.stats.cache_misses.values())
 
 
 class _NotOnDisk(Exception):
-    """The machine code of a function is not kept on the disk."""
+    """The machine code of a function is not on disk."""
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def _locked(path: Path, mode: int) -> Iterator[None]:
             _spent.reach(before + deadline.elapsed())
         yield
     finally:
-        os.close(descriptor)  # which lets go of it
+        os.close(descriptor)  # which releases it
 
 
 def _takes(descriptor: int, mode: int) -> bool:

@@ -1,7 +1,7 @@
 """The table kernels in plain PyTorch and NumPy: used without Numba, and the reference for ``_compiled``.
 
 The update rules are those of ``_updates``, run on copies of the rows. Those copies are padded to whole vector
-registers, because torch's kernels treat the last few elements of a tensor in another way.
+registers, because torch's kernels handle the last few elements of a tensor differently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REGISTER = 64  # elements; a multiple of every vector register's
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-# --- bfloat16 travels as uint16 -------------------------------------------------------------------------------------
+# --- bfloat16 is stored as uint16 -----------------------------------------------------------------------------------
 
 
 def _tensor(storage: Array) -> Tensor:

@@ -1,8 +1,8 @@
 """The update rules as PyTorch runs them, on whole tensors: torch's fused kernels, or the operations of its plain forms.
 
-Each function makes of a step's constants, as ``RowOptimizer.constants`` orders them, an update of weights and states in
-place; the gradient is scratch. Rules without a fused kernel take the operations of ``torch.optim``'s single-tensor form
-in their order, so that they give its bits.
+Each function turns a step's constants, in the order of ``RowOptimizer.constants``, into an update of weights and states
+in place; the gradient is scratch. Rules without a fused kernel take the operations of ``torch.optim``'s single-tensor
+form in their order, so that they give its bits.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ from torch import Tensor
 
 __all__ = ["KernelThreads", "Kernels", "as_array", "as_rows", "as_tensor", "kernels", "working_dtype"]
 
-_KERNEL_SECONDS = 600.0  # a kernel touches memory and nothing else; one that runs longer is a defect of ours
-_SMALL = 1 << 15  # numbers below which waking a thread costs more than it brings
+_KERNEL_SECONDS = 600.0  # a kernel only touches memory; one that runs longer is a bug
+_SMALL = 1 << 15  # numbers below which waking a thread costs more than it saves
 
 
 class Kernels(Protocol):
-    """The functions that both kernel modules have; each is described where it is defined."""
+    """The functions of both kernel modules; each is described at its definition."""
 
     first_outside: Callable[..., int]
     merge: Callable[..., int]
@@ -108,7 +108,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class KernelThreads:
-    """Threads that share out one kernel's work; a context manager that ends them.
+    """Threads that divide one kernel's work; a context manager that ends them.
 
     >>> with KernelThreads(2) as threads:
     ...     parts = []

@@ -13,7 +13,7 @@ __all__ = ["FTRL", "follow"]
 
 
 class FTRL(GradientOptimizer):
-    """FTRL-Proximal: steps its own weight scale, and an ``l1`` that leaves most weights exactly 0.
+    """FTRL-Proximal: a step size per weight, and an ``l1`` that leaves most weights exactly 0.
 
     >>> weight = torch.nn.Parameter(torch.zeros(3))
     >>> optimizer = FTRL([weight], lr=0.5, l1=1.0)
@@ -79,7 +79,7 @@ class FTRL(GradientOptimizer):
 
 
 def follow(weights: Tensor, grad: Tensor, z: Tensor, n: Tensor, lr: float, beta: float, l1: float, l2: float) -> None:
-    """One step in place; weights whose ``grad`` is 0 stay.
+    """One step in place; weights whose ``grad`` is 0 are unchanged.
 
     A weight that is not 0 has ``z = -(w * Q_old + sign(w) * l1)``, so adding ``-(Q_new - Q_old) * w`` to it gives
     ``-(w * Q_new + sign(w) * l1)``, and only the ``z`` of weights that are 0 is read. Half types compute in float32.

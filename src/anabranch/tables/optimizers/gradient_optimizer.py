@@ -1,4 +1,4 @@
-"""``GradientOptimizer``: the step of PyTorch optimizers whose parameters move one by one."""
+"""``GradientOptimizer``: the step of PyTorch optimizers that update parameters one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradientOptimizer"]
 
 
 class GradientOptimizer(torch.optim.Optimizer):
-    """An optimizer that is given each parameter that has a gradient, and its group."""
+    """An optimizer that updates each parameter that has a gradient, with its group."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -34,4 +34,4 @@ class GradientOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Move ``parameter``, in place."""
+        """Update ``parameter`` in place."""

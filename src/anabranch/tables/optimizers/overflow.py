@@ -1,7 +1,7 @@
 """Finite gradients whose update overflows: detecting such a push without checking every row again.
 
-Two gradients of 3e38 for one row are finite and their sum is not; three of -3e38 make a momentum of NaN. Such a push
-is refused only after rows have moved, so their old values must have been kept. Almost no push needs it:
+Two gradients of 3e38 for one row are finite and their sum is not; three of -3e38 make a momentum of NaN. Such a push is
+refused only after rows have been updated, so their old values must have been kept. Almost no push needs it:
 
 ::
 
@@ -11,9 +11,9 @@ is refused only after rows have moved, so their old values must have been kept. 
                                           below 1e37: the kernels run without keeping or checking anything
                                           else: rows are copied, moved, checked, and put back if they overflow
 
-The first bound comes from one dot product, which replaces the search for NaN; the others are a few
-multiplications a table. With ordinary numbers it takes at least 10^5 steps to reach the limit, and mostly 10^30; then
-the table's numbers are scanned once, and the bound starts again from them.
+The first bound comes from one dot product, which replaces the search for NaN; the others are a few multiplications per
+table. With ordinary values it takes at least 10^5 steps to reach the limit, and mostly 10^30; then the table's values
+are scanned once, and the bound is reset from them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_SHRUNK = 256.0  # squares.py may take all but 2^-16 off a square that is a
 
 
 class Bounds(NamedTuple):
-    """Upper bounds on the magnitude of a table's or a parameter's numbers.
+    """Upper bounds on the magnitude of a table's or a parameter's values.
 
     >>> rule = RowOptimizer(Family.SGD, lr=0.5)
     >>> Bounds(1.0).after(rule, peak=4.0, width=2)
@@ -99,7 +99,7 @@ class Bounds(NamedTuple):
         return self
 
     def _after_ftrl(self, rule: RowOptimizer, grad: float) -> Bounds:
-        """Return the bounds after a step of FTRL: a weight moves by ``grad / Q``, and ``z`` follows from it."""
+        """Return the bounds after a step of FTRL: a weight changes by ``grad / Q``, and ``z`` follows from it."""
         if rule.lr < _LEAST_RATE:
             return self if not rule.lr else Bounds(math.inf)
         sums = self.sums + grad * grad
@@ -113,7 +113,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, rule: RowOptimizer, weights: Tensor, states: Sequence[Tensor]) -> Bounds:
-        """Return the bounds of existing numbers; ``states`` in the order in which the rule keeps them."""
+        """Return the bounds of existing values; ``states`` in the order of the rule."""
         if "exp_avg" in rule.state_names and not _is_of_one_history(rule, *states[:2]):
             return cls(math.inf)
         first = sums = 0.0
@@ -126,7 +126,7 @@ class Bounds(NamedTuple):
 
 
 def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
-    """Return an upper bound for any sum of a row's gradients in a message; Inf or NaN if some number may not be finite.
+    """Return an upper bound for any sum of a row's gradients in a message; Inf or NaN if some value may not be finite.
 
     >>> round(peak_of([torch.tensor([3.0, -4.0])]), 6)
     7.071068
@@ -147,7 +147,7 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
             peak += math.sqrt(wide.numel() * torch.dot(wide, wide).item())
     if squares is not None and squares.numel():
         peak *= math.sqrt(max(1.0, squares.max().item()))
-    # Numbers that underflow when they are squared are below 1e-19.
+    # Values that underflow when squared are below 1e-19.
     return peak + 1e-9
 
 
@@ -172,7 +172,7 @@ def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> boo
 
 
 def _largest(numbers: Tensor) -> float:
-    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are found far faster than a norm."""
+    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are far faster than a norm."""
     if not numbers.numel():
         return 0.0
     least, most = torch.aminmax(numbers)

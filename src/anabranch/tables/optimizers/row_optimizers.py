@@ -1,8 +1,8 @@
-"""An optimizer as a server needs it: the state of a row, and the constants that one step needs.
+"""An optimizer as a server needs it: the state of a row, and the constants of one step.
 
-The worker's optimizer governs parameters wherever they live, so a server reads the same ``param_groups`` as torch.
-``RowOptimizer`` is that reading as a value: it can be compared, logged and sent, and a number changed by a
-scheduler makes a new value for the next step.
+The worker's optimizer also governs parameters on servers, so a server reads the same ``param_groups`` as torch.
+``RowOptimizer`` holds them as a value: it can be compared, logged and sent, and a hyperparameter changed by a scheduler
+gives a new value for the next step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _DECAYING = (Family.ADAM, Family.ADAMW, Family.RMSPROP, Family.ADAMAX)
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
-    """An update rule and its numbers at one step.
+    """An update rule and its hyperparameters at one step.
 
     >>> rule = RowOptimizer.from_factory(lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
     >>> rule.family, rule.lr, rule.states
@@ -116,7 +116,7 @@ class RowOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The tensors that ``torch.optim`` keeps of each parameter, in the order in which a row has them."""
+        """The tensors that ``torch.optim`` keeps for each parameter, in their order in a row."""
         if self.family is Family.SGD:
             return ("momentum_buffer",) if self.momentum else ()
         if self.family is Family.RMSPROP:
@@ -126,7 +126,7 @@ class RowOptimizer:
 
     @property
     def states(self) -> int:
-        """State numbers per weight; row-wise Adagrad's one number for a whole row is not counted."""
+        """State values per weight; row-wise Adagrad's single value for a whole row is not counted."""
         return 0 if self.family is Family.ROW_WISE_ADAGRAD else len(self.state_names)
 
     @property
@@ -135,24 +135,24 @@ class RowOptimizer:
         return self.family in _COMPILED and not self.amsgrad
 
     def row_width(self, width: int) -> int:
-        """Numbers of a row of ``width`` weights with all its state."""
+        """Values of a row of ``width`` weights with all its state."""
         return width * (1 + self.states) + (self.family is Family.ROW_WISE_ADAGRAD)
 
     @property
     def initial_state(self) -> float:
-        """The first value of each number of state."""
+        """The initial value of each state."""
         return self.initial_accumulator_value
 
     @property
     def moves_quiet_rows(self) -> bool:
-        """True if the dense optimizer also moves a row, or its state, in a step that gives it no gradient."""
+        """True if the dense optimizer also changes a row, or its state, in a step without a gradient for it."""
         if self.family in _DECAYING:
             return True
         return bool(self.weight_decay) or (self.family is Family.SGD and bool(self.momentum))
 
     def same_layout(self, other: RowOptimizer) -> bool:
-        """Return True if rows kept for this rule can be updated by ``other``: only numbers differ, not the state
-        stored.
+        """Return True if rows kept for this rule can be updated by ``other``: only hyperparameters differ, not the
+        stored state.
         """
         return self.family is other.family and self.state_names == other.state_names
 
@@ -205,7 +205,7 @@ class RowOptimizer:
 
     @classmethod
     def from_factory(cls, factory: OptimizerFactory) -> RowOptimizer:
-        """Return the rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
+        """Return the rule of ``factory`` for a parameter; ``from_torch`` lists those that are refused."""
         if not callable(factory):
             raise TypeError(
                 f"optimizer is called with parameters, like functools.partial(torch.optim.SGD, lr=0.1), got {factory!r}"
@@ -215,7 +215,7 @@ class RowOptimizer:
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, group: int = 0) -> RowOptimizer:
-        """Return the rule of ``optimizer.param_groups[group]``, with the numbers that a scheduler has set by now.
+        """Return the rule of ``optimizer.param_groups[group]``, with its current hyperparameters.
 
         Raises:
             ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
@@ -250,7 +250,7 @@ class RowOptimizer:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> RowOptimizer:
-        """Return the rule whose ``to_dict`` gave ``values``."""
+        """Return the rule from the ``values`` of ``to_dict``."""
         numbers = dict(values)
         return cls(family=Family(str(numbers.pop("family"))), **numbers)  # type: ignore[arg-type]
 

@@ -63,7 +63,7 @@ def step_kernel(rule: RowOptimizer, run: Kernels, values: Array, stride: int, wi
     """Return the kernel of ``rule``'s step on ``values``, ``stride`` numbers per row; ``sums`` as row-wise Adagrad
     keeps.
 
-    It takes rows, their gradients, the step's constants, and the first and last of the rows to move.
+    It takes rows, their gradients, the step's constants, and the first and last of the rows to update.
     """
     if rule.family is Family.ROW_WISE_ADAGRAD:
         return lambda *work: run.step_row_wise_adagrad(values, stride, width, sums, *work)

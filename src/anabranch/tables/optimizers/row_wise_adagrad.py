@@ -1,4 +1,4 @@
-"""``RowWiseAdagrad``: Adagrad with one accumulator a row, the usual optimizer of embedding tables."""
+"""``RowWiseAdagrad``: Adagrad with one accumulator per row, the usual optimizer of embedding tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowWiseAdagrad(GradientOptimizer):
-    """Adagrad whose sum of squares is one number per row: the mean of the squared gradient over the row.
+    """Adagrad whose sum of squares is one value per row: the mean of the squared gradient over the row.
 
     >>> table = torch.nn.Embedding(4, 2, sparse=True)
     >>> optimizer = RowWiseAdagrad(table.parameters(), lr=0.1)

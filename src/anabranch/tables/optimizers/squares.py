@@ -1,11 +1,11 @@
-"""Gradients of several steps that come as one sum: their effect on an optimizer's second moments.
+"""Gradients of several steps sent as one sum: their effect on an optimizer's second moments.
 
-Adagrad and Adam scale a step by the squares of the gradients so far. Fifty equal gradients, added up, have
-2,500 times the square of one, not 50 times: taken as one gradient they would slow a row down for good, most of all the
-most used rows. So a sum comes with its *squares*, the sum of its gradients' squares divided by the square of their sum:
-1 for a gradient of one step, 1/50 for 50 equal ones, 1 again for 50 in random directions. The kernels do not handle it:
-they add the square of the sum, and the excess is subtracted beforehand. Adamax, FTRL and centered RMSprop, whose
-state cannot be corrected so, take a sum as one gradient.
+Adagrad and Adam scale a step by the squares of the gradients so far. Fifty equal gradients, added up, have 2,500 times
+the square of one, not 50 times: as one gradient they would slow a row down for good, most of all the most used rows. So
+a sum is sent with its *squares*, the sum of its gradients' squares divided by the square of their sum: 1 for a gradient
+of one step, 1/50 for 50 equal ones, 1 again for 50 in random directions. The kernels do not handle it: they add the
+square of the sum, and the excess is subtracted beforehand. Adamax, FTRL and centered RMSprop, whose state cannot be
+corrected this way, treat a sum as one gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["correct_second_moments", "merged_squares"]
 _WITHOUT_SQUARES = (Family.SGD, Family.ADAMAX, Family.FTRL)
 _ALPHA, _DECAY, _SIGN, _BETA2, _REST = 2, 4, 5, 3, 8  # where ``RowOptimizer.constants`` has them
 _LEAST = 2.0**-16
-_LEAST_OF_BFLOAT16 = 2.0**-7  # less would be lost in the rounding of what is taken off
+_LEAST_OF_BFLOAT16 = 2.0**-7  # less would be lost in the rounding of the subtraction
 
 
 def correct_second_moments(
@@ -64,7 +64,7 @@ def correct_second_moments(
 
 
 def merged_squares(grads: Tensor, squares: Tensor, inverse: NDArray[np.int64], count: int) -> Tensor:
-    """Return the squares of rows whose gradients come in several parts, each with squares of its own.
+    """Return the squares of rows whose gradients are in several parts, each with its own squares.
 
     Args:
         grads: ``[n, width]``, of the parts.

@@ -1,8 +1,8 @@
-"""Work of ``RowTable`` on the rows in its storage, an idea a file; the storage itself is ``row_storage.py``.
+"""Operations of ``RowTable`` on the rows in its storage, one per file; the storage itself is ``row_storage.py``.
 
-Open ``layout.py`` first: how weights and states are in a row. ``first_values.py`` begins rows, ``gradient_merge.py``
-adds up the gradients of each, ``step_on_rows.py`` moves them, ``missed_steps.py`` brings them up to date, and
-``block.py`` is the form in which they are saved.
+Open ``layout.py`` first: the layout of weights and states in a row. ``first_values.py`` initialises rows,
+``gradient_merge.py`` adds up the gradients of each, ``step_on_rows.py`` updates them, ``missed_steps.py`` brings them
+up to date, and ``block.py`` is their saved form.
 """
 
 from anabranch.tables.stored_rows.block import RowBlock

@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 class FirstValues:
-    """First weights of ``spec``'s rows, drawn by their ids under ``key``, and first states of ``rule``."""
+    """Initial weights of ``spec``'s rows, drawn by their ids under ``key``, and initial states of ``rule``."""
 
     def __init__(
         self, spec: TableSpec, rule: RowOptimizer, key: np.uint64, layout: RowLayout, pool: KernelThreads, run: Kernels
@@ -32,12 +32,12 @@ class FirstValues:
 
     @property
     def largest(self) -> float:
-        """An upper bound on the magnitude of a first weight."""
+        """An upper bound on the magnitude of an initial weight."""
         drawn, low, high = self._spec.initial.numbers()
         return abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
 
     def begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
-        """Give ``rows``, those of ``ids``, their first weights and states."""
+        """Give ``rows``, those of ``ids``, their initial weights and states."""
         rows, first = np.unique(rows, return_index=True)
         if self._layout.halves:
             begun = torch.full((rows.size, self._layout.row), self.rule.initial_state)
@@ -50,12 +50,12 @@ class FirstValues:
         storage.stamps[rows] = 1
 
     def fill_missing(self, out: Tensor, rows: Array, ids: Array) -> None:
-        """Write the first weights of ``ids`` that have no row, where ``rows`` is -1, to ``out``."""
+        """Write the initial weights of ``ids`` that have no row, where ``rows`` is -1, to ``out``."""
         unknown = np.flatnonzero(rows < 0)
         out[torch.from_numpy(unknown)] = self.of(ids[unknown]).to(out.dtype)
 
     def of(self, ids: Array) -> Tensor:
-        """Return the first weights of ``ids``, ``[len(ids), width]``."""
+        """Return the initial weights of ``ids``, ``[len(ids), width]``."""
         values = torch.empty(ids.size, self._spec.width, dtype=self._spec.dtype)
         self._write(as_array(values), self._spec.width, np.arange(ids.size), ids)
         return values

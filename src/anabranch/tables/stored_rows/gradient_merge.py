@@ -1,4 +1,4 @@
-"""``GradientMerge``: the gradients of rows that are named several times, added up before a step."""
+"""``GradientMerge``: the gradients of repeated rows, added up before a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``RowLayout``: how weights and optimizer states are in a row of a table's storage.
+"""``RowLayout``: the layout of weights and optimizer states in a row of a table's storage.
 
 ::
 
@@ -23,7 +23,7 @@ class RowLayout:
 
     Attributes:
         width: weights of a row.
-        states: numbers of state a weight.
+        states: state values per weight.
         halves: whether weights are float16, whose states are float32.
         row: numbers of a row as ``read`` gives it, ``width * (1 + states)``.
         stride: numbers from one stored row to the next.

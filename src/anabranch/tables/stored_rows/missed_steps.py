@@ -1,8 +1,8 @@
 """``MissedSteps``: optimizer steps that rows missed, replayed when a row is next used.
 
-A dense optimizer with decay or momentum also moves the rows that a step gives no gradient. A table does not: it keeps
-the constants of each step, and a row's stamp says up to which step the row has been brought. The steps after it are
-replayed, each with its own constants, before the row is read or moved; so the numbers are the dense optimizer's.
+A dense optimizer with decay or momentum also changes the rows without a gradient. A table does not: it keeps the
+constants of each step, and a row's stamp is the step it is up to date with. Later steps are replayed, each with its own
+constants, before the row is read or updated; so the results are the dense optimizer's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MissedSteps:
     """Constants of a table's steps, and the replay of those that a row missed.
 
     Attributes:
-        lag: whether a step so far has moved rows that had no gradient.
+        lag: whether a step so far changes rows that had no gradient.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MissedSteps:
         self.lag = False
 
     def note(self, step: int, constants: Array) -> None:
-        """Keep the constants of the step after ``step``, which was done on the rows with gradients."""
+        """Keep the constants of the step after ``step``, which was applied to the rows with gradients."""
         if not self._kept:
             return
         if step == len(self._history):
@@ -81,7 +81,7 @@ class MissedSteps:
         return momentum or bool(history[:, _DECAY].any())
 
     def catch_up(self, storage: RowStorage, rows: Array, step: int) -> None:
-        """Bring ``rows`` up to ``step``: each is moved by the steps after its stamp."""
+        """Bring ``rows`` up to ``step``: the steps after its stamp are applied to each."""
         if not rows.size:
             return
         since = storage.stamps[rows] - 1

@@ -1,6 +1,6 @@
-"""Endpoints in announcements: others will connect to them, so they must be able to.
+"""Endpoints in announcements: others must be able to connect to them.
 
-Names of hosts are not resolved, because what they mean to others is not known here.
+Host names are not resolved, because other hosts may resolve them differently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["check_announced"]
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
 _LONGEST_NAME = 253
-# What the C library parses as part of an address; host names do not end like this.
+# The C library parses this as part of an address; host names do not end like this.
 _NUMBER = re.compile(r"(\d+|0[xX][0-9a-fA-F]*)\.?")
 _THIS_NETWORK = IPv4Network("0.0.0.0/8")
 _EVERYONE = IPv4Address("255.255.255.255")
@@ -27,7 +27,7 @@ def check_announced(endpoint: str, peer: Peer) -> None:
     """Refuse a Unix socket from a remote peer, and from every peer anything but an address of one host.
 
     Raises:
-        ValueError: says what to announce instead.
+        ValueError: names what to announce instead.
     """
     if peer.on_this_host and endpoint.startswith("memory:"):
         return
@@ -64,7 +64,7 @@ def _why_unreachable(endpoint: TcpEndpoint) -> str | None:
 
 
 def _address_of(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the address that ``host`` is, in any form that the C library takes for one: ``0`` is ``0.0.0.0``."""
+    """Return ``host`` as an address, in any form that the C library accepts: ``0`` is ``0.0.0.0``."""
     if not host.isascii() or any(letter.isspace() for letter in host):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Addresses of a Redis: how to distinguish them from our endpoints, parse them, and show them without password."""
+"""Addresses of a Redis: distinguished from anabranch's endpoints, parsed, and shown without password."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def is_redis_url(text: str) -> bool:
-    """Return True if ``text`` is a Redis URL, not one of our endpoints.
+    """Return True if ``text`` is a Redis URL, not an endpoint of anabranch.
 
     >>> is_redis_url("redis://db:6379/0"), is_redis_url("unix:///run/redis.sock"), is_redis_url("unix:/run/directory")
     (True, True, False)

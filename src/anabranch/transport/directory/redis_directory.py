@@ -1,13 +1,13 @@
-"""``RedisDirectory``: the directory of services in a Redis, which outlives every process of ours.
+"""``RedisDirectory``: the directory of services in a Redis, which outlives every anabranch process.
 
 ::
 
     announce ──> signed by our role's key ──> Redis, where it expires by itself
     look up  <── checked                  <── Redis
 
-Redis keeps what it is given, and knows nobody's certificate. With keys each job, and each authority, has its own space,
-an entry is signed by its announcer, and each reader checks it, see ``signed_entries.py``. Without keys entries are
-believed as they stand, in one space: the endpoint that they lead to is checked when it is called, as always.
+Redis stores any entry, and knows no certificates. With keys, each job and each authority has its own space, an entry is
+signed by its announcer, and each reader checks it (``signed_entries.py``). Without keys entries are trusted unchecked,
+in one space: their endpoint is checked when it is called, as always.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = "{anabranch}"
 class RedisDirectory:
     """Endpoints of services by uid, kept in a Redis.
 
-    Used as a ``Directory`` is, and wherever a ``directory`` is requested::
+    Used like a ``Directory``, for any ``directory`` argument::
 
         directory = ab.RedisDirectory("redis://10.0.0.5:6379", keys="keys")
         with ab.ExpertServer(backends, listen="tcp://10.0.0.1:0", directory=directory, keys="keys"):
@@ -48,12 +48,12 @@ class RedisDirectory:
 
     Args:
         url: ``redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]``, ``rediss://...`` with TLS, or ``unix://PATH`` of Redis'
-            own socket. Without a password in it, that of ``ANABRANCH_REDIS_PASSWORD``.
+            own socket. Without a password in it, the one in ``ANABRANCH_REDIS_PASSWORD``.
         timeout: seconds that a request may take.
         role: whose certificate signs: ``"experts"`` announces experts, ``"parameters"`` shards, ``"worker"`` only looks
             up.
-        keys: the directory of certificates; by default that of ``ANABRANCH_KEYS``. Without any, nothing is signed.
-        insecure: leave ``ANABRANCH_KEYS`` aside.
+        keys: the directory of certificates; by default the one in ``ANABRANCH_KEYS``. Without any, nothing is signed.
+        insecure: ignore ``ANABRANCH_KEYS``.
 
     It can be pickled, with its password.
 
@@ -91,11 +91,11 @@ class RedisDirectory:
         return same
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds.
+        """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds.
 
         Raises:
-            Unauthorized: one of ``uids`` belongs to another certificate yet, or is not for our role to announce; then
-                none of its portion of 500 is announced.
+            Unauthorized: one of ``uids`` still belongs to another certificate, or our role may not announce it; then
+                none of its batch of 500 is announced.
         """
         check_ttl(ttl)
         parts = self._parts
@@ -116,12 +116,12 @@ class RedisDirectory:
             )
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
+        """Announce that ``endpoint`` no longer serves ``uids``."""
         for some in portions(uids):
             self._run(scripts.WITHDRAW, [self._parts.own, self._parts.owner, endpoint, *some], "withdraw")
 
     def claim(self, uids: Iterable[str], claimer: str, ttl: float) -> list[str]:
-        """Reserve for ``claimer`` those of ``uids`` that are neither announced nor claimed, and return them."""
+        """Claim for ``claimer`` those of ``uids`` that are neither announced nor claimed, and return them."""
         check_ttl(ttl)
         parts = self._parts
         checked = [check_uid(uid) for uid in uids]
@@ -133,7 +133,7 @@ class RedisDirectory:
         return found
 
     def release(self, uids: Iterable[str], claimer: str) -> None:
-        """``claimer`` will not serve those of ``uids`` that it has claimed."""
+        """Release those of ``uids`` that ``claimer`` has claimed."""
         for some in portions(uids):
             self._run(scripts.RELEASE, [self._parts.own, claimer, *some], "release")
 
@@ -146,7 +146,7 @@ class RedisDirectory:
         return found
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """For each prefix the indices, in order, that follow it in the announced uids.
+        """Return for each prefix the indices, in order, that follow it in the announced uids.
 
         Indices are not signed: the entries are, and they are checked when they are looked up.
         """
@@ -187,7 +187,7 @@ class RedisDirectory:
         return f"RedisDirectory({self.endpoint!r})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> RedisDirectory:
-        # Whoever copies a model means the same services.
+        # A copied model uses the same services.
         return self
 
     def __reduce__(self) -> tuple[Callable[..., RedisDirectory], tuple[_Options, float]]:

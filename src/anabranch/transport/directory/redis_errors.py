@@ -1,4 +1,4 @@
-"""Errors of the package ``redis`` as errors of ours, each with the address and the cure."""
+"""Errors of the package ``redis`` as anabranch's errors, each with the address and the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["errors_told"]
 
 @contextmanager
 def errors_told(url: str, operation: str, deadline: Deadline) -> Iterator[None]:
-    """Raise an error of ours in place of one that the package ``redis`` raises in the block."""
+    """Replace an error of the package ``redis`` in the block with one of anabranch's."""
     from redis import exceptions
 
     try:
@@ -33,7 +33,7 @@ _Make = Callable[[str, str, str, Deadline], BoundaryError]
 
 @cache
 def _table(exceptions: Any) -> Sequence[tuple[tuple[type, ...], _Make]]:
-    """Return what to raise for which errors of the package ``redis``; the first that fits."""
+    """Return the errors to raise for those of the package ``redis``; the first match is used."""
     return [
         (
             (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError),

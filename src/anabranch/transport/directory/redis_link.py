@@ -1,6 +1,6 @@
-"""``RedisLink``: runs scripts in one Redis; a call ends by its deadline, with the answer or an error of ours.
+"""``RedisLink``: runs scripts in one Redis; a call ends by its deadline, with the answer or an error.
 
-The package ``redis`` speaks the protocol. It bounds each wait for a socket, not a call as a whole, so its sockets are
+The package ``redis`` speaks the protocol. It bounds each wait for a socket, not a whole call, so its sockets are
 wrapped here: each of their waits ends by the deadline of the call that uses the connection.
 """
 
@@ -23,7 +23,7 @@ from anabranch.transport.directory.redis_errors import errors_told
 
 __all__ = ["RedisLink", "Script"]
 
-# The first that lets a script read the clock and then write.
+# The first version in which a script may read the clock and then write.
 _OLDEST = (5, 0)
 _PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _MOST_IDLE = 8
@@ -66,9 +66,9 @@ class RedisLink:
         self._is_checked = False
 
     def run(self, script: Script, arguments: Sequence[object], operation: str, deadline: Deadline) -> Any:
-        """Return the answer of ``script``; asks again for a while where the connection was lost.
+        """Return the answer of ``script``; retry for a while if the connection is lost.
 
-        Every script may run twice: one that ran and whose answer was lost is run again.
+        Every script may run twice: if its answer was lost, it is run again.
 
         Raises:
             BoundaryError: it was lost, refused, or not answered by ``deadline``; names the URL.
@@ -80,7 +80,7 @@ class RedisLink:
                 with self._connection(operation, deadline) as connection:
                     return _run(connection, script, arguments)
             except (PeerLost, Overloaded):
-                _disconnect(self._idle)  # made before it went
+                _disconnect(self._idle)  # created before the server went away
                 pause = next(pauses, None)
                 if pause is None or pause >= deadline.remaining():
                     raise
@@ -158,7 +158,7 @@ def _check_version(connection: Any, url: str) -> None:
 
 
 class _Call:
-    """The call that uses a connection; a socket that held the connection itself would be garbage in a circle."""
+    """The call that uses a connection; a socket that held the connection itself would form a reference cycle."""
 
     deadline: Deadline
 

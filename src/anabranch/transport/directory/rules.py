@@ -1,4 +1,4 @@
-"""Rules of announcements, for every directory: who announces what, for how long, and how much at once."""
+"""Rules of announcements, for every directory: who may announce what, for how long, and how much at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_TTL = 24 * 3600.0
 """The longest time to live of an announcement, in seconds."""
 # The prefixes of shards; any other name is an expert's.
 _SHARDS = "parameters"
-# So many names of the greatest length fit into a header.
+# This many names of the greatest length fit into a header.
 _NAMES_A_REQUEST = 500
 
 
@@ -25,7 +25,7 @@ def check_ttl(ttl: float) -> None:
 
 
 def check_kind(uids: Iterable[str], peer: Peer) -> None:
-    """Role parameters may announce shards, role experts experts, others nothing; the user of this host may do both."""
+    """Role parameters may announce shards, role experts experts, others nothing; this host's user may announce both."""
     for uid in uids if peer.role is not None else ():
         of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
         if peer.role != ("parameters" if of_shard else "experts"):

@@ -1,4 +1,4 @@
-"""Announcements that their reader checks, because the place that keeps them cannot: signed by the announcer.
+"""Announcements signed by the announcer and checked by the reader, because their store cannot check them.
 
 ::
 
@@ -27,9 +27,9 @@ from anabranch.transport.network.streams import Peer
 
 __all__ = ["EntryReader"]
 
-# Redis' clock, which all hosts share, is trusted unless it differs by more than this from the reader's own.
+# Redis' clock, shared by all hosts, is trusted unless it differs by more than this from the reader's own.
 _CLOCKS_APART = 300.0
-# Entries and certificates up to which nothing is forgotten.
+# Entries and certificates kept before any is forgotten.
 _FEW = 1024
 _log = logging.getLogger("anabranch.transport")
 
@@ -44,14 +44,14 @@ class _Seen:
 
 
 class _Refused(Exception):
-    """An entry is not believed; says why."""
+    """An entry is not trusted; gives the reason."""
 
 
 class EntryReader:
-    """Reads signed entries, and remembers them, so that an older one is not taken for news.
+    """Reads signed entries, and remembers them, so that an older one is not replayed.
 
     Args:
-        identity: ours, whose authority is the one believed.
+        identity: ours, whose authority is trusted.
         check_endpoint: raises ``ValueError`` for an endpoint that must not be announced.
         clock: seconds since the epoch.
     """
@@ -67,12 +67,12 @@ class EntryReader:
         self._told: set[tuple[str, str]] = set()
 
     def endpoint_of(self, raw: bytes, uid: str, job: str, now: int) -> str | None:
-        """Return the endpoint that the entry ``raw`` announces for ``uid``, if it is to be believed.
+        """Return the endpoint that the entry ``raw`` announces for ``uid``, if it is trusted.
 
         Args:
-            raw: the entry as it was found in the space of ``job``.
+            raw: the entry as found in the space of ``job``.
             uid: the name under which it was found.
-            job: one that we see.
+            job: one visible to us.
             now: milliseconds since the epoch, by the clock that all announcers share.
         """
         before = self._seen.get((job, uid))
@@ -146,7 +146,7 @@ class EntryReader:
 
 
 def _check_successor(entry: _Seen, before: _Seen | None, now: int) -> None:
-    """Refuse an entry that does not follow ``before``, whose time is not over."""
+    """Refuse an entry that does not follow ``before``, which has not expired."""
     if before is None:
         return
     if entry.owner != before.owner:

@@ -24,7 +24,7 @@ _PURPOSE = "anabranch directory entry, version 1"
 
 
 class NotSigned(Exception):
-    """A certificate or a signature is invalid; says why."""
+    """A certificate or a signature is invalid; gives the reason."""
 
 
 class SignedEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ class Signer:
 
 
 class SigningIdentity:
-    """The certificate and key of a role, for signing, and the authority that made them.
+    """The certificate and key of a role, for signing, and the authority that issued them.
 
     Args:
         keys: the directory of certificates.
@@ -104,7 +104,7 @@ class SigningIdentity:
         """Return the facts in a certificate of our authority.
 
         Raises:
-            NotSigned: it is none.
+            NotSigned: it is not one.
         """
         return _signer_of(der, self.authority)
 
@@ -167,7 +167,7 @@ def _signer_of(der: bytes, authority: x509.Certificate) -> Signer:
         certificate = x509.load_der_x509_certificate(der)
         key = certificate.public_key()
         names = job_and_role(_uris(certificate))
-    except Exception:  # noqa: BLE001 - bytes of a stranger, in a parser that raises many kinds
+    except Exception:  # noqa: BLE001 - untrusted bytes, in a parser that raises many kinds
         raise NotSigned("it has no certificate") from None
     if not _is_issued_by(certificate, authority):
         raise NotSigned("its certificate is not from this job's authority")

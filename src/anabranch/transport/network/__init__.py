@@ -1,6 +1,6 @@
 """Streams and addresses: Unix sockets, TCP under mutual TLS, a network inside the process, certificates.
 
-Knows no frames. Open ``streams.py`` first.
+It knows no frames. Open ``streams.py`` first.
 """
 
 __all__: list[str] = []

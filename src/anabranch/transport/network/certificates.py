@@ -1,6 +1,6 @@
 """Certificates for TCP: a private authority, a certificate for each role, and TLS 1.3 checked on both sides.
 
-Host names say nothing in a job whose machines come and go, so a certificate names a job and a role instead (a URI such
+Host names mean little in a job whose machines come and go, so a certificate names a job and a role instead (a URI such
 as ``anabranch:nightly/experts``), and each side checks the other's. Jobs of one authority do not trust each other; the
 job ``*`` stands for all of them. The authority's private key is needed again only to make more certificates; keep
 ``authority.key`` where no server runs.
@@ -241,7 +241,7 @@ def _write_private(path: Path, contents: bytes) -> None:
 
 
 def resolve_keys(keys: str | os.PathLike[str] | None) -> Path | None:
-    """Return the directory of keys: the one given, or the one the environment names, or ``None``."""
+    """Return the directory of keys: the given one, the environment's, or ``None``."""
     chosen = keys if keys is not None else os.environ.get(KEYS_VARIABLE) or None
     return None if chosen is None else Path(chosen)
 
@@ -299,12 +299,12 @@ def _check_private(path: Path) -> None:
 
 
 def _check_unchanged(folder: Path) -> None:
-    """Refuses a place where other users can put a key or their own authority."""
+    """Refuses a directory where other users can put a key or their own authority."""
     for path in (folder, folder / "authority.pem"):
         facts = path.stat()
         mode = stat.S_IMODE(facts.st_mode)
         if stat.S_ISDIR(facts.st_mode) and mode & stat.S_ISVTX:
-            continue  # other users cannot remove our files there, but files that they created first are their own
+            continue  # other users cannot remove our files there, but may have created theirs first
         if mode & 0o002:
             who, cure = "any user", "o-w"
         elif mode & 0o020 and facts.st_gid not in (os.getegid(), *os.getgroups()):
@@ -343,7 +343,7 @@ def job_of_keys(keys: Path, role: str) -> str:
 
 
 def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:
-    """Return the job and the role that the far side's certificate names, ``None`` if it has neither."""
+    """Return the job and the role in the peer's certificate, ``None`` if it has neither."""
     names = (connection.getpeercert() or {}).get("subjectAltName", ())
     return job_and_role(str(name[1]) for name in names if str(name[0]) == "URI")
 

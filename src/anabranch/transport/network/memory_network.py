@@ -34,7 +34,7 @@ class MemoryListener:
         return self._arrivals
 
     def accept(self) -> SocketStream | None:
-        """Return the stream that has waited longest."""
+        """Return the stream that has waited the longest."""
         with self._lock:
             if not self._waiting:
                 return None

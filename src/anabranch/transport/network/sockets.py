@@ -32,13 +32,12 @@ from anabranch.transport.network.streams import Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport"]
 
-# The kernel takes twice as much: two megabytes and their header leave in one go, so that neither side has to wait for
-# the other in between.
+# # The kernel doubles this: two megabytes and their header are sent in one go, so that neither side waits in between.
 _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
-# OpenSSL's words when the remote side refused our certificate, by the alert it sent.
+# OpenSSL's texts for the peer's refusal of our certificate, by its alert.
 _REFUSALS = (
     "ALERT_CERTIFICATE",
     "ALERT_UNKNOWN_CA",
@@ -72,7 +71,7 @@ class SocketStream:
         return self._sock.fileno()
 
     def ready_at(self) -> float:
-        """Alway ready."""
+        """Return 0.0: always ready."""
         return 0.0
 
     def wants_write(self) -> bool:
@@ -85,7 +84,7 @@ class SocketStream:
         return self._peer
 
     def handshake(self) -> bool:
-        """Goes on with connecting, TLS and recognising the peer."""
+        """Continue connecting, TLS and identifying the peer."""
         if self._peer is not None:
             return True
         if self._connecting:
@@ -144,7 +143,7 @@ class SocketStream:
     def abort(self) -> None:
         """Shuts the connection down, which wakes the thread that polls it."""
         with suppress(OSError, ValueError):
-            # On the plain socket below: SSLSocket.shutdown would drop the TLS state under the reader's feet.
+            # On the plain socket below: SSLSocket.shutdown would drop the TLS state while the reader uses it.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -215,11 +214,11 @@ class SocketListener:
             return None
         name = "unix" if self._claim else f"{address[0]}:{address[1]}"
         try:
-            # Raises if the remote side has gone: wrap_socket would leave the socket open.
+            # Raises if the peer has gone: wrap_socket would leave the socket open.
             sock.getpeername()
             return _prepare(sock, self._context, self._recognise, name, server_side=True)
         except OSError:
-            # A client that has left already must not keep the others waiting.
+            # A client that has already left must not delay the others.
             sock.close()
             return None
 
@@ -274,7 +273,7 @@ class SocketTransport:
         self._certified = _certified(self._job or EVERY_JOB)
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listen at ``endpoint``; ``None`` is a new Unix socket in a new directory.
+        """Listen at ``endpoint``; ``None``: at a new Unix socket in a new directory.
 
         Raises:
             ValueError: TCP without keys, a path that is taken, or one whose directory is open to others.
@@ -402,7 +401,7 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def _certified(job: str) -> Recognise:
-    """Recognises peers of ``job`` by their certificates; without TLS, everyone."""
+    """Identify peers of ``job`` by their certificates; without TLS, accepts everyone."""
 
     def recognise(sock: socket.socket) -> Peer:
         try:

@@ -1,7 +1,7 @@
-"""The one seam to the outside: the part of a network that the client and the server need.
+"""The interface to the network: the part that the client and the server need.
 
 ``SocketTransport`` is the real network, ``MemoryTransport`` stays inside the process, and tests wrap either one to
-lose, delay and repeat bytes. A stream never blocks: it takes or gives what it can now and returns how much, because
+lose, delay and repeat bytes. A stream never blocks: it sends or receives what it can now and returns how much, because
 one thread serves many streams under one deadline.
 """
 
@@ -21,10 +21,10 @@ class Peer:
     Attributes:
         name: for messages and counts.
         role: the role in its certificate; ``None`` for the owner of a Unix socket's directory, who has every role.
-        job: the job that it belongs to: our certificate's, or its own where ours is for every job; ``"*"`` if both are.
+        job: its job: our certificate's, or the peer's if ours is for every job; ``"*"`` if both are.
             ``None`` without certificates.
         certificate: its certificate's SHA-256; ``None`` without one.
-        plain: true if it came over TCP without TLS, where only a checksum notices a changed bit.
+        plain: true over TCP without TLS, where only a checksum detects a changed bit.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Peer:
 class Stream(Protocol):
     """A connection that carries bytes in order, without ever blocking.
 
-    A lost or refused connection raises ``ConnectionError``, a peer without the rights ``Unauthorized``.
+    A lost or refused connection raises ``ConnectionError``, a peer without permission ``Unauthorized``.
     """
 
     def fileno(self) -> int:
@@ -58,7 +58,7 @@ class Stream(Protocol):
         """
 
     def handshake(self) -> bool:
-        """Goes on with connecting and recognising the peer; true once that is done."""
+        """Continue connecting and identifying the peer; true once that is done."""
 
     def wants_write(self) -> bool:
         """Return True if the handshake waits until the descriptor can be written to, rather than read."""
@@ -70,7 +70,7 @@ class Stream(Protocol):
         """Take bytes from the start of ``buffers`` and return how many; 0 if it would block."""
 
     def receive_into(self, buffer: memoryview) -> int:
-        """Fill the start of ``buffer`` and return how far; 0 if it would block. The end is a ``ConnectionError``."""
+        """Fill the start of ``buffer`` and return how far; 0 if it would block. The end raises ``ConnectionError``."""
 
     def abort(self) -> None:
         """End the connection from any thread: the thread that polls it wakes and finds it lost."""
@@ -97,14 +97,14 @@ class Listener(Protocol):
         """Return the descriptor that becomes readable when a peer connects."""
 
     def accept(self) -> Stream | None:
-        """Return the next stream, not yet recognised, or ``None`` if no client waits any more."""
+        """Return the next stream, not yet identified, or ``None`` if no client is waiting."""
 
     def close(self) -> None:
-        """Stop listening and remove the files that listening made."""
+        """Stop listening and remove the files created for it."""
 
 
 class Transport(Protocol):
-    """A network: makes listeners and connections."""
+    """A network: creates listeners and connections."""
 
     def listen(self, endpoint: str | None) -> Listener:
         """Listen at ``endpoint``, or at a new endpoint if ``None``."""

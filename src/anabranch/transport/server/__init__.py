@@ -1,6 +1,6 @@
-"""The answering side: connections, the threads that drive them, verbs with handlers, retries that are not done twice.
+"""The server side: connections, the threads that drive them, verbs with handlers, and idempotent retries.
 
-Knows no tables or experts. Open ``server.py`` first.
+It knows no tables or experts. Open ``server.py`` first.
 """
 
 __all__: list[str] = []

@@ -130,10 +130,10 @@ class Call:
         return not self.recipients
 
     def make_room(self, nbytes: int) -> None:
-        """Reserve room for an answer of about this many bytes of tensors, before memory is treated as them.
+        """Reserve room for an answer of about this many bytes of tensors, before their memory is allocated.
 
-        Answers that clients do not read are bounded together (``max_bytes_of_answers``); without this call a large
-        answer is counted when it is sent, and many that are made at the same time exceed the bound for a moment.
+        The answers that clients have not read are bounded in total (``max_bytes_of_answers``); without this call a
+        large answer is counted when it is sent, and many made at the same time exceed the bound for a moment.
 
         Raises:
             Overloaded: there is no room: others wait for clients that do not read.
@@ -152,7 +152,7 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         """Answers with an error, which the client raises."""
-        # A declined request was not done: a retry may find room, or another server.
+        # A declined request was not executed: a retry may find room, or another server.
         declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
         failure = failure_of(error, self.identity[1])
         self._server.count_error(failure)
@@ -169,7 +169,7 @@ class Call:
             return True
 
     def answer(self, frame: Sequence[memoryview], *, done: bool) -> None:
-        """Send ``frame`` to the connections that wait; with ``done`` a retry gets the same frame."""
+        """Send ``frame`` to the waiting connections; with ``done`` a retry gets the same frame."""
         with self._lock:
             if self._answered:
                 return
@@ -180,7 +180,7 @@ class Call:
             connection.answer(self, frame)
 
     def close(self, frame: Sequence[memoryview] | None) -> None:
-        """Mark the request as over, with an answer to keep for retries or without; its lock is held."""
+        """Mark the request as finished, with or without an answer to keep for retries; its lock is held."""
         self._answered = True
         if self.once and frame is not None:
             self._server.once.finish(self.identity, frame)
@@ -203,7 +203,7 @@ class Call:
         spans.complete(self._span, name, "serve", track="served", flow=flow, facts=facts)
 
     def leave(self, connection: Recipient) -> None:
-        """Note that the client behind ``connection`` has gone."""
+        """Record that the client of ``connection`` has gone."""
         with self._lock:
             if connection in self.recipients:
                 self.recipients.remove(connection)

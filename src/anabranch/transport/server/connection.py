@@ -7,9 +7,9 @@
                                        └── needs a thread of its own: its driver hands it over (``drivers.py``)
 
 ``step`` continues as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
-in between. A connection carries one request at a time, so anything that arrives while a request is being served means
-that the remote side is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
-socket takes at once; the driver sends the rest, so that a slow reader never holds up a compute thread.
+in between. A connection carries one request at a time, so anything that arrives while a request is served means that
+the client is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the socket
+takes at once; the driver sends the rest, so a slow reader never blocks a compute thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GREETING = 10.0
 _HANDSHAKE = 2.0
 # Seconds without a byte sent or taken in the middle of a frame after which a peer is treated as gone.
 _STALLED = 30.0
-# The same in the middle of a header over plain TCP: if its length was changed on the way, the rest never comes.
+# The same in the middle of a header over plain TCP: if its length was corrupted, the rest never comes.
 _HALF_A_HEADER = 5.0
 _LINGER = 1.0
 # Requests of at most this many bytes are read by the shared loop.
@@ -70,11 +70,11 @@ class Driver(Protocol):
     alone: bool
 
     def wake(self, connection: Connection) -> None:
-        """Note that there is something to be sent, or to end; from any thread."""
+        """Record that there is something to send or to end; from any thread."""
 
 
 class ConnectionServer(CallServer, Protocol):
-    """The interface of a server that a connection needs: it decides whether a request may come in."""
+    """The interface of a server that a connection needs: it decides whether a request is admitted."""
 
     heartbeat: float
     limits: Limits
@@ -90,7 +90,7 @@ class ConnectionServer(CallServer, Protocol):
         """Free the memory of a response that was sent, or that will not be read."""
 
     def note_dropped(self, nbytes: int) -> None:
-        """Note that an answer or a request of this many bytes was freed because its client has gone."""
+        """Record that an answer or a request of this many bytes was freed because its client has gone."""
 
     def may_wait(self, verb: str) -> bool:
         """Return True if serving ``verb`` may block a thread."""
@@ -105,7 +105,7 @@ class ConnectionServer(CallServer, Protocol):
         """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
 
     def forget(self, connection: Connection) -> None:
-        """Note that ``connection`` has ended."""
+        """Record that ``connection`` has ended."""
 
 
 class _Phase(Enum):
@@ -157,7 +157,7 @@ class Connection:
                 return
             # Before the first byte leaves: the client may send its next request as soon as it has the last one.
             self._call = None
-            # Its time to read begins now, however long the call took; set before other threads see the answer waiting.
+            # The client's time to read begins now, however long the call took; set before other threads see the answer.
             self._progress = time.monotonic()
             whole = 0
             for buffer in frame:
@@ -229,7 +229,7 @@ class Connection:
             self._server.note_dropped(dropped)
 
     def beat(self, frame: Sequence[memoryview]) -> None:
-        """Tells a client that waits, within its deadline, that the server lives."""
+        """Send a beat to a client that waits within its deadline."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -276,7 +276,7 @@ class Connection:
         return bool(self._writer.waiting) and not self.closed
 
     def resting(self) -> bool:
-        """Return True if nothing is on its way in either direction, nor being served."""
+        """Return True if nothing is in flight in either direction, nor being served."""
         serving = self._phase is _Phase.SERVING and self._call is None
         return serving and not self._writer.waiting and self._reader.idle()
 
@@ -310,7 +310,7 @@ class Connection:
         return now - self._progress
 
     def step(self, events: int) -> ConnectionState:
-        """Goes on as far as the socket allows."""
+        """Continue as far as the socket allows."""
         try:
             if events & select.POLLRDHUP:
                 raise ConnectionResetError("the client has disconnected")
@@ -352,7 +352,7 @@ class Connection:
                 # A request may have arrived with the greeting.
                 self._greet()
             else:
-                # A frame without tensors was refused when its header came; its body has passed by.
+                # A frame without tensors was refused when its header arrived; its body has been skipped.
                 if frame.tensors is not None:
                     self._take(frame)
                 # The client waits for its answer, so the kernel has nothing more.
@@ -374,7 +374,7 @@ class Connection:
         if not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
         if header.sequence == self._last_sequence and header.epoch == self._last_epoch:
-            # A duplicate: a client sends a request again on a fresh connection only.
+            # A duplicate: a client retries a request only on a fresh connection.
             report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
             return None
         if self._call is not None:
@@ -427,9 +427,7 @@ class Connection:
                 raise
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
-        """Return the handler that serves the call; ``None`` if the same request was asked before and is already dealt
-        with.
-        """
+        """Return the handler that serves the call; ``None`` if it is a retry that has already been handled."""
         once = self._server.once
         with once.lock:
             found = once.begin(call, settled)
@@ -471,7 +469,7 @@ class Connection:
             self._writer.flush(self.stream)
 
     def end(self) -> None:
-        """Close the connection; its call is no longer waited for."""
+        """Close the connection; nobody waits for its call any more."""
         with self._lock:
             if self.closed:
                 return

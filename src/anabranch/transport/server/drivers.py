@@ -7,10 +7,10 @@
      v └─ a connection that has rested for a while comes back, and its thread ends
     thread ── one connection: its requests are large, or are served by a handler that may wait
 
-A thread for every connection costs a switch between threads for each request, and as many threads compete for the
-interpreter as there are clients; on one loop 64 clients' requests are read in a few wake-ups and reach the queue of
-their expert together. A separate thread is right for requests that take long anyway: large bodies are then copied, and
-decrypted, in parallel.
+A thread for every connection costs a thread switch for each request, and as many threads compete for the interpreter as
+there are clients; on one loop, 64 clients' requests are read in a few wake-ups and reach the queue of their expert
+together. A separate thread is right for requests that take long anyway: large bodies are then copied, and decrypted, in
+parallel.
 
 A server has at most ``max_connections`` connections (and a few more that are only told ``Overloaded``), so it has at
 most as many threads, and the thread of an idle connection ends.
@@ -41,17 +41,17 @@ _log = logging.getLogger("anabranch.transport")
 
 # Seconds between two checks for stalled connections.
 _SWEEP = 1.0
-# Seconds to wait when accepting fails, mostly for want of descriptors or of room, rather than spin.
+# Seconds to wait, rather than spin, when accepting fails, mostly for lack of descriptors or room.
 _ACCEPT_PAUSE = 0.05
 # Seconds between two lines of the log about clients for which there is no descriptor or thread.
 _LOG_AGAIN = 60.0
-# Seconds of silence after which an unknown connection makes room for another; handshakes are slow on a busy machine.
+# Seconds of silence after which an unknown connection is closed for another; handshakes are slow on a busy machine.
 _QUIET = 0.25
 # Seconds for which new requests are read before the received ones are served.
 _ROUND = 0.002
 # Seconds after which a thread that has not returned from its handlers is replaced.
 _AWAY = 0.1
-# Seconds of rest after which a connection goes back to the loop and its thread ends.
+# Idle seconds after which a connection returns to the loop and its thread ends.
 _REST = 10.0
 
 
@@ -91,7 +91,7 @@ class AcceptLoop:
         self._closed = False
         self._accept_at = 0.0
         self._log_at = 0.0
-        # The thread that drives the connections; one that is away too long is replaced, and ends when it comes back.
+        # The thread that drives the connections; one that is busy too long is replaced, and ends when it returns.
         self._ident: int | None = None
         self._away_since = float("inf")
         self._poller.register(self._wake, select.EPOLLIN)
@@ -114,14 +114,14 @@ class AcceptLoop:
         return bool(self._answers)
 
     def start(self) -> threading.Thread:
-        """Drives the connections on a new thread, in place of the one that did."""
+        """Drive the connections on a new thread, in place of the current one."""
         thread = threading.Thread(target=self.run, name="anabranch-loop", daemon=True)
         self._away_since = float("inf")
         self._ident = None
         try:
             thread.start()
         except RuntimeError:
-            # No thread is left in the system: away as before, so that the next beat tries again.
+            # No thread is left in the system: still marked as busy, so that the next beat retries.
             self._away_since = time.monotonic()
             raise
         return thread
@@ -131,7 +131,7 @@ class AcceptLoop:
         return threading.get_ident() == self._ident
 
     def away(self, now: float) -> bool:
-        """Return True if the thread has been running its requests' handlers for suspiciously long."""
+        """Return True if the thread has been running handlers for too long."""
         return now - self._away_since > _AWAY and not self._stopped
 
     def stop(self) -> None:
@@ -171,8 +171,8 @@ class AcceptLoop:
                 self._handle(found)
                 if self._answers or self._called:
                     self._do_what_was_asked()
-                # A sender of many requests is not done when the first arrives, and they are worth more together. One
-                # connection carries one request at a time, so a single client is done.
+                # # More requests may follow the first, and they are better served together. One connection carries one
+                # request at a time, so a single client has no more.
                 more = len(self._connections) > 1 and time.monotonic() < until
                 found = self._poller.poll(0) if more else []
             self._away_since = time.monotonic()
@@ -248,7 +248,7 @@ class AcceptLoop:
             try:
                 ThreadOfItsOwn(self._server, connection, self).start()
             except (OSError, RuntimeError) as error:
-                # No descriptor or thread is left: this client finds the connection lost, the others are served on.
+                # No descriptor or thread is left: this client's connection is lost, the others are still served.
                 self._note_want(error)
                 connection.end()
 
@@ -323,7 +323,7 @@ class AcceptLoop:
         crowd = self._server.crowd()
         now = time.monotonic()
         for stranger in crowd:
-            # One with a thread is being sent the reason why it is closed.
+            # One with a thread is still being sent the reason for its close.
             if stranger.driver is self and stranger.quiet_for(now) >= _QUIET:
                 full = Overloaded("too many open connections without a greeting; try later")
                 self._follow(stranger, stranger.turn_away(full))
@@ -383,7 +383,7 @@ class ThreadOfItsOwn:
         with self._lock:
             self._over = True
             os.close(self._wake)
-        # Or the two would hold each other until the collector comes, and a connection its answer.
+        # Otherwise the two would hold each other, and the connection its answer, until the garbage collector runs.
         self._connection.driver = self._loop
         self._server.threads_of.pop(self._connection, None)
 
@@ -392,7 +392,7 @@ class ThreadOfItsOwn:
         poller.register(connection.descriptor, connection.interest())
         poller.register(self._wake, select.POLLIN)
         connection.registered = connection.interest()
-        # The request that needed a thread has partly come.
+        # The request that needed a thread has partly arrived.
         events = select.POLLIN
         while True:
             state = ConnectionState.STAYS

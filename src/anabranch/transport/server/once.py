@@ -1,11 +1,11 @@
-"""The table of requests already done, so that a retry is not done again.
+"""The table of requests already executed, so that a retry is not executed again.
 
-A client numbers the requests that must happen exactly once (its epoch, and a sequence that never repeats) and says with
-each one below which number it will never ask again. The table keeps what lies above: requests being served, to which a
-retry is joined, and answers given, which a retry gets again.
+A client numbers the requests that must happen exactly once (its epoch, and a sequence that never repeats) and sends
+with each one the number below which it will never retry. The table keeps those above: requests being served, to which a
+retry is joined, and past answers, which a retry gets again.
 
-Answers are kept within a budget of bytes; beyond it only the fact that the request was done stays, and the verb's own
-``again`` answers the retry.
+Answers are kept within a budget of bytes; beyond it only the fact that the request was executed is kept, and the verb's
+own ``again`` answers the retry.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Call = TypeVar("_Call", bound=_Numbered)
 
 @dataclass(slots=True)
 class _Epoch(Generic[_Call]):
-    """One client: requests below ``settled`` will never be asked again."""
+    """One client: requests below ``settled`` will never be retried."""
 
     settled: int = 0
     running: dict[int, _Call] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class _Epoch(Generic[_Call]):
 
 
 class OnceTable(Generic[_Call]):
-    """The requests of all clients that were done or are being done.
+    """The requests of all clients that were or are being executed.
 
     Args:
         budget_bytes: bytes of answers kept for retries.
@@ -60,22 +60,22 @@ class OnceTable(Generic[_Call]):
 
     @property
     def epochs(self) -> frozenset[bytes]:
-        """The clients that are remembered."""
+        """The remembered clients."""
         with self.lock:
             return frozenset(self._epochs)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the answers that are kept."""
+        """Bytes of the kept answers."""
         return self._kept_bytes
 
     def begin(self, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
-        """Decide on a request that came: returns the call itself if it is new, the call it joins, or its old answer.
+        """Classify a request: return the call itself if it is new, the call it joins, or its old answer.
 
-        ``None`` means that it was done and that its answer is not kept.
+        ``None`` means that it was executed and its answer is not kept.
 
         Raises:
-            ProtocolError: the client said that it would never ask this again.
+            ProtocolError: the client had declared that it would never retry this.
         """
         identity, sequence = call.identity, call.identity[1]
         with self.lock:
@@ -91,7 +91,7 @@ class OnceTable(Generic[_Call]):
             return call
 
     def finish(self, identity: RequestIdentity, answer: Sequence[memoryview]) -> None:
-        """Record that the request was done and answered."""
+        """Record that the request was executed and answered."""
         key, sequence = identity
         with self.lock:
             epoch = self._epochs.get(key)
@@ -107,14 +107,14 @@ class OnceTable(Generic[_Call]):
                 self._epochs[oldest[0]].done[oldest[1]] = None
 
     def abandon(self, identity: RequestIdentity) -> None:
-        """Record that the request was not done: a retry will do it."""
+        """Record that the request was not executed: a retry will execute it."""
         with self.lock:
             epoch = self._epochs.get(identity[0])
             if epoch is not None:
                 epoch.running.pop(identity[1], None)
 
     def restore(self, identities: Iterable[RequestIdentity]) -> None:
-        """Record requests that were done before this server started."""
+        """Record requests that were executed before this server started."""
         with self.lock:
             for key, sequence in identities:
                 self._epoch(key).done.setdefault(sequence, None)

@@ -44,11 +44,11 @@ __all__ = ["Call", "STATUS", "Server", "ServerStatistics", "Verb"]
 STATUS = "status"
 """The verb that every server has: its facts as JSON, for ``anabranch status --address``."""
 
-# Seconds after which a client that has taken no byte of its answer loses it to other clients' when there is no room.
+# Seconds after which a client that reads no byte of its answer loses it if other answers need the room.
 _UNREAD = 2.0
 # Bytes of answers and requests freed for clients that have gone, after which free memory is returned to the system.
 _GIVEN_BACK = 32 << 20
-# Python's default lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
+# By default Python lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
 # Seconds between two checks whether the last bytes have left.
 _GLANCE = 0.002
@@ -62,9 +62,9 @@ class ServerStatistics:
         connections: open now.
         calls: being served now.
         bytes_in_flight: of the tensors of those calls.
-        served: requests that were taken and have ended.
+        served: accepted requests that have ended.
         refused: requests and connections that were rejected.
-        requests: those taken, by verb.
+        requests: accepted requests, by verb.
         errors: answers that were errors, by kind.
         bytes_received: of tensors.
         bytes_sent: of tensors.
@@ -213,12 +213,12 @@ class Server:
         self.close()
 
     def drain(self, seconds: float) -> bool:
-        """Declines new calls and waits, at most this many seconds, for those in flight; true if all were answered."""
+        """Decline new calls and wait, at most this many seconds, for those in flight; true if all were answered."""
         until = Deadline.after(max(seconds, 1e-3))
         with self._state:
             self._draining = True
             done = self._state.wait_for(lambda: self._calls == 0 and not self._gatherings, timeout=seconds)
-        # Long answers leave as fast as their clients read.
+        # Long answers are sent as fast as their clients read.
         while done and (self._loop.has_answers() or any(map(Connection.sending, list(self._connections)))):
             if until.expired() or self._closed:
                 return False
@@ -226,7 +226,7 @@ class Server:
         return done
 
     def close(self) -> None:
-        """Cuts all connections and ends all threads; calls in flight are cancelled."""
+        """Close all connections and end all threads; calls in flight are cancelled."""
         if self._closed:
             return
         self._stack.close()
@@ -380,12 +380,12 @@ class Server:
             self._answers -= nbytes
 
     def note_dropped(self, nbytes: int) -> None:
-        """Note that an answer or a request of this many bytes was freed because its client has gone."""
+        """Record that an answer or a request of this many bytes was freed because its client has gone."""
         with self._lock:
             self._dropped += nbytes
 
     def _give_back(self) -> None:
-        """Return the memory of dropped answers to the system, once it is worth the while."""
+        """Return the memory of dropped answers to the system, once it is worthwhile."""
         with self._lock:
             if self._dropped < _GIVEN_BACK:
                 return
@@ -452,7 +452,7 @@ class Server:
 
     def _beat_all(self) -> None:
         frame = encode(Beat())
-        # Twice as often as promised: a beat that is late on a busy machine must not look like a lost server.
+        # Twice as often as promised: a late beat on a busy machine must not look like a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
             try:
                 if self._loop.away(time.monotonic()):
@@ -460,7 +460,7 @@ class Server:
                     self._threads.append(self._loop.start())
                 self._beat_once(frame)
                 self._give_back()
-            except BaseException as error:  # noqa: BLE001 - without beats every client would take the server for lost
+            except BaseException as error:  # noqa: BLE001 - without beats every client would consider the server lost
                 note_failure("transport.beat_failed", error)
 
     def _beat_once(self, frame: Sequence[memoryview]) -> None:

@@ -6,7 +6,7 @@
     device thread                                          │ the computing stream waits for the event, and for no other
                         pinned memory <── copy stream ──── outputs of the batch
 
-A request is copied to the device while the batch before it is computed. Memory is pinned because the device copies only
+A request is copied to the device while the previous batch is computed. Memory is pinned because the device copies only
 such memory asynchronously.
 """
 
@@ -32,13 +32,13 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], torch.cuda.Event]:
-        """Begins to copy ``tensors`` to the device; call ``await_arrival`` before computing with them."""
+        """Start copying ``tensors`` to the device; call ``await_arrival`` before computing with them."""
         with torch.cuda.stream(self._stream):
             there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
             return there, self._stream.record_event()
 
     def await_arrival(self, tensors: Sequence[Tensor | None], copied: torch.cuda.Event) -> None:
-        """Make this thread's later computation wait for ``tensors``, which ``bring`` gave."""
+        """Make this thread's later computation wait for ``tensors``, returned by ``bring``."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(copied)
         for tensor in tensors:

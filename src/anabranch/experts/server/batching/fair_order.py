@@ -1,9 +1,9 @@
 """The order in which the tasks of several callers run: by priority, then each caller in turn, row by row.
 
-A task gets a start in a virtual time: the present one, or the end of its caller's earlier tasks if that is later. The
-time advances to the start of what runs. So a caller with a thousand waiting rows and one with a single row are served
-alternately, and callers that never wait for their own earlier tasks are served in the order of arrival. A task without
-a caller starts at the present time.
+A task gets a start in a virtual time: the current one, or the end of its caller's earlier tasks if that is later. The
+time advances to the start of the running task. So a caller with a thousand waiting rows and one with a single row are
+served alternately, and callers that never wait for their own earlier tasks are served in the order of arrival. A task
+without a caller starts at the current time.
 
 Source: start-time fair queueing (Goyal, Vin and Cheng, 1996).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 __all__ = ["FairOrder"]
 
-# Callers remembered before those that have nothing in advance are forgotten.
+# Number of callers above which those without waiting tasks are forgotten.
 _MANY = 1024
 
 
@@ -29,7 +29,7 @@ class FairOrder:
         self._ends: dict[str, float] = {}
 
     def start(self, caller: str, rows: int) -> float:
-        """Return the start of a new task of ``caller``, which is as long as it has rows."""
+        """Return the start of a new task of ``caller``, whose length is its number of rows."""
         if not caller:
             return self.now
         start = max(self.now, self._ends.get(caller, 0.0))

@@ -1,12 +1,12 @@
-"""Requests of unequal lengths in one batch: filled up with zeros to the longest, with a mask that tells the values.
+"""Requests of unequal lengths in one batch: padded with zeros to the longest, with a mask of the values.
 
 ::
 
     lengths 2 and 4     x x 0 0      mask  1 1 0 0      outputs and gradients are cut back to each request's length
                         x x x x            1 1 1 1
 
-All dimensions that vary in a padded schema are this one length. Gradients of outputs are filled up with zeros too, so
-padding adds nothing to any gradient, if the module's outputs at values do not depend on what is behind the mask.
+All dimensions that vary in a padded schema are this one length. Gradients of outputs are padded with zeros too, so
+padding adds nothing to any gradient, if the module's outputs at values do not depend on masked positions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["cut", "fill", "join_padded", "make_mask", "split_padded"]
 
 
 def fill(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``tensor`` filled up with zeros at the ends to rows of ``shape``."""
+    """Return ``tensor`` padded with zeros at the ends to rows of ``shape``."""
     if tuple(tensor.shape[1:]) == tuple(shape):
         return tensor
     filled = tensor.new_zeros(len(tensor), *shape)
@@ -46,9 +46,9 @@ def make_mask(lengths: Sequence[int], rows: Sequence[int], device: torch.device)
 
 
 def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> list[Tensor | None]:
-    """Return the inputs of a batch, each as one tensor, of the longest request's length."""
+    """Return the inputs of a batch, each as one tensor of the longest request's length."""
     longest = max(task.length for task in batch)
-    # The tasks keep theirs, to be run one by one if the batch fails.
+    # The tasks keep their own, to be run one by one if the batch fails.
     filled = [
         [
             tensor

@@ -6,7 +6,7 @@
     submit ──> pools ──────┤
                            └── else ──> device thread
 
-Handing a batch to a thread and its answers back costs tens of microseconds each, and more where both want the
+Handing a batch to a thread and returning its answers costs tens of microseconds each, and more if both threads need the
 interpreter: as much as a small batch takes to compute. So the thread that has read a quick batch runs it. The time of a
 batch is estimated from earlier ones; a batch of a size that has never run, or not quickly, goes to the device thread.
 """
@@ -32,7 +32,7 @@ __all__ = ["Runtime"]
 
 # Seconds after which an idle runtime wakes up, so that its wait has an end.
 _LONGEST_NAP = 60.0
-# Seconds of batches that a reading thread may run itself: so long it reads no other request.
+# Seconds of batches that a reading thread may run itself; meanwhile it reads no other request.
 _QUICK = 0.0025
 
 
@@ -66,7 +66,7 @@ class Runtime:
         self._pools = list(pools)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Only the pools that have tasks: a device may have many experts, of which few are asked at a time.
+        # Only the pools that have tasks: a device may have many experts, of which few are busy at a time.
         self._filled: dict[TaskPool, None] = {}
         order = FairOrder()
         for pool in self._pools:
@@ -96,7 +96,7 @@ class Runtime:
         return pool.changed is self._changed
 
     def close(self) -> None:
-        """End the thread after the batch that runs, for which it waits at most ten seconds."""
+        """End the thread after the running batch, for which it waits at most ten seconds."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -109,7 +109,7 @@ class Runtime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the block between two batches, in which none runs."""
+        """Run the block between two batches, while none runs."""
         if not self._batch.acquire(timeout=_LONGEST_NAP):
             raise DeadlineExceeded(
                 "a batch did not end", peer=self._thread.name, operation="pause", elapsed=_LONGEST_NAP
@@ -134,7 +134,7 @@ class Runtime:
         return running is None or not running.expired()
 
     def submit(self, tasks: Mapping[TaskPool, Iterable[Task]], *, one_of_many: bool = False) -> None:
-        """Queues tasks of its pools; fails those without room. Runs them on this thread if that is fastest.
+        """Queue tasks of its pools; fail those without room. Run them on this thread if that is fastest.
 
         ``one_of_many`` is true on one of many such threads, which must not start a team of torch's threads each.
         """
@@ -184,8 +184,8 @@ class Runtime:
                     self._changed.notify_all()
 
     def _prepare_thread(self) -> None:
-        # OpenMP keeps the number for each thread by itself: without this a new thread's matrix products take all cores,
-        # however few the process was given, and wait for one another.
+        # # OpenMP keeps the number per thread: without this, a new thread's matrix products use all cores, however few
+        # the process was given, and wait for one another.
         if not hasattr(self._prepared, "done"):
             torch.set_num_threads(self._threads)
             self._prepared.done = True
@@ -222,7 +222,7 @@ class Runtime:
         pool.note_seconds(rows, time.monotonic() - started)
 
     def _next_pool(self) -> TaskPool | None:
-        """Return the pool to serve, as soon as one has a batch due; ``None`` when it is time to end."""
+        """Return the pool to serve, as soon as one has a batch due; ``None`` when the thread should end."""
         while not self._stopped:
             now = time.monotonic()
             pool = None if self._helped else self._most_urgent(now)
@@ -239,7 +239,7 @@ class Runtime:
         return None
 
     def _most_urgent(self, now: float) -> TaskPool | None:
-        """Of the pools with a batch due the one with the most urgent task."""
+        """Return the pool with the most urgent task among those with a batch due."""
         if len(self._filled) == 1:
             for pool in self._filled:
                 return pool if pool.due_at() <= now else None

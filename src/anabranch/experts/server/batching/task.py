@@ -1,4 +1,4 @@
-"""``Task``: one request, or a part of one, as it waits in a pool and is computed in a batch."""
+"""``Task``: one request, or a part of one, that waits in a pool and is computed in a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Task"]
 
 
 def _ignore(outcome: object) -> None:
-    """Finish a task whose outcome its future has."""
+    """Finish a task whose outcome is set in its future."""
 
 
 class Task(msgspec.Struct, eq=False):
@@ -27,11 +27,11 @@ class Task(msgspec.Struct, eq=False):
         deadline: after it the answer is useless.
         finish: called once, with the outputs or the error, on the thread that has it; again with the error, if it
             raised one.
-        unwanted: returns true if the caller has gone; called before compute, and may give the request up for good.
+        unwanted: returns true if the caller has gone; called before compute, and may abandon the request for good.
         arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs.
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
-        copied: happens when the inputs are on the pool's device; ``None`` without a copy in progress.
+        copied: the event of the inputs' arrival on the pool's device; ``None`` without a copy in progress.
         evaluating: run in eval mode; only tasks of one mode share a batch.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.

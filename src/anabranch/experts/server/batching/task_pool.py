@@ -50,7 +50,7 @@ Process = Callable[..., Sequence[Tensor | None]]
 
 
 class Unrepeatable(RuntimeError):
-    """A batch failed after it had changed some state, so its tasks must not be run again one by one."""
+    """A batch failed after it had changed state, so its tasks must not be rerun one by one."""
 
 
 ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
@@ -159,7 +159,7 @@ class TaskPool:
 
     def check_room(self, rows: int, nbytes: int) -> None:
         """Raise ``Overloaded`` if there is no room now for a request of this many rows and bytes."""
-        # Checked again, with the lock held, when the task is queued.
+        # Checked again under the lock when the task is queued.
         if self._queue or self._closed:
             with self.lock:
                 self._check_room(rows, nbytes)
@@ -167,7 +167,7 @@ class TaskPool:
     def _check_room(self, rows: int, nbytes: int) -> None:
         if self._closed:
             raise PeerLost(f"{self.name} is closed")
-        # An empty queue takes any request, else one beyond the bound would never be served.
+        # An empty queue accepts any request; otherwise one beyond the bound would never be served.
         waiting = self._queue
         if waiting and (waiting.rows + rows > self.max_queue_rows or waiting.nbytes + nbytes > self.max_queue_bytes):
             self._declined += 1
@@ -180,9 +180,9 @@ class TaskPool:
         """Queue ``task``, split if it is larger than a batch.
 
         Returns:
-            A future of the outputs; it fails as the batch does. Cancelling it takes the task back, or returns False if
-            its batch has begun; a task that ``unwanted`` takes back cancels it. ``task.finish`` is called too. The
-            task's deadline is looked at when its batch is due: without a ``timeout``, give ``result`` one.
+            A future of the outputs; it fails as the batch does. Cancelling it withdraws the task, or returns False if
+            its batch has begun; a task that is ``unwanted`` cancels it. ``task.finish`` is called too. The task's
+            deadline is checked when its batch is due: without a ``timeout``, give ``result`` one.
 
         Raises:
             Overloaded: there is no room.
@@ -195,7 +195,7 @@ class TaskPool:
         return future
 
     def submit_all(self, tasks: Iterable[Task]) -> None:
-        """Queues tasks that may share a batch; fails those without room."""
+        """Queue tasks that may share a batch; fail those without room."""
         declined: list[tuple[Task, BoundaryError]] = []
         with self.lock:
             self.put_all(tasks, declined)
@@ -228,7 +228,7 @@ class TaskPool:
         return self._queue.due_at(self.min_batch_size, self.timeout)
 
     def urgency(self) -> Urgency:
-        """Return how urgent the next batch is: less is more urgent."""
+        """Return the urgency of the next batch: less is more urgent."""
         return self._next()[1]
 
     def expected_seconds(self) -> float:
@@ -246,7 +246,7 @@ class TaskPool:
         return self._queue.first() if found[0] is None else found
 
     def note_seconds(self, rows: int, seconds: float) -> None:
-        """Record the seconds that a batch took: raises the estimate at once, lowers it by averaging."""
+        """Record a batch's seconds: a longer time raises the estimate at once, a shorter one lowers it by averaging."""
         self._busy_seconds += seconds
         size = rows.bit_length()
         self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
@@ -295,7 +295,7 @@ class TaskPool:
             self._closed = False
 
     def close(self) -> None:
-        """Refuses further tasks and fails those that wait."""
+        """Refuse further tasks and fail those that wait."""
         with self.lock:
             self._closed = True
             left = self._queue.clear()
@@ -368,7 +368,7 @@ class TaskPool:
 
 
 def _finish(task: Task, outcome: Sequence[Tensor | None] | BaseException) -> None:
-    """Hand a task its outcome; what goes wrong meanwhile is its caller's answer, not the end of the thread."""
+    """Set a task's outcome; an error in doing so is its caller's answer, and does not end the thread."""
     try:
         task.finish(outcome)
     except BaseException as error:
@@ -379,7 +379,7 @@ def _finish(task: Task, outcome: Sequence[Tensor | None] | BaseException) -> Non
 
 
 def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
-    """Return a future that ``task`` sets when it is finished, and that takes it back when it is cancelled."""
+    """Return a future that ``task`` sets when it is finished, and that withdraws it when cancelled."""
     future: Future[Sequence[Tensor | None]] = Future()
     finish, unwanted = task.finish, task.unwanted
 
@@ -394,7 +394,7 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
         finish(outcome)
 
     def is_unwanted() -> bool:
-        # Asked again for each part of a task that is split, of which the first may have run.
+        # Called again for each part of a split task, whose first part may have run.
         if future.running():
             if unwanted():
                 future.set_exception(CancelledError())
@@ -405,7 +405,7 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
 
     def notify(future: Future[Sequence[Tensor | None]]) -> None:
         if future.cancelled():
-            # Those in ``concurrent.futures.wait`` would not hear of it until the task's turn comes.
+            # Callers in ``concurrent.futures.wait`` would not notice until the task's turn comes.
             future.set_running_or_notify_cancel()
 
     future.add_done_callback(notify)
@@ -429,7 +429,7 @@ def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] 
             joined.append(None)
             continue
         like = present[0]
-        # A gradient that only some requests have is zero for the others.
+        # A gradient of only some requests is zero for the others.
         filled = [
             like.new_zeros(task.rows, *like.shape[1:]) if tensor is None else tensor
             for task, tensor in zip(batch, column, strict=True)

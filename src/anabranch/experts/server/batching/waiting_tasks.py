@@ -23,7 +23,7 @@ LEAST_URGENT: Urgency = (2**62, float("inf"), float("inf"), 0)
 
 
 class Choice(Enum):
-    """The fate of a waiting task while a batch is made."""
+    """A decision about a waiting task while a batch is formed."""
 
     TAKE = auto()
     LEAVE = auto()
@@ -112,7 +112,7 @@ class WaitingTasks:
         return found
 
     def take(self, key: object, choose: Callable[[Task], Choice]) -> None:
-        """Take the tasks of a group that ``choose`` takes; it is asked in order."""
+        """Take the tasks of a group that ``choose`` accepts; it is called in order."""
         group = self._groups[key]
         left: list[tuple[Urgency, Task]] = []
         while group.heap:

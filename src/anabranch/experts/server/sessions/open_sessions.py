@@ -1,4 +1,4 @@
-"""Sequences that callers continue step by step, each with a cache that its expert's module made.
+"""Sequences that callers continue step by step, each with a cache from its expert's module.
 
 ::
 
@@ -7,8 +7,8 @@
                                                                              end, or ttl without a step: all is freed
 
 Callers draw the ids and number the steps, so a request that the network repeats never advances a sequence twice. A step
-that fails in the module may have changed the cache, so it ends its session. Why sessions have ended is remembered for
-the latest, so that the next question is answered with the reason.
+that fails in the module may have changed the cache, so it ends its session. The reasons why the latest sessions ended
+are kept, so that the next request is answered with the reason.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from anabranch.periodic import Periodic
 
 __all__ = ["SessionLimits", "Sessions", "Step"]
 
-# Ended sessions whose reasons are remembered.
+# Ended sessions whose reasons are kept.
 _MOST_REASONS = 4096
-# Seconds between two looks for sessions whose time is over, while no request makes one.
+# Seconds between two checks for expired sessions while no request makes one.
 _GLANCE = 1.0
 # The moment at which a session expires whose step is being computed.
 _WHILE_COMPUTED = float("inf")
@@ -47,8 +47,8 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """The bounds of an expert server's sessions; a caller beyond them gets ``Overloaded``, and one whose session would
-    not fit if it were alone a ``SchemaError``.
+    """The bounds of an expert server's sessions; beyond them callers get ``Overloaded``, or ``SchemaError`` for a
+    session that could never fit.
 
     >>> SessionLimits(sessions=64).tokens
     1048576
@@ -86,7 +86,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
         header: the session's id, the step's number, the session's bounds.
         rows: of the inputs.
         length: positions by which the sequences grow.
-        checksum: of the inputs as they came.
+        checksum: of the inputs as received.
     """
 
     header: StepHeader
@@ -104,7 +104,7 @@ class _Session(msgspec.Struct, eq=False):
         max_length: positions that they may grow to.
         ttl: seconds without a step after which they are freed.
         expires: the moment at which they are.
-        cache: what the module made.
+        cache: from the module.
         length: positions so far.
         steps: the number of steps taken.
         checksum: of the last step's inputs.
@@ -126,7 +126,7 @@ class _Session(msgspec.Struct, eq=False):
 
 
 class Sessions:
-    """The open sessions of one server; their time passes while the ``with`` block runs, and leaving it ends them all.
+    """The open sessions of one server; they expire while the ``with`` block runs, and leaving it ends them all.
 
     Args:
         limits: their bounds.
@@ -142,7 +142,7 @@ class Sessions:
         self._open: dict[bytes, _Session] = {}
         self._reasons: OrderedDict[bytes, str] = OrderedDict()
         self._tokens = 0
-        # A lower bound of all expiries, not the exact minimum, because every step moves one on.
+        # A lower bound of all expiries, not the exact minimum, because every step extends one.
         self._sweep_at = float("inf")
         self._sweeper = ExitStack()
 
@@ -171,7 +171,7 @@ class Sessions:
 
         Raises:
             SessionGone: the session has ended.
-            SchemaError: it is not the step that is due, or does not fit its session, or no server with these limits.
+            SchemaError: it is not the next step, does not fit its session, or can never fit these limits.
             Overloaded: there is no room.
         """
         with self._lock:
@@ -182,25 +182,25 @@ class Sessions:
                 self._check_step(session, step)
 
     def hold(self, key: bytes, deadline: Deadline) -> None:
-        """Let a session live while its step waits for the device, also where that takes longer than its ttl."""
+        """Keep a session alive while its step waits for the device, even longer than its ttl."""
         with self._lock:
             session = self._open.get(key)
             if session is not None and session.expires != _WHILE_COMPUTED:
                 self._renew(session, max(session.ttl, min(deadline.remaining(), self._limits.ttl)))
 
     def end(self, key: bytes, reason: str) -> None:
-        """Free a session; ``reason`` answers those who request it later, also if it never was."""
+        """Free a session; later requests for it are answered with ``reason``, even if it never existed."""
         with self._lock:
             self._drop(key, reason)
 
     # --- on the device's thread
 
     def take(self, step: Step, backend: ExpertBackend, inputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Take a step, or return the answer of the last one, if it is requested again.
+        """Take a step, or return the last one's answer again if it is retried.
 
         Raises:
             SessionGone, SchemaError, Overloaded: as ``check``.
-            Exception: what the module raised; the session has ended.
+            Exception: from the module; the session has ended.
         """
         key = step.header.session
         with self._lock:
@@ -245,7 +245,7 @@ class Sessions:
         with self._lock:
             self._count_bytes(session, held)
             if self.nbytes > self._limits.nbytes:
-                # Without a reason, because nothing was done: the same question may find room later.
+                # Without a reason, because nothing was done: a retry may find room later.
                 self._drop(header.session)
                 if held > self._limits.nbytes:
                     raise SchemaError(
@@ -277,7 +277,7 @@ class Sessions:
         if step.rows != session.rows:
             raise SchemaError(f"{uid}: the session has {session.rows} rows, step {number} brings {step.rows}")
         if number == session.steps - 1:
-            # Before its body has come, a step's inputs are not known.
+            # Before its body has arrived, a step's inputs are not known.
             if step.length and step.checksum != session.checksum:
                 raise SchemaError(
                     f"{uid}: step {number} was already taken, with other inputs; its answer may have been lost: send "
@@ -340,7 +340,7 @@ class Sessions:
                 self._reasons.popitem(last=False)
 
     def _sweep(self) -> None:
-        """Free the sessions whose time is over."""
+        """Free the expired sessions."""
         now = self._clock()
         if now < self._sweep_at:
             return

@@ -1,4 +1,4 @@
-"""The verbs of inference sessions: a step, the end, and the number of those that are open."""
+"""The verbs of inference sessions: a step, the end, and the number of open sessions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SessionVerbs:
         find: returns the expert of a uid, or raises.
         check_request: returns the rows of a request that fits its expert, or raises.
         check_finite: raises for tensors that are not finite.
-        put_aside: queues a task once all requests that have come are read.
+        put_aside: queues a task once all requests received so far are read.
         allocate: makes the memory for requests.
     """
 
@@ -65,11 +65,11 @@ class SessionVerbs:
         ]
 
     def _check(self, header: RequestHeader) -> None:
-        """Refuse a step that cannot be taken, before there is memory for it."""
+        """Refuse a step that cannot be taken, before memory is allocated for it."""
         backend = self._find(header.target)
         pool = _pool_of(backend)
         asked = wire.read_step(header.payload)
-        # First whether it is still here: a server that was restarted may also have another schema.
+        # First whether it still exists: a restarted server may also have another schema.
         if asked.number:
             self._sessions.find(asked, backend)
         rows = self._check_request(header, backend)

@@ -1,4 +1,4 @@
-"""Steps of sessions as a backend sees them: tasks that run alone, and the memory of the caches that a module makes."""
+"""Steps of sessions as a backend sees them: tasks that run alone, and the memory of a module's caches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def makes_caches(module: nn.Module) -> bool:
 
 
 def bytes_held(*structures: object) -> int:
-    """Return the bytes of the tensors in ``structures``: in containers and in attributes; memory that several share
-    counts once.
+    """Return the bytes of the tensors in ``structures``: in containers and in attributes; shared memory counts once.
 
     >>> import torch
     >>> whole = torch.zeros(4, 8)
@@ -56,7 +55,7 @@ def bytes_held(*structures: object) -> int:
 
 
 def _parts_of(part: object) -> Iterator[object]:
-    # A cache may refer to its module, which is there without it.
+    # A cache may refer to its module, which exists anyway.
     if isinstance(part, (str, bytes, int, float, type, ModuleType, nn.Module)):
         return
     if isinstance(part, Mapping):

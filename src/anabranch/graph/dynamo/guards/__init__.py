@@ -1,4 +1,4 @@
-"""Checks in addition to Dynamo's own guards: Python state that it reads without a guard, or differently from Python.
+"""Checks beyond Dynamo's own guards: Python state that it reads without a guard, or differently from Python.
 
 Open ``unseen.py`` first.
 """

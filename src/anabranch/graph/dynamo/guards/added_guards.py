@@ -1,7 +1,7 @@
-"""Guards that Dynamo leaves out.
+"""Guards that Dynamo omits.
 
-It compares numbers by ``==``, which treats 0.0 and -0.0 as equal; and where only the truth of a dict is requested, it
-looks at its type alone.
+It compares numbers by ``==``, which treats 0.0 and -0.0 as equal; and if only the truth of a dict is read, it checks
+only its type.
 """
 
 from __future__ import annotations

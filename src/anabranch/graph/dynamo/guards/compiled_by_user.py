@@ -1,4 +1,5 @@
-"""Parts that the user has given to ``torch.compile``: Dynamo would read through them, and a graph run them plainly.
+"""Parts that the user has compiled with ``torch.compile``: Dynamo would trace through them, and a graph would run them
+uncompiled.
 
 Inductor's kernels differ from those in the last bits, so such a step is not a graph.
 """
@@ -18,7 +19,7 @@ __all__ = ["compiled_refusal", "has_compiled_methods", "refuse_compiled_code", "
 
 
 def compiled_refusal(part: str) -> CaptureError:
-    """Return the error that says that ``part`` is compiled."""
+    """Return the error for a compiled ``part``."""
     return CaptureError(
         f"{part} is compiled by torch.compile, whose results differ from a graph's in the last bits; pass the "
         "one, or use engine='tape'"
@@ -31,7 +32,7 @@ def has_compiled_methods(kind: type) -> bool:
 
 
 def refuse_compiled_parts(values: Iterable[object]) -> None:
-    """Look at modules and functions that a step is given.
+    """Check the modules and functions of a step.
 
     Raises:
         CaptureError: one is compiled, or a part of it.
@@ -47,7 +48,7 @@ def refuse_compiled_parts(values: Iterable[object]) -> None:
 
 
 def refuse_compiled_code(traced: Iterable[CodeType]) -> None:
-    """Look at the code that Dynamo went through: it calls compiled functions by one of its own.
+    """Check the code that Dynamo traced: it calls compiled functions through one of its own.
 
     Raises:
         CaptureError: a compiled function was called.

@@ -1,9 +1,8 @@
-"""Values and calls that Dynamo computes otherwise than Python and PyTorch do, or reads without a guard.
+"""Values and calls that Dynamo computes differently from Python and PyTorch, or reads without a guard.
 
 It writes ``torch.addcdiv(value=)`` and a few others as several calls, which round differently; it divides floats by
-``//`` as ``floor(a / b)``, which is another number (``1.0 // 0.1`` is 9.0); it forgets the format of a number in a
-text; it takes NumPy's scalars for tensors; and it asks neither for a view's base nor for a function's annotations
-again.
+``//`` as ``floor(a / b)``, which is another number (``1.0 // 0.1`` is 9.0); it drops the format of a number in a
+string; it treats NumPy's scalars as tensors; and it rereads neither a view's base nor a function's annotations.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def faithful_values(deny: Callable[[str], None], refuse: Callable[[str], None], 
     Args:
         deny: called with the reason that the step cannot be a graph; raises.
         refuse: called with a description of a value read without a guard.
-        note: called with each function that asks PyTorch for a state of the process, and with its arguments.
+        note: called with each function that reads a process state of PyTorch, and with its arguments.
     """
     with ExitStack() as stack:
         for change in (_whole_calls(), *_exact_numbers(deny), *_guarded_reads(refuse), _noted_states(note)):
@@ -72,7 +71,7 @@ def _whole_calls() -> Any:
 
 
 def _left_whole(*_: object, **__: object) -> None:
-    """Leave a call to Dynamo's general rule, which keeps it as it is."""
+    """Leave a call to Dynamo's general rule, which keeps it unchanged."""
 
 
 def _exact_numbers(deny: Callable[[str], None]) -> Iterator[Any]:

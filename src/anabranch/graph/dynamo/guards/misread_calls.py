@@ -1,6 +1,7 @@
-"""Calls that Dynamo reads as other calls: past the cache of ``functools.lru_cache``, past a metaclass's ``__call__``.
+"""Calls that Dynamo replaces with others: it bypasses the cache of ``functools.lru_cache`` and a metaclass's
+``__call__``.
 
-What a cache or a singleton returns is another object than the one that Dynamo makes again, and no guard watches it.
+A cache or a singleton returns another object than the one that Dynamo recreates, and no guard watches it.
 An object with the user's ``__del__`` would be made while the code is read, and never in a run.
 """
 
@@ -22,7 +23,7 @@ def misread_calls(refuse: Callable[[str], None], deny: Callable[[str], None]) ->
 
     Args:
         refuse: called with a description of the call.
-        deny: raises that the code cannot be a graph, before an object is made.
+        deny: raises the error that the code cannot be a graph, before an object is made.
     """
     from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable

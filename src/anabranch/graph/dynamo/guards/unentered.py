@@ -1,8 +1,8 @@
 """Functions of torch that Dynamo calls without reading their code: the names they use and their defaults may change.
 
 ``F.multi_head_attention_forward`` finds ``scaled_dot_product_attention`` by name in ``torch.nn.functional``, where a
-user may put their own function. Names are looked up again in the modules of ``_READ`` and ``_NAMED``, not in
-others, such as ``math``: the look is taken before each run and has a microsecond or two.
+user may put their own function. Names are looked up again in the modules of ``_READ`` and ``_NAMED``, not in others,
+such as ``math``: the lookup runs before each run, with a budget of a microsecond or two.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Reads of a trace that Dynamo's guards do not cover: checked before each run, or refused.
 
-Dynamo guards values that it meets as values. It does not look again at names that Python found among the built-ins, at
-the environment read through a function, at modules that an ``import`` statement found, at what an abstract base class
-counts as its own, at the order of an ``OrderedDict``, at a class's metaclass, or at the switches of attention kernels.
-Nor does it look at what was absent: a key of an object's ``__dict__``, an attribute of a module or of a function, a
-global that would hide a built-in.
-These are kept here, each as a function that reads and the value it gave. Reads that cannot be repeated are refused:
-the identity of two objects, special methods of the user's classes that Dynamo called instead of reading, custom
-operators.
+Dynamo guards values that it meets as values. It does not recheck names that Python found among the built-ins, the
+environment read through a function, modules found by an ``import`` statement, the classes registered with an abstract
+base class, the order of an ``OrderedDict``, a class's metaclass, or the switches of attention kernels. Nor does it
+check for absent things: a key of an object's ``__dict__``, an attribute of a module or of a function, a global that
+would hide a built-in. These are kept here, each as a reading function and its value. Reads that cannot be repeated are
+refused: the identity of two objects, special methods of the user's classes that Dynamo called instead of reading,
+custom operators.
 """
 
 from __future__ import annotations
@@ -163,11 +162,11 @@ class Unseen:
             self._looks["functions of torch"] = look_at(self._unentered.values())
 
     def note_state(self, read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record that the traced code asks PyTorch for process state, such as the rank."""
+        """Record that the traced code reads process state of PyTorch, such as the rank."""
         self._states.append((read, args, kwargs))
 
     def examine_states(self) -> None:
-        """Record the states noted, as they are outside of the code that is traced."""
+        """Record the noted states, as they are outside the traced code."""
         for read, args, kwargs in self._states:
             self._watch((read, str(args), str(kwargs)), functools.partial(read, *args, **kwargs))
         self._states.clear()
@@ -179,7 +178,7 @@ class Unseen:
             self._absent.setdefault(id(held), (held.keys(), set()))[1].update(absent)
 
     def _examine_absences(self, name: str, value: object) -> None:
-        """Record attributes that an object lacks, and that the code would find if it had them."""
+        """Record missing attributes of an object that the code would find if they existed."""
         kind = type(value)
         try:
             held = object.__getattribute__(value, "__dict__")
@@ -259,12 +258,12 @@ def _attention_switches() -> list[bool]:
 
 
 def _autocast_of(device: str) -> tuple[object, ...]:
-    """Return what autocast takes from the process where the code does not say."""
+    """Return autocast's defaults from the process."""
     return torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
 
 
 def _kernel_switches() -> tuple[bool, ...]:
-    """Return the switches of libraries that a captured operation has asked already, as an LSTM does."""
+    """Return the switches of libraries that a captured operation has already read, as an LSTM does."""
     return torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
 
 

@@ -1,9 +1,9 @@
-"""Classes and functions that a trace went through: Dynamo guards what a class holds, not the methods it calls.
+"""Classes and functions used by a trace: Dynamo guards a class's attributes, not the methods that it calls.
 
-A method that is replaced on a module's class, on a base of it or on ``torch.Tensor``, and a function whose code is
-swapped, as notebooks do that load code again, change a step's computation. CPython counts the changes of a class and
-its bases in its version tag; that one number of each class is compared before each run. On a Python whose tags behave
-differently, the contents of the classes are compared instead.
+Replacing a method of a module's class, of its base or of ``torch.Tensor``, or swapping a function's code, as notebooks
+do when they reload code, changes a step's computation. CPython counts the changes of a class and its bases in its
+version tag; that one number of each class is compared before each run. On a Python whose tags behave differently, the
+contents of the classes are compared instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _contents(kind: type) -> list[object]:
 
 
 class WatchedCode:
-    """The classes of some objects, and the functions among their methods that were traced, as they are now."""
+    """The classes of some objects, and their traced methods, in their current state."""
 
     def __init__(self, kinds: Iterable[type], traced: Iterable[CodeType]) -> None:
         self._kinds = list(dict.fromkeys(kinds))
@@ -79,7 +79,7 @@ class WatchedCode:
             return False
         if _has_tags and list(map(_value_of, self._tag_memory)) == self._tags:
             return True
-        # Changed, and perhaps changed back, as PyTorch's own tracers do to nn.Module while they trace.
+        # Changed, and perhaps changed back, as by PyTorch's own tracers to nn.Module.
         for kind, contents in zip(self._kinds, self._contents, strict=True):
             now = _contents(kind)
             if len(now) != len(contents) or not all(map(operator.is_, now, contents)):

@@ -1,4 +1,4 @@
-"""Weak references to tensors that Dynamo leaves behind: ``torch.utils.swap_tensors`` refuses a tensor that has any."""
+"""Weak references to tensors left behind by Dynamo: ``torch.utils.swap_tensors`` refuses a tensor that has any."""
 
 from __future__ import annotations
 

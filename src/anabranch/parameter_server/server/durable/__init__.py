@@ -1,6 +1,6 @@
-"""A shard's log and checkpoints on disk: what was acknowledged survives a kill, and damage is found.
+"""A shard's log and checkpoints on disk: acknowledged changes survive a kill, and damage is detected.
 
-Not the order of changes, which ``shard.py`` has. Open ``durability.py`` first.
+The order of changes is in ``shard.py``. Open ``durability.py`` first.
 """
 
 __all__: list[str] = []

@@ -1,13 +1,13 @@
-"""``Acknowledged``: the numbered requests that a shard has done, by client, and the number of pushes it holds of each.
+"""``Acknowledged``: the numbered requests that a shard has applied, by client, and the number of each one's pushes.
 
-The requests are remembered so that a retry after the process died with the acknowledgement is answered, not done
-again. A push has its place among its client's pushes on this shard, from 1, which its answer carries; so a client
+The requests are remembered so that a retry, after the process died before acknowledging, is answered and not applied
+again. A push is numbered among its client's pushes on this shard, from 1, and its answer has that place; so a client
 whose latest place is above the shard's count knows exactly which of its pushes are lost.
 
-Requests are remembered of the last 4,096 clients, counts of the last 262,144 that have pushed. Who is beyond that says
-with its next request how many pushes it was told of. As long as the shard has lost nothing since it first forgot a
-client, it holds all of them, and continues from that number (``adopt``). Afterwards nobody can tell, and the shard says
-so instead of a number.
+Requests are remembered of the last 4,096 clients, counts of the last 262,144 that have pushed. A client beyond that
+sends the number of its acknowledged pushes with its next request. As long as the shard has lost nothing since it first
+forgot a client, it holds all of them, and continues from that number (``adopt``). Afterwards the number is unknown, and
+the shard reports that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Done = deque[tuple[int, int]]  # sequence, place
 
 
 class Acknowledged:
-    """The last requests done for each client, and the number of its pushes; the client silent longest is forgotten.
+    """The last requests of each client, and the number of its pushes; the client silent longest is forgotten.
 
     >>> done = Acknowledged()
     >>> client = b"c" * 16
@@ -72,18 +72,18 @@ class Acknowledged:
         return place
 
     def take_back(self, identity: RequestIdentity) -> None:
-        """Forgets the request that was counted last, which was refused after all."""
+        """Forget the request that was counted last, which was refused after all."""
         sequence, place = self._clients[identity[0]].pop()
         assert sequence == identity[1]
         if place:
             self._pushes[identity[0]] = place - 1
 
     def adopt(self, epoch: bytes, pushes: int) -> None:
-        """Take a client's own count, of pushes that the shard holds though it has forgotten their number."""
+        """Adopt a client's own count of pushes that the shard holds but whose number it has forgotten."""
         self._count(epoch, max(min(pushes, _MOST), self._pushes.get(epoch, 0)))
 
     def note_loss(self) -> None:
-        """Note that the shard came back with less than it had acknowledged."""
+        """Record that the shard was restored with less than it had acknowledged."""
         self._doubtful = self._uncounted > 0
 
     def _count(self, epoch: bytes, pushes: int) -> None:
@@ -99,7 +99,7 @@ class Acknowledged:
         return (None if self._uncounted else 0) if known is None else known
 
     def place(self, identity: RequestIdentity) -> int:
-        """Return the place of a push that was done; 0 if it is not remembered."""
+        """Return the place of an applied push; 0 if it is not remembered."""
         done = list(self._clients.get(identity[0], ()))
         return next((place for sequence, place in reversed(done) if sequence == identity[1]), 0)
 
@@ -123,7 +123,7 @@ class Acknowledged:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Load what ``state`` gave; an old checkpoint has no places, and no counts of pushes or only some."""
+        """Load the result of ``state``; an old checkpoint has no places, and no counts of pushes or only some."""
         done = cast(Mapping[bytes, Sequence[int]], state["done"])
         places = cast(Mapping[bytes, Sequence[int]], state.get("places", {}))
         self._forgotten = cast(int, state.get("forgotten", 0))

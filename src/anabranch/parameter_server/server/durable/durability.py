@@ -6,9 +6,9 @@
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
     checkpoint: begin log n+1 and copy the state under the lock; write and sync; delete the logs of the one before
 
-Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and none of their pushes:
-those since the last checkpoint are lost when the process is killed. The shard knows their number from the count in the
-directory's ``owner`` file, and each client is told of its own (``acknowledged.py``).
+Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and no pushes: those
+since the last checkpoint are lost when the process is killed. The shard knows their number from the count in the
+directory's ``owner`` file, and reports to each client its own (``acknowledged.py``).
 
 A table in a file is not copied: it is written under the lock, a few rows at a time, and requests wait for that.
 """
@@ -46,9 +46,9 @@ __all__ = ["Durability", "Keeper"]
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: RequestIdentity = (b"", 0)
-# Changes that clients would not request again after a restart, but continue pushing: logged under "checkpoint" too.
+# Changes that clients do not request again after a restart: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
-# A client's count that the shard had forgotten and has from the client again: the record's sequence.
+# A client's count that the shard had forgotten and got back from the client: the record's sequence.
 _ADOPTED = "adopted"
 
 _CHOICES = "restore its files from a copy, or start with --repair, which continues with what is left"
@@ -63,7 +63,7 @@ class Keeper:
         repair: use the readable part of a damaged log or of lost checkpoints, and set the rest aside.
 
     Raises:
-        CheckpointError: another server has the directory.
+        CheckpointError: another server holds the directory.
     """
 
     def __init__(self, durability: Durability, directory: Path | None, *, repair: bool = False) -> None:
@@ -88,7 +88,7 @@ class Keeper:
 
     @property
     def life(self) -> int:
-        """Changes when the shard comes back with less than it had acknowledged."""
+        """A number that changes when the shard is restored with less than it had acknowledged."""
         return self._life
 
     @property
@@ -97,7 +97,7 @@ class Keeper:
         return self._owner is None or self._owner.position.saved >= 0
 
     def start(self, shard: Shard) -> list[RequestIdentity]:
-        """Restores the shard's state; returns the requests that were done.
+        """Restore the shard's state; returns the applied requests.
 
         Raises:
             CheckpointError: the files are damaged, and ``repair`` was not requested; or they may not be read.
@@ -160,7 +160,7 @@ class Keeper:
         return self._owner.name or secrets.token_bytes(16)
 
     def _find(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
+        """Return the newest complete checkpoint; ``None`` if there is none yet or, under ``repair``, none left."""
         assert self._directory is not None
         assert self._owner is not None
         generations, saved = complete_generations(self._directory), self._owner.position.saved
@@ -190,7 +190,7 @@ class Keeper:
         return found
 
     def _own_behind(self, newest: Checkpoint, generations: Sequence[int]) -> Checkpoint | None:
-        """Return this directory's newest complete checkpoint, if ``newest`` is another one's that was put there.
+        """Return this directory's newest complete checkpoint, if ``newest`` was copied there from another directory.
 
         ``None`` if it is not, or if no checkpoint has the name in ``owner``: then ``owner`` is another directory's.
         """
@@ -212,7 +212,7 @@ class Keeper:
         return None
 
     def _set_checkpoints_aside(self) -> None:
-        """Make room for a new one, and tell what was given up; once the log is read, which may refuse the start."""
+        """Make room for a new one, and report what was set aside; after reading the log, which may refuse the start."""
         if self._lost is None or self._directory is None:
             return
         for generation in self._damaged:
@@ -229,7 +229,7 @@ class Keeper:
         try:
             shard.replay(record.verb, record.payload, tensors)
         except (ValueError, TypeError, ArithmeticError) as error:
-            # The change failed at first too, and was not acknowledged: no reason to refuse to start.
+            # The change failed the first time too, and was not acknowledged: no reason to refuse to start.
             report("parameter_server.record_refused", verb=record.verb, error=str(error))
         else:
             self._count((record.epoch, record.sequence), record.verb)
@@ -244,7 +244,7 @@ class Keeper:
             self._asking.identity = _NOBODY
 
     def journal(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
-        """Orders a change before it is done; called under the shard's lock."""
+        """Append a change before it is applied; called under the shard's lock."""
         identity = getattr(self._asking, "identity", _NOBODY)
         logged = self._durability == "log" or verb in _ALWAYS_LOGGED or self._pending
         if self._log is not None and logged:
@@ -253,7 +253,7 @@ class Keeper:
         self._touched += 1
 
     def take_back(self) -> None:
-        """Forgets the change journaled last, which was refused when it was done; called under the shard's lock."""
+        """Remove the last journaled change, which was refused when it was applied; called under the shard's lock."""
         identity = getattr(self._asking, "identity", _NOBODY)
         if identity[0]:
             self._done.take_back(identity)
@@ -265,13 +265,11 @@ class Keeper:
             self._changes += 1
 
     def place(self, identity: RequestIdentity | None = None) -> int:
-        """Return the place of ``identity``'s push among its client's, from 1; by default of the push this thread did
-        last.
-        """
+        """Return the place of ``identity``'s push among its client's, from 1; by default of this thread's last push."""
         return cast(int, self._asking.place) if identity is None else self._done.place(identity)
 
     def check(self, standing: Standing) -> None:
-        """Raise if the shard holds less than a client has been told.
+        """Raise if the shard holds fewer of a client's pushes than it acknowledged.
 
         Raises:
             RolledBack: some of its pushes are lost; gives their number.
@@ -289,10 +287,10 @@ class Keeper:
             )
 
     def _adopt(self, standing: Standing) -> int:
-        """Return the count of a client that was forgotten, as the client itself says it.
+        """Return the count of a forgotten client, as the client reports it.
 
         Raises:
-            RolledBack: nobody can tell whether the shard still holds so many.
+            RolledBack: it is unknown whether the shard still holds that many.
         """
         if self._done.doubtful:
             raise RolledBack(
@@ -304,7 +302,7 @@ class Keeper:
         with self._shard.locked():
             holds = self._done.pushes(standing.epoch)
             if holds is None:
-                # Under "checkpoint" a count that came after it would hide the loss of pushes that came after it, too.
+                # Under "checkpoint" a count logged after it would hide the loss of pushes that came after it.
                 if self._log is not None and self._durability == "log":
                     self._position = self._log.append(Record(_ADOPTED, b"", standing.epoch, standing.pushes), ())
                 self._done.adopt(standing.epoch, standing.pushes)
@@ -313,7 +311,7 @@ class Keeper:
             return holds
 
     def commit(self, deadline: Deadline) -> None:
-        """Wait until every change journaled so far is durable, as far as the durability promises it."""
+        """Wait until every change journaled so far is as durable as promised."""
         if self._log is not None and self._owner is not None:
             self._log.commit(self._position, deadline)
             if self._durability == "checkpoint":
@@ -321,7 +319,7 @@ class Keeper:
                 self._owner.note(changes=self._changes)
 
     def checkpoint(self) -> None:
-        """Write the shard's present state, if it has changed since it was last written."""
+        """Write the shard's current state, if it has changed since it was last written."""
         if self._log is None or self._owner is None or self._directory is None:
             return
         with self._checkpointing:
@@ -343,12 +341,12 @@ class Keeper:
             fault_point("durability.before_forgetting")
             self._saved_touched = touched
             self._owner.note(durable=True, saved=changes)
-            # Logs since the checkpoint before stay, because it is kept too, and used if this one is damaged.
+            # Logs since the previous checkpoint stay, because it is kept too, and used if this one is damaged.
             self._log.forget_before(self._forget_before)
             self._forget_before = at.file
 
     def _journal_pending(self) -> None:
-        """Journals the pushes that wait for other workers', which no snapshot holds; they come first in the new log."""
+        """Journal the pushes that wait for other workers', which no snapshot holds; they come first in the new log."""
         self._pending, touched = True, self._touched
         try:
             self._shard.journal_pending()
@@ -363,7 +361,7 @@ class Keeper:
         checkpoint.write(self._directory, groups, state, step=changes)
 
     def close(self) -> None:
-        """Sync and close the log, and give the directory up."""
+        """Sync and close the log, and release the directory."""
         try:
             if self._log is not None:
                 self._log.close()
@@ -373,7 +371,7 @@ class Keeper:
 
 
 def _name_in(found: Checkpoint) -> bytes | None:
-    """Return the name of the directory that the checkpoint was written in; earlier versions gave none."""
+    """Return the name of the directory in which the checkpoint was written; earlier versions had none."""
     name = cast(Mapping[str, object], found.state).get("name")
     return name if isinstance(name, bytes) else None
 

@@ -1,4 +1,4 @@
-"""The bytes of a push log's files: the frame of a record, and a reader's diagnosis of a file that cannot be read on.
+"""The bytes of a push log's files: the frame of a record, and a reader's diagnosis of an unreadable file.
 
 ::
 
@@ -9,11 +9,11 @@
     | mark | length | record number | chain | crc32 | body        |   one frame after the other
     +------------------------------------------------------------+
 
-Records are numbered over all files, and each frame holds the checksum of the one before (its *chain*), so that a record
-that is missing, repeated or of another log is found. The mark can be searched for: behind an unreadable frame,
-valid frames mean damage, and none mean the tail of a write that a crash cut short.
+Records are numbered over all files, and each frame holds the checksum of the previous one (its *chain*), so that a
+record that is missing, repeated or from another log is detected. The mark can be searched for: valid frames after an
+unreadable one mean damage; if there are none, it is the tail of a write that a crash cut short.
 
-Older files had frames of length, checksum and body alone; they are still read. Their records are counted, and the next
+Older files had frames of only length, checksum and body; they are still read. Their records are counted, and the next
 file continues from that count.
 """
 
@@ -54,11 +54,11 @@ _MARK = b"\xabrec"
 _FRAME = struct.Struct("<4sQQII")
 _OLD_FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
-_SHORTEST = 4  # bytes of a body; zeros in the place of an older file would be frames of empty ones, checksums and all
+_SHORTEST = 4  # bytes of a body; zeros in an older file would be valid frames of empty ones, including checksums
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """One change that was done: its verb, its message, and the client and number of the request."""
+    """One applied change: its verb, its message, and the client and number of the request."""
 
     verb: str
     payload: bytes
@@ -74,8 +74,8 @@ class Preamble:
     Attributes:
         file: its number, which is also in its name.
         first: the number of its first record, counted from 0 over all files.
-        chain: the checksum of the record before that; without one a random number, which names the log, and 0 if
-            it was written without numbers.
+        chain: the checksum of the previous record; without one a random number, which names the log, and 0 if it was
+            written without numbers.
         epoch: of the server that wrote it: the number of starts so far.
     """
 
@@ -99,7 +99,7 @@ class Preamble:
         """
         with open_regular(path) as file:
             start = file.read(_PREAMBLE.size)
-        # The file is of either kind; an older one begins with a length below 2^32, or is empty.
+        # The file is of one of two kinds; an older one begins with a length below 2^32, or is empty.
         if len(start) >= _OLD_FRAME.size and start[4:8] == b"\0\0\0\0":
             return None
         if len(start) < _PREAMBLE.size:
@@ -127,10 +127,10 @@ def frame_of(body: bytes, number: int, chain: int) -> tuple[bytes, int]:
 
 
 class Frames:
-    """The frames of one file, read in their order up to the end or to the first unreadable one.
+    """The frames of one file, read in order up to the end or to the first unreadable one.
 
     Attributes:
-        at: the byte behind the last frame that was read.
+        at: the offset after the last frame that was read.
         count: the number of the next record.
         chain: the checksum of the last record.
         fault: the damage found at ``at``; ``None`` at the end of the file.
@@ -254,7 +254,7 @@ def log_path(directory: Path, number: int) -> Path:
 
 
 def is_numbered(path: Path) -> bool:
-    """Return True unless the file can have been written before records were numbered; those may be empty, or cut
+    """Return True unless the file may have been written before records were numbered; those may be empty, or cut
     anywhere.
     """
     try:

@@ -1,4 +1,4 @@
-"""``Ownership``: one server for each directory, and a record of what its files must hold at least.
+"""``Ownership``: one server for each directory, and a record of the least that its files must hold.
 
 ::
 
@@ -6,14 +6,14 @@
     owner                   epoch | log file, records, chain | checkpoint | changes | pid: two slots, in turn
                             name: 16 random bytes, which the directory's checkpoints hold, too
 
-The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything; a server that
-was frozen so long that its lock was lost (network file systems do that) finds a higher one before it acknowledges
-anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of
-the log and without its own sync: it is never ahead of the log, and after the death of a process it is exact.
-So a log that was cut, emptied or removed since is detected.
+The *epoch* counts the servers that have owned the directory. A server increments it before it reads anything; a server
+that was frozen so long that it lost its lock (network file systems do that) finds a higher one before it acknowledges
+anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of the
+log and without its own sync: it is never ahead of the log, and after the death of a process it is exact. So a log that
+was cut, emptied or removed later is detected.
 
-The file is durable before there is a log or a checkpoint beside it. So beside one that is damaged, emptied or removed a
-log cannot be known to be whole; only directories written before there was such a file are taken without one.
+The file is durable before there is a log or a checkpoint beside it. If it is damaged, emptied or removed, the log
+cannot be known to be whole; only directories written by versions without this file are accepted without it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DirectoryContents:
         file: the number of the newest log file; 0 without one.
         records: the number of durable records of the log, counted over all its files.
         chain: the checksum of the last one.
-        saved: the number of changes in the newest durable checkpoint; -1 as long as there is none.
+        saved: the number of changes in the newest durable checkpoint; -1 if there is none.
         changes: the number of changes that the shard had acknowledged, logged or not.
     """
 
@@ -77,7 +77,7 @@ class _Slot:
 
 
 class Ownership:
-    """Makes this the one server that may write into a directory, as long as it lives.
+    """Makes this the only server that may write into a directory, while it lives.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
@@ -140,7 +140,7 @@ class Ownership:
     def note(self, *, durable: bool = False, **known: int) -> None:
         """Record contents of the directory, by the names of ``DirectoryContents``; safe from several threads.
 
-        ``durable``: returns once that is on the disk.
+        ``durable``: returns once the record is on disk.
         """
         with self._lock:
             position = replace(self._slot.position, **known)
@@ -192,7 +192,7 @@ class Ownership:
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
-        """Give the directory up to another server."""
+        """Release the directory to another server."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -206,7 +206,7 @@ class Ownership:
             except BlockingIOError:
                 raise
             except OSError:
-                # Network file systems that lock only what is open for writing.
+                # Network file systems that lock only files open for writing.
                 return FileLock(os.open(directory / ".owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except BlockingIOError:
             raise CheckpointError(
@@ -224,7 +224,7 @@ class Ownership:
         return str(max(slots, key=_newest).pid) if slots else "unknown"
 
     def _check_file(self, directory: Path, *, repair: bool) -> None:
-        """Give up what cannot be the ``owner`` file that was here, and under ``repair`` makes room for a new one."""
+        """Raise for a file that cannot be this directory's ``owner`` file; under ``repair`` make room for a new one."""
         if not os.path.lexists(self._path):
             if _had_owner(directory):
                 self._give_up("is missing", repair=repair)
@@ -241,7 +241,7 @@ class Ownership:
         slots = self._slots()
         if slots:
             return max(slots, key=_newest)
-        # A start that was killed, or a power cut soon after it, leaves an empty file, or zeros, and nothing beside it.
+        # A killed start, or a power cut soon after one, leaves an empty file, or zeros, and nothing beside it.
         if any(os.pread(self._file, 2 * _APART, 0)):
             self._give_up("is damaged", repair=repair)
         elif self.lost is None and _had_owner(self._path.parent):
@@ -267,9 +267,7 @@ class Ownership:
 
 
 def holds_changes(directory: Path) -> bool:
-    """Return True if a shard's directory, which another server may have, holds any change, or cannot be known to hold
-    none.
-    """
+    """Return False if a shard's directory is known to hold no change; another server may hold the directory."""
     try:
         if not log_numbers(directory) and not complete_generations(directory):
             return False
@@ -297,7 +295,7 @@ def _slots_in(memory: bytes) -> list[_Slot]:
 
 
 def _had_owner(directory: Path) -> bool:
-    """Return True if a log or a checkpoint is there that was written beside an ``owner`` file."""
+    """Return True if there is a log or a checkpoint that was written beside an ``owner`` file."""
     if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
         return True
     for generation in complete_generations(directory):
@@ -323,5 +321,5 @@ def _newest(slot: _Slot) -> tuple[int, int]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open what may be a pipe that nobody writes to."""
+    """Open a file without blocking, even if it is a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)

@@ -2,9 +2,10 @@
 
 Appending orders records; committing makes them durable. Several threads that commit at once share one ``fsync``: the
 first syncs for all that have appended by then, the others wait for it. The durable position is then written to the
-directory's ``owner`` file, and a server that another one has replaced learns it before it acknowledges anything.
+directory's ``owner`` file, so a server that has been replaced by another one learns of it before it acknowledges
+anything.
 
-A log file is never rewritten. A checkpoint begins a new one, and removes the older ones once it is durable itself.
+A log file is never rewritten. A checkpoint begins a new file, and removes the older ones once it is durable.
 ``log_format.py`` defines the bytes, ``recovery.py`` reads them.
 """
 
@@ -39,7 +40,7 @@ __all__ = ["PushLog"]
 
 
 class PushLog:
-    """The log files of one directory, the newest of which is written; a context manager.
+    """The log files of one directory; writes the newest. A context manager.
 
     >>> import tempfile, torch
     >>> from anabranch.parameter_server.server.durable.recovery import LogReader
@@ -69,7 +70,7 @@ class PushLog:
         here = after or DirectoryContents()
         self._number = max(here.file, *log_numbers(directory), 0)
         self._records = self._durable = here.records
-        # A new log starts from a random number, so that its files are not taken for those of another one.
+        # A new log starts from a random number, so that its files are not mistaken for another log's.
         self._chain = self._durable_chain = here.chain if here.file else secrets.randbits(32)
         self._syncing = False
         self._broken: Exception | None = None
@@ -106,7 +107,7 @@ class PushLog:
             return self._records
 
     def _take_back(self, error: OSError) -> Never:
-        """Cut off what was written of a record, so that the next one may follow; without that the log is done."""
+        """Cut off a partly written record, so that the next one can follow; if that fails, the log is closed."""
         try:
             os.ftruncate(self._file, self._size)
         except OSError:
@@ -118,7 +119,7 @@ class PushLog:
         ) from error
 
     def commit(self, position: int, deadline: Deadline) -> None:
-        """Wait until all records up to ``position`` are on the disk."""
+        """Wait until all records up to ``position`` are on disk."""
         while True:
             with self._state:
                 while self._durable < position and self._syncing:
@@ -152,7 +153,7 @@ class PushLog:
                 self._state.notify_all()
 
     def _check_whole(self, file: int, size: int) -> None:
-        """Raise if the file was cut or removed meanwhile: records written behind the cut would not be found again."""
+        """Raise if the file was cut or removed meanwhile: records written after the cut would not be found again."""
         there = os.fstat(file)
         if there.st_size < size or not there.st_nlink:
             what = f"has {there.st_size} of the {size} bytes written" if there.st_nlink else "was removed"
@@ -162,7 +163,7 @@ class PushLog:
             )
 
     def rotate(self) -> DirectoryContents:
-        """Begins a new file, with all earlier ones on the disk; returns its position."""
+        """Begin a new file, with all earlier ones on disk; returns its position."""
         with self._state:
             while self._syncing:
                 if not self._state.wait(timeout=60.0):
@@ -208,7 +209,7 @@ class PushLog:
         """Remove the files before ``number``, whose records a durable checkpoint holds."""
         for old in log_numbers(self._directory):
             if old < number:
-                with suppress(IsADirectoryError):  # a folder of such a name is nobody's to empty
+                with suppress(IsADirectoryError):  # a folder with such a name is not the log's to remove
                     log_path(self._directory, old).unlink()
         sync_directory(self._directory)
 

@@ -5,14 +5,14 @@
     checkpoint ──> log file n ──> n + 1 ──> ... ──> the newest ──> where the owner said that all was durable
                    each begins where the one before ends           no earlier than that
 
-Three ends are distinguished. The log is whole. Or its last write was cut short by a crash: nothing valid lies behind it
-and no acknowledged record is missing, so it is cut off, and reported. Or the log is *damaged*: valid records lie
-behind the place, a file is missing or empty or no file at all, or the log ends before its last durable position. Then
+Three ends are distinguished. The log is whole. Or its last write was cut short by a crash: nothing valid follows it and
+no acknowledged record is missing, so it is cut off, and reported. Or the log is *damaged*: valid records follow the
+place, a file is missing, empty or not a regular file, or the log ends before its last durable position. Then
 acknowledged changes are lost, and the shard refuses to start without them; ``repair`` keeps the records before the
-damage. A file that this user may not read is not one of these, and is refused with and without ``repair``.
+damage. A file that this user may not read is a separate case, refused with and without ``repair``.
 
-The owner's position has the checksum of its last record, and the log must have the same one there: an owner file of
-another directory, or one that was begun again beside an old log, would otherwise let a shortened log pass.
+The owner's position has the checksum of its last record, and the log must have the same one there: otherwise an owner
+file of another directory, or a new one beside an old log, would hide that the log was shortened.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LogReader:
     Attributes:
         end: the position after the last record that was read.
         known: as given, unless it belongs to another log.
-        lost: the damage that was found; else ``None``.
+        lost: the damage found, or ``None``.
 
     Raises:
         CheckpointError: the log is damaged; gives the place, the loss, and the choices. Or it may not be read.
@@ -103,7 +103,7 @@ class LogReader:
     def _compare(self, count: int, chain: int, *, numbered: bool = False, start: bool = False) -> None:
         """Raise if the owner's position cannot be on this log, which has ``chain`` after ``count`` records.
 
-        ``numbered``: records of this log are here or before, which its owner knew of. ``start``: nothing before it is
+        ``numbered``: this log has records, here or earlier, that its owner knew of. ``start``: nothing before it is
         read, so the owner's position may not be there.
         """
         if not self._has_owner:
@@ -137,7 +137,7 @@ class LogReader:
             self._damaged(f"{path} {str(error).removeprefix(f'{path.name} ')}", count)
             return None
         except ValueError as error:
-            # Empty files were made at every start before files had a beginning.
+            # Versions before preambles created an empty file at every start.
             if path.stat().st_size == 0 and (not last or not self.known.file):
                 return Frames(path, None, count, chain)
             if last and number > self.known.file and count >= self.known.records:
@@ -161,7 +161,7 @@ class LogReader:
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """Return the record at which the next file continues; records of a replaced server behind it were not
+        """Return the record at which the next file continues; a replaced server's records after it were not
         acknowledged.
         """
         if number + 1 not in self._numbers:
@@ -175,9 +175,9 @@ class LogReader:
         return None if after is None else after.first
 
     def _may_end(self, frames: Frames, *, last: bool) -> bool:
-        """Cuts a torn tail off; true if the fault is one, and the log continues."""
+        """Cut off a torn tail; true if the fault is one, and the log continues."""
         where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
-        old_start = frames.old and not behind  # each start began a new file, and left the tail as it was
+        old_start = frames.old and not behind  # each start began a new file, and left the tail unchanged
         if not behind and frames.count >= self.known.records and (last or old_start):
             if last:
                 self._cut(frames.path, frames.at, str(frames.fault))
