@@ -45,12 +45,11 @@ class Addresses:
         self._before: dict[str, RoleStatus] = {}
 
     def look(self) -> JobStatus:
-        """Return what they answer: ``"gone"`` if nothing listens at the address, ``"stopped"`` one that does not
-        answer.
+        """Return their answers: ``"gone"`` if nothing listens at the address, ``"stopped"`` if there is no answer.
 
         Raises:
             ValueError: a malformed endpoint, or TCP without keys.
-            BoundaryError: a server that refuses to tell.
+            BoundaryError: a server refuses to answer.
         """
         requests = [Request(endpoint, STATUS) for endpoint in self._endpoints if not is_redis_url(endpoint)]
         outcomes = self._client.gather(requests, Deadline.after(_SECONDS)) if requests else []
