@@ -20,7 +20,7 @@ class JobTrace:
     Args:
         path: where the trace goes.
         log_dir: where processes write their records, in a folder that is removed at the end.
-        names: returns what to call the job's services, by their endpoints.
+        names: returns the names of the job's services, by their endpoints.
         tell: called with a line about the file, or the reason why there is none.
 
     Raises:

@@ -381,7 +381,7 @@ class _Stopping:
             raise Stopped(number)
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """At the end of the job: what was stopped before it began has ended, too."""
+        """At the end of the job: processes stopped before it began have ended too."""
         self.begun = True
         if isinstance(error, Stopped):
             self.stopped = error.number
@@ -397,7 +397,7 @@ class _Stopping:
 
 
 class _Starter:
-    """Starts processes: forked where that is possible.
+    """Starts processes, forked if possible.
 
     Args:
         server: forks them.
@@ -433,7 +433,7 @@ class _Starter:
 
 
 def _end(process: RoleProcess, rendezvous: Rendezvous) -> None:
-    """End the process behind ``rendezvous``, which ends by itself when that is closed."""
+    """End the rendezvous process, which exits when ``rendezvous`` is closed."""
     rendezvous.__exit__(None, None, None)
     if process.running:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:

@@ -1,4 +1,4 @@
-"""The process that has imported everything and of which a job's processes are forked, in milliseconds each.
+"""The process that has imported everything and from which a job's processes are forked, in milliseconds each.
 
 ::
 
@@ -90,7 +90,7 @@ def _import_all() -> None:
 
 
 def _serve(channel: socket.socket) -> ForkedProcess:
-    """Return in forks alone."""
+    """Return only in forks."""
     while True:
         try:
             received = receive(channel)

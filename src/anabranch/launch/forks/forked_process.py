@@ -105,7 +105,7 @@ class ForkedProcess:
             self._tie_to_launcher()
             self._set_state()
             os.write(self.report, str(os.getpid()).encode())
-        except Exception as error:  # noqa: BLE001  the launcher is told, whatever it is
+        except Exception as error:  # noqa: BLE001 any error is reported to the launcher
             self.refuse(f"{type(error).__name__}: {error}")
             os._exit(1)
         os.close(self.report)
@@ -147,7 +147,7 @@ class ForkedProcess:
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Return the signals that this process ignores, and that those which it starts ignore, too."""
+    """Return the signals that this process and its children ignore."""
     return tuple(sorted(number for number in _changeable_signals() if signal.getsignal(number) is signal.SIG_IGN))
 
 
@@ -174,7 +174,7 @@ def _set_signals(ignored: Sequence[int], blocked: Sequence[int]) -> None:
 
 
 def _seed_anew() -> None:
-    """Forks share their server's generators, where each process that is started has seeds of its own."""
+    """Forks share their server's generators, while each started process has its own seeds."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

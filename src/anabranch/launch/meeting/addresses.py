@@ -57,7 +57,7 @@ class ServiceAddresses:
 
 
 def check_directory(directory: str, *, experts: int, host: str | None, keys: str | None) -> None:
-    """Refuse a directory that others keep, if the experts of a job on this machine could not be found by it.
+    """Refuse an external directory if others could not reach the experts of a job on this machine.
 
     Args:
         directory: endpoints of servers, or the URL of a Redis.

@@ -1,7 +1,7 @@
-"""The process in which a job's members find one another: it holds the rendezvous store and the directory.
+"""The process through which a job's members find one another: it holds the rendezvous store and the directory.
 
-Apart from the launcher, so that the launcher imports no torch, and a paused launcher does not delay the job. It is
-there before all others, outlives them, and dies with the launcher, to which its stdin leads.
+It is separate from the launcher, so that the launcher imports no torch, and a paused launcher does not delay the job.
+It starts before all others, outlives them, and ends with the launcher, which holds the other end of its stdin.
 """
 
 from __future__ import annotations

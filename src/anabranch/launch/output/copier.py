@@ -69,7 +69,7 @@ class Pane:
         self._tail = b""
 
     def passed(self, data: bytes) -> None:
-        """Take note of what rank 0 has written."""
+        """Record rank 0's output."""
         self._tail = (self._tail + data)[-_TAIL:]
 
     def draw(self, lines: list[bytes]) -> None:
@@ -153,7 +153,7 @@ class Copier:
             os.set_blocking(source, False)
 
     def run(self) -> None:
-        """Copy until it is told to end, or the launcher is gone."""
+        """Copy until the launcher ends it, or is gone."""
         while True:
             ready = self._wait()
             for source in sorted(self._open & ready):

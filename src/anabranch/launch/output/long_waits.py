@@ -1,4 +1,4 @@
-"""``LongWaits``: a line on the screen when a worker has waited long for another process, where no picture says so."""
+"""``LongWaits``: a line on the screen when a worker has waited long for another process and no picture shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AGAIN = 3  # times as long until the next line about the same wait
 
 
 class LongWaits:
-    """Looks at the waits of a job's processes.
+    """Watches the waits of a job's processes.
 
     Args:
         folder: the job's log folder.

@@ -50,9 +50,9 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
     """Return the picture of ``job``.
 
     Args:
-        job: as it is now.
-        before: as it was a moment ago, so that services have rates of that moment, not of their whole lives.
-        lines: this many lines at most, without the roles that have the least to show.
+        job: its current state.
+        before: its state a moment ago, so that rates of services are current, not those of their whole lives.
+        lines: at most this many lines, without the least important roles.
     """
     room = None if lines is None else lines - _BESIDE_ROLES
     shown = _most_telling(job.roles, room)

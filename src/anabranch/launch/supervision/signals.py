@@ -69,8 +69,8 @@ class SignalBox:
     def call_on_stop(self, act: Callable[[signal.Signals, bool], None]) -> None:
         """Call ``act`` with each stopping signal, and whether it is a new request after the first.
 
-        It is called in the handler, wherever the program is: a loop that is busy, or has not begun, would see to the
-        signal late. For signals that have come before, it is called now.
+        It is called in the handler, at any point of the program: a loop that is busy, or has not begun, would handle
+        the signal late. For signals already received, it is called now.
         """
         self._on_stop = act
         for number, again in self._pending[:]:
@@ -102,10 +102,9 @@ _missed: list[signal.Signals] = []
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """From the first ``collect_signals`` in the block on, a stopping signal that comes outside of one ends nothing.
+    """From the first ``collect_signals`` in the block on, a stopping signal outside of one ends nothing.
 
-    Between two attempts at a job it is for the next one; while a command that has run its job cleans up it comes too
-    late.
+    Between two attempts at a job it applies to the next one; while a command cleans up after its job it is too late.
     """
     global _collected
     if threading.current_thread() is not threading.main_thread():
@@ -134,8 +133,8 @@ def _hold(number: int, frame: FrameType | None) -> None:
 def collect_signals() -> Iterator[SignalBox]:
     """Collect SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
 
-    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP and SIGTSTP
-    stay ignored where they were (``nohup``).
+    Off the main thread nothing is collected: the interpreter delivers signals only to the main thread. SIGHUP and
+    SIGTSTP stay ignored if they were (``nohup``).
     """
     global _collected
     box = SignalBox()

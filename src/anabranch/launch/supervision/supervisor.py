@@ -45,7 +45,7 @@ _KERNEL_SECONDS = 10.0
 
 
 class Looker(Protocol):
-    """A look at the job now and then, while it runs."""
+    """A periodic check of the job while it runs."""
 
     def moment(self) -> float | None:
         """Return the time of the next look; ``None`` if there is no other."""
