@@ -1,4 +1,4 @@
-"""The state of services that are asked at their addresses, for ``anabranch status --address``."""
+"""The state of services, requested at their addresses, for ``anabranch status --address``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Addresses:
 
 
 def _redis(url: str) -> RoleStatus:
-    """Return how a Redis is that keeps a directory."""
+    """Return the status of a Redis that keeps a directory."""
     link = RedisLink(url)
     state: State = "running"
     try:

@@ -1,4 +1,4 @@
-"""``JobTrace``: the trace of a whole job, made at its end, however it ends, of what its processes recorded."""
+"""``JobTrace``: the trace of a whole job, made at its end, however it ends, from the recordings of its processes."""
 
 from __future__ import annotations
 

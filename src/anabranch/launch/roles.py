@@ -1,6 +1,6 @@
 """A script's work in its role: the implementation of ``job.serve``.
 
-``job`` lies below everything that serves and may not import it; ``anabranch`` tells it where this is.
+``job`` is a lower layer than the servers and may not import them; ``anabranch`` registers this function with it.
 
 ::
 

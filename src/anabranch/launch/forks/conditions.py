@@ -60,12 +60,12 @@ _READ_LATER = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_HOME",
-    # What importing scikit-learn leaves in the environment: a second copy of Intel's OpenMP may be loaded, and none is
-    # set up again in a fork. Neither makes a process other than a fork is.
+    # # Set by importing scikit-learn: a second copy of Intel's OpenMP may be loaded, and none is set up again in a
+    # fork. Neither makes a started process differ from a fork.
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 )
-# Where these are at all each process is bound to processors, or watched, from its start on.
+# If these are set at all, each process is bound to processors, or monitored, from its start.
 _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 

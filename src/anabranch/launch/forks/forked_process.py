@@ -35,19 +35,19 @@ _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A process that the launcher requested, and what of the launcher it takes on.
+    """A process that the launcher requested, and the settings that it inherits from the launcher.
 
     Attributes:
-        name: what ``ps`` and ``top`` call it.
+        name: in ``ps`` and ``top``.
         program: what it runs.
-        environment: the whole of it.
+        environment: complete.
         launcher: the process that is to be its parent.
         ignored: the signals that the launcher ignores.
         blocked: the signals that it blocks.
         umask: the permissions that it takes from new files.
         stdio: its stdin, stdout and stderr.
         directory: where it starts.
-        report: takes its process id once it is on its own, or why it does not.
+        report: receives its process id once it runs on its own, or the reason why it does not.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ForkedProcess:
         )
 
     def to_message(self) -> tuple[Message, list[int]]:
-        """As it travels to the fork server."""
+        """Its form as a message to the fork server."""
         message: Message = {
             "name": self.name,
             "program": asdict(self.program),

@@ -1,4 +1,4 @@
-"""The threads that a forked process computes with: what its environment would have settled had it been started."""
+"""The number of threads of a forked process, as its environment would set it in a started process."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ class SlowStarts:
         self._over = False
 
     def moment(self) -> float | None:
-        """Return the time of the next look; ``None`` if nothing is to come."""
+        """Return the time of the next check; ``None`` if there is none."""
         return None if self._over else self._next
 
     def look(self, now: float) -> None:
-        """Tells the line if there is one by now."""
+        """Report the line if there is one by now."""
         if self._over or now < self._next:
             return
         self._next = now + _EVERY

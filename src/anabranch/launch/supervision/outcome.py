@@ -1,4 +1,4 @@
-"""The end of a job: each process's exit, the first failure, and the words for it."""
+"""The end of a job: each process's exit, the first failure, and its description."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class JobOutcome:
         services: one for each parameter server, then one for each expert process; of one that was restarted, the
             last.
         interrupted: the signal that ended the job; ``None`` if it ended on its own.
-        timed_out: whether it was ended because its time was over.
+        timed_out: whether it was ended because its time limit had passed.
         seconds: how long it ran.
     """
 

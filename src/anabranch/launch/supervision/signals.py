@@ -4,10 +4,10 @@
 
     kernel ──> a thread in sigwaitinfo, which alone learns the sender ──> the carrier ──> handler in the main thread
 
-A Python handler is not told who has sent a signal. So the stopping signals are blocked in the main thread, and taken
-by a thread that is told; it hands them over by another signal, which interrupts whatever the main thread waits for. In
-a process with more threads, a program with its own job, the kernel would choose one of those: there all is left to
-the handler, which knows no sender.
+A Python handler does not learn the sender of a signal. So the stopping signals are blocked in the main thread, and
+received by a thread that learns it; it passes them on by another signal, which interrupts the main thread's wait. In a
+process with more threads, such as a program with its own job, the kernel would choose one of those: there the handler
+receives all signals, without senders.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stopped(BaseException):
 
 
 class SignalBox:
-    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some."""
+    """The received signals that were not taken yet; ``descriptor`` is readable while there are some."""
 
     def __init__(self) -> None:
         self.descriptor, self._notify = os.pipe()
@@ -173,7 +173,7 @@ def inherited_mask() -> list[int]:
 def stand_still() -> None:
     """Stop like the default action of SIGTSTP; returns when the shell lets this process continue (``fg``, ``bg``).
 
-    At once where there is no shell that could: the kernel knows, and does nothing.
+    Returns at once if no shell could: the kernel knows, and does nothing.
     """
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)

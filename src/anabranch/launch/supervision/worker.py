@@ -41,7 +41,7 @@ class Recipe:
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         server: forks it; a plain process is started where there is none.
         restarts: how often it is restarted when it dies; never by default.
-        has_served: whether it has been of use once: a service that never was is not restarted.
+        has_served: whether it has ever served: a service that never did is not restarted.
         endpoint: where it listens, if that is known before.
     """
 
