@@ -1,8 +1,8 @@
 """The activity of this process's main thread outside steps, for readers while it lasts: ``ROLE-RANK.doing``.
 
-A loader that gives no batch, or a capture, may hold a step up for long, and no code of ours runs meanwhile that could
-say so. So it is left in a mapped file before it begins: the process, since when, and what. ``anabranch run`` names the
-file and tells what lasts, as it tells of ``waits`` for others. It costs a few microseconds under a launcher.
+A loader without a batch, or a capture, may delay a step for long, and no code of anabranch runs meanwhile to report it.
+So the activity is written to a mapped file before it begins: the process, since when, and what. ``anabranch run`` names
+the file and tells what lasts, as it tells of ``waits`` for others. It costs a few microseconds under a launcher.
 """
 
 from __future__ import annotations

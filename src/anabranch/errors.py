@@ -235,7 +235,9 @@ class ActivationsGone(NotFound):
 
 
 class SessionGone(NotFound):
-    """A server no longer keeps the sequence of an inference session; the message says why. Open another session."""
+    """A server no longer keeps the sequence of an inference session; the message gives the reason. Open another
+    session.
+    """
 
 
 class NonFinite(ValueError):

@@ -1,8 +1,8 @@
 """Events that boundaries report, and points at which tests make them fail.
 
-Boundaries sit low in the package and must not know what watches them, so they ``report`` named events to this sink,
-which calls its subscribers: a progress bar, a trace, a metric, a test's order log. With nobody
-subscribed a report is one truth test.
+Boundaries are a low layer of the package and must not know their observers, so they ``report`` named events to this
+sink, which calls its subscribers: a progress bar, a trace, a metric, a test's order log. With nobody subscribed a
+report is one truth test.
 
 A ``fault_point`` is a named place where a crash would be interesting: between two writes of a checkpoint, before an
 acknowledgement leaves. It does nothing until ``on_fault_point`` installs a handler, as ``anabranch.testing`` does.

@@ -1,4 +1,4 @@
-"""Tracebacks of rank 0 that say nothing new are kept off the screen of ``anabranch run``: ``hold_back_errors``.
+"""Tracebacks of rank 0 without new information are kept off the screen of ``anabranch run``: ``hold_back_errors``.
 
 Where the launcher shows rank 0's output it names a file. An uncaught error that only says that another rank was lost,
 or Ctrl-C itself, goes there in place of stderr; the launcher adds it to the log, and shows it if nothing else explains

@@ -93,7 +93,7 @@ class SpanRecorder:
         self.dropped = 0
         self.threads: dict[int, tuple[int, str]] = {}
         self._left = limit
-        # However long nobody takes any, memory is bounded; the queue's own method costs a tenth of a function here.
+        # Memory stays bounded if none is taken; the queue's own method costs a tenth of a function here.
         self._spans: deque[Span] = deque(maxlen=2 * CAPACITY)
         self.add = self._spans.append
 

@@ -1,7 +1,8 @@
-"""The facts that this process leaves for those who look at its job: ``ROLE-RANK.status`` in the job's log folder.
+"""The status of this process, for readers of its job: ``ROLE-RANK.status`` in the job's log folder.
 
-``anabranch run`` names the file to each of its processes. The process itself is not asked, so it is read while that is
-frozen. It is a line of JSON, replaced whole; a caller with facts calls ``put`` with them, and ``write`` now and then.
+``anabranch run`` names the file to each of its processes. Reading it needs no answer from the process, so it can be
+read while the process is frozen. It is a line of JSON, replaced atomically; a caller passes facts to ``put``, and calls
+``write`` from time to time.
 
 ::
 

@@ -91,7 +91,7 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: it is not a path.
-        ValueError: no file can be written there; says why.
+        ValueError: no file can be written there; gives the reason.
     """
     try:
         target = Path(os.fspath(path)).absolute()
@@ -156,12 +156,12 @@ def write_trace(
     names: Mapping[str, str] | None = None,
     notes: Mapping[str, object] | None = None,
 ) -> TraceSummary:
-    """Write a trace, replacing what is there once it is whole.
+    """Write a trace, replacing an existing file once it is whole.
 
     Args:
         path: where.
         parts: what processes recorded; the clock of the first is everyone's.
-        names: what to call the peers of crossings and waits, by their endpoints.
+        names: names of the peers of crossings and waits, by their endpoints.
         notes: further facts for the file's ``otherData``.
 
     Raises:

@@ -1,7 +1,7 @@
 """Waits of this process that last longer than half a second: the peer, the operation, and since when.
 
-Loops that wait ``begin`` a record once they have waited so long, and ``end`` it when the wait is over, however it ends.
-A wait that is shorter costs them a look at a clock at most. ``anabranch status`` and ``/metrics`` read the records.
+Waiting loops ``begin`` a record after that time, and ``end`` it when the wait ends, in whatever way. A shorter wait
+costs at most one read of the clock. ``anabranch status`` and ``/metrics`` read the records.
 """
 
 from __future__ import annotations

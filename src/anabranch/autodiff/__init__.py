@@ -1,9 +1,9 @@
 """Gradients you can act on the moment they are final, and many calls' gradients at once.
 
-Not a tape and no engine: torch's records and sweeps; this package says when. Open ``grad_manager.py`` first; every
-hook that the package sets on tensors or modules is in ``hooks.py``, which sessions see one another is in
-``grad_sessions.py``, what runs at once is in ``parallel.py``, and how an operation leaves the process, on the tape and
-in a captured graph alike, in ``boundary``.
+It is neither a tape nor an engine: torch's autograd records and runs backward; this package controls when. Open
+``grad_manager.py`` first; every hook that the package sets on tensors or modules is in ``hooks.py``, which sessions see
+one another is in ``grad_sessions.py``, what runs at once is in ``parallel.py``, and how an operation leaves the
+process, on the tape and in a captured graph alike, in ``boundary``.
 """
 
 from anabranch.autodiff.grad import Grad, get_grad_managers

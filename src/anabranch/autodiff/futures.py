@@ -34,7 +34,7 @@ def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operatio
                     raise  # the work's own TimeoutError, not ours
                 if deadline.expired():
                     raise deadline.error(peer=peer, operation=operation) from None
-    # torch's futures know no timeout: look until the deadline, then request what is there already.
+    # torch's futures have no timeout: poll until the deadline, then take the available results.
     pause = 1e-5
     while not future.done():
         if deadline.expired():
@@ -61,7 +61,7 @@ _GRACE = 1.0
 def abandon(values: Iterable[object], error: BaseException) -> None:
     """Cancel the futures among ``values``, give those that run a moment to end, and note on ``error`` which did not.
 
-    Their results are not looked at: ``error`` came first.
+    Their results are ignored: ``error`` came first.
     """
     futures = [value for value in values if is_future(value)]
     deadline = Deadline.after(_GRACE)

@@ -110,7 +110,7 @@ def live() -> list[Session]:
 
 def sweep_flags(session: Session) -> tuple[bool, bool]:
     """``(retain_graph, create_graph)`` for a backward sweep of ``session``, by the rules above."""
-    if len(_recording.sessions) == 1:  # the common case: nobody else
+    if len(_recording.sessions) == 1:  # the common case: no other session
         return False, False
     sessions = live()
     create = False

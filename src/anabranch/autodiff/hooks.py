@@ -94,7 +94,7 @@ class Sweep:
         self.set_aside.clear()
 
     def watch_leaf(self, leaf: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
-        """Run ``callbacks`` on the leaf's final gradient, taken at (3), and leave ``.grad`` as it was."""
+        """Run ``callbacks`` on the leaf's final gradient, taken at (3), and leave ``.grad`` unchanged."""
         hook = self._hooks.get(callbacks)
         if hook is None:
             hook = self._hooks[callbacks] = self._hook_at_3(callbacks)
@@ -124,7 +124,7 @@ class Sweep:
         return hook
 
     def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
-        """Keep what a watched leaf's ``.grad`` holds out of the accumulation, at (1)."""
+        """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
         watched, key = weakref.ref(leaf), id(leaf)
 
         def hook(grad: Tensor | None) -> None:

@@ -114,7 +114,7 @@ def _with_none(value: Any) -> Any:
 
 
 class _Failed(threading.local):
-    """The error of the last call; TorchDynamo says only that its output is of no kind that it knows."""
+    """The error of the last call; TorchDynamo only reports an output of an unknown kind."""
 
     error: AnabranchError | SchemaError | None = None
     noting = False
@@ -172,7 +172,7 @@ _whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call_b
 
 
 def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Lets ``mark`` tell Dynamo to leave the call whole; called once, by the code that sets Dynamo up."""
+    """Lets ``mark`` make Dynamo leave the call opaque; called once, by the code that sets Dynamo up."""
     global _whole
-    # Another's torch.compile fails here and then runs it, without a look at what is inside.
+    # The user's torch.compile fails here and then runs it without tracing into it.
     _whole = mark(_call_beside)

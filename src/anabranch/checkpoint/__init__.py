@@ -1,7 +1,7 @@
 """Crash-safe checkpoints: a directory of safetensors files, made whole by a manifest that is written last.
 
-It knows files and tensors by name, not models, optimizers or ranks: the executor says what belongs into a checkpoint.
-Not for moving tensors between processes. Open ``writing.py`` first: the order of its steps is the promise.
+It knows files and tensors by name, not models, optimizers or ranks: the executor decides what belongs in a checkpoint.
+It is not for moving tensors between processes. Open ``writing.py`` first: the order of its steps is the promise.
 """
 
 from anabranch.checkpoint.fitting import fit

@@ -104,7 +104,7 @@ def load(path: Path) -> Manifest:
     """Return the manifest in the file at ``path``.
 
     Raises:
-        CheckpointError: it is not there, or is none that ``pack`` made.
+        CheckpointError: it does not exist, or was not made by ``pack``.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

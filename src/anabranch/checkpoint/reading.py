@@ -1,6 +1,6 @@
 """``read`` and ``read_newest``: the newest generation that is whole, to the last bit.
 
-A save that was killed leaves files without a manifest, which are not a checkpoint and are skipped in silence. A
+A save that was killed leaves files without a manifest, which are not a checkpoint and are silently skipped. A
 generation that has a manifest and does not match it is damaged: it is skipped with a warning in the log of
 ``anabranch.checkpoint`` that says which and why, and the one before is taken. One that this user may not read is not
 a damaged one: nothing is taken in its place.

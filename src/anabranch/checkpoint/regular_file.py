@@ -25,7 +25,7 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-# With these no file can be opened there by anybody; every other error says nothing of the file.
+# With these no user can open a file there; other errors do not concern the file.
 _LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENAMETOOLONG})
 
 
@@ -38,7 +38,7 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
 
     Raises:
         Unreadable: it may not be read by this user, or not now.
-        CheckpointError: it does not exist, or is not a regular file; says what it is.
+        CheckpointError: it does not exist, or is not a regular file; names its type.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -62,7 +62,7 @@ def check_regular(path: Path, status: os.stat_result) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
-    """Return the error to raise for a file or directory that could not be read and may be whole; says what to do."""
+    """Return the error to raise for an unreadable file or directory that may be whole; includes the remedy."""
     cure = "try again once the system can open it"
     if isinstance(error, PermissionError):
         cure = f"let user {os.geteuid()} read it, with chown or chmod"

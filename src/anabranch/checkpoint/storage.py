@@ -1,6 +1,6 @@
 """``Storage``: a checkpoint directory on any storage that ``fsspec`` reaches, such as ``s3://bucket/run``.
 
-A store gives no locks and no renames, but an object is there whole or not at all. So a generation is written to a
+A store has no locks and no renames, but an object exists whole or not at all. So a generation is written to a
 temporary folder of this host first, then uploaded under its final names, the manifest last. A reader downloads what it
 takes into such a folder, where it is checked as any checkpoint is.
 
@@ -95,7 +95,7 @@ class Storage:
         return Storage(f"{self.url}/{below}") if below else self
 
     def names(self) -> list[str]:
-        """Return the names in this very directory; none if it is not there."""
+        """Return the names directly in this directory; none if it does not exist."""
         return [path.rpartition("/")[2] for path in self._listed("ls", detail=False)]
 
     def find(self) -> dict[str, list[str]]:
@@ -114,7 +114,7 @@ class Storage:
         return self._ask("list", ask, [])
 
     def put(self, file: Path, name: str) -> None:
-        """Upload ``file`` as ``name``, and see that all of it is there."""
+        """Upload ``file`` as ``name``, and verify that it is complete."""
         patience = StoragePatience(self._seconds, file.stat().st_size)
 
         def upload() -> None:
@@ -131,16 +131,16 @@ class Storage:
         fault_point("checkpoint.uploaded")
 
     def remove(self, name: str) -> None:
-        """Remove the file ``name``, if it is there."""
+        """Remove the file ``name``, if it exists."""
         fault_point("checkpoint.remove_upload")
         self._ask(f"remove {name} from", lambda: self._files.rm_file(self._path(name)), None)
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of the file ``name``; ``None`` if it is not there."""
+        """Return the bytes of the file ``name``; ``None`` if it does not exist."""
         return self._ask(f"look at {name} in", lambda: int(self._files.info(self._path(name))["size"]), None)
 
     def get(self, name: str, file: Path) -> None:
-        """Download ``name`` to ``file``; nothing if it is not there."""
+        """Download ``name`` to ``file``; do nothing if it does not exist."""
         fault_point("checkpoint.download")
         patience = StoragePatience(self._seconds, self.size(name) or 0)
 
@@ -161,7 +161,7 @@ class Storage:
             if if_missing:
                 return if_missing[0]
             raise Unreadable(f"cannot {what} {self}: {error}") from error
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             raise Unreadable(f"cannot {what} {self}: {type(error).__name__}: {error}") from error
 
     def _bounded(self, what: str, ask: Callable[[], _T], patience: StoragePatience | None = None) -> _T:
@@ -223,7 +223,7 @@ def _seconds() -> float:
 
 
 def _told(patience: StoragePatience) -> Any:
-    """Return a callback of ``fsspec`` that notes progress."""
+    """Return a callback of ``fsspec`` that records progress."""
     fsspec: Any = import_module("fsspec.callbacks")
     return fsspec.Callback(hooks={"patience": lambda size, value, **facts: patience.moved() if value else None})
 

@@ -120,7 +120,7 @@ def load(path: Path, record: FileRecord, device: torch.device | str) -> dict[str
     """Return the tensors of the file, each checked against ``record`` as it is read into its own memory.
 
     Raises:
-        CheckpointError: the file is not there, or is not the one that ``record`` describes.
+        CheckpointError: the file does not exist, or is not the one that ``record`` describes.
     """
     with open_regular(path, buffering=0) as file:
         entries = _read_header(file, path, record)
@@ -140,7 +140,7 @@ def check(path: Path, record: FileRecord, *, data: bool) -> None:
 
     Args:
         path: the file.
-        record: what the manifest says of it.
+        record: its entry in the manifest.
         data: read the tensors' bytes too, through a small buffer, not only the size and the header.
     """
     with open_regular(path, buffering=0) as file:

@@ -165,7 +165,7 @@ def _write_file(path: Path, tensors: Group, group: str) -> FileRecord:
 
 @contextlib.contextmanager
 def _removed_if_it_fails(directory: Path, generation: int) -> Iterator[None]:
-    """Give a failed save's space back at once; the next save finds a full disk as it was."""
+    """Free a failed save's space at once, so that a full disk is as before the save."""
     try:
         yield
     except BaseException:

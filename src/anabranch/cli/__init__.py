@@ -1,4 +1,4 @@
-"""The command line, ``anabranch``: one file a command, each a thin layer over the package that does the work.
+"""The command line, ``anabranch``: one file per command, each a thin layer over the package that does the work.
 
 It adds no functionality of its own. Open ``run.py`` first.
 """

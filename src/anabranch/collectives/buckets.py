@@ -151,7 +151,7 @@ class _DenseBucket:
         self.pending = workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
 
     def arrive(self) -> None:
-        """Return when the sums over the workers are there."""
+        """Return when the sums over the workers have arrived."""
         if self.pending is not None:
             self.pending.finish()
             self.pending = None
@@ -305,7 +305,7 @@ class GradientBuckets:
         return self._buckets[0].header
 
     def launch_rest(self) -> None:
-        """Launch what backward has not completed; called when backward has ended."""
+        """Launch the buckets that backward has not completed; called when backward has ended."""
         for bucket in self._buckets:
             bucket.copy(self._weight)
         if self._launching:

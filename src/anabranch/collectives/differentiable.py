@@ -242,7 +242,7 @@ class _Line:
         move_message(move, self.rank, operation, self.timeout)
 
     def take(self, operation: str) -> _Message | None:
-        """Return the next message; ``None`` if it says that there is nothing."""
+        """Return the next message; ``None`` if it is empty."""
         return move_message(lambda: self._take(operation), self.rank, operation, self.timeout)
 
     def _take(self, operation: str) -> _Message | None:

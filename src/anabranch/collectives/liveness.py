@@ -224,7 +224,7 @@ def ended_within(seconds: float, work: dist.Work) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        # The time may have been over a moment before the work was, as it is for a process that was frozen meanwhile.
+        # The deadline may have passed just before the work ended, for example in a process that was frozen meanwhile.
         work.wait(timedelta(seconds=seconds))
     return True
 

@@ -1,10 +1,10 @@
 """The workers of a job as one group: collectives that start at once, and waits that end with a name.
 
-Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here the thread that waits
-does so half a heartbeat at a time, checks in between that all ranks are there, and raises ``PeerLost`` with the rank. A
-collective that was not done when ``work.wait(timeout)`` gave up continues undisturbed (only a point-to-point wait
-breaks its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the
-interpreter's lock to let go of it, and ends the process if the interpreter is gone by then.
+Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here a thread waits half a
+heartbeat at a time, checks in between that all ranks are alive, and raises ``PeerLost`` with the rank. A collective
+that was not done when ``work.wait(timeout)`` gave up continues undisturbed (only a point-to-point wait breaks its
+connection). A callback on the operation's future would wake us too, but gloo's thread then needs the interpreter's lock
+to let go of it, and ends the process if the interpreter is gone by then.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pending:
         self._deadline = Deadline.after(workers.timeout)
 
     def finish(self) -> None:
-        """Return when the result is there.
+        """Return when the result is available.
 
         Raises:
             PeerLost: a rank died or froze; names it.
@@ -226,7 +226,7 @@ class Workers:
         self._watch.check(self._others, "wait for the other workers", Deadline.after(self.timeout))
 
     def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None) -> None:
-        """Return when ``work`` is done, or raise the error that says why it will not be."""
+        """Return when ``work`` is done, or raise the reason why it will not be."""
         began = time.monotonic()
 
         def done(seconds: float) -> bool:
@@ -298,7 +298,7 @@ _meetings = itertools.count()
 
 
 def meet_peers(backend: str, timeout: timedelta) -> None:
-    """Initialise the job's process group from the environment, as ``init_process_group`` does, under keys of its own.
+    """Initialise the job's process group from the environment, as ``init_process_group`` does, under its own keys.
 
     Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
     workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would

@@ -17,8 +17,8 @@ def check_arguments(*, seed: object, cache: object, dataloaders: object, state: 
     """Raise for an argument of the wrong kind.
 
     Raises:
-        TypeError: names the argument, its value, and what would do.
-        ValueError: a loader for a step that is not there.
+        TypeError: names the argument, its value, and what is accepted.
+        ValueError: a loader for a step that does not exist.
     """
     if not isinstance(seed, Integral | None):
         raise TypeError(f"seed is a whole number, or None, got {seed!r}")

@@ -1,4 +1,4 @@
-"""``Executor(devices=...)``: parts of a model on devices of their own, with a transfer at each edge.
+"""``Executor(devices=...)``: parts of a model on their own devices, with a transfer at each edge.
 
 ::
 
@@ -63,7 +63,7 @@ class DevicePlacement:
 
     @staticmethod
     def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
-        """Return the device for batches: that of the modules that were not placed."""
+        """Return the device for batches: the device of the modules that were not placed."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in devices):

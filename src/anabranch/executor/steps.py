@@ -1,6 +1,6 @@
 """The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` does not.
 
-They are descriptions: checked when they are made, run by the executor, holding no state of their own.
+They are descriptions: checked when they are made, run by the executor, without their own state.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class TrainStep(StepDescription):
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The type that ``precision`` computes in; ``None`` leaves operations as they are."""
+        """The type that ``precision`` computes in; ``None`` leaves operations unchanged."""
         return None if self.precision is None else _PRECISIONS[self.precision]
 
 

@@ -1,7 +1,7 @@
-"""Starts the processes of a job, watches them, and sees to it that none is left behind.
+"""Starts the processes of a job, watches them, and makes sure that none is left behind.
 
-What it is not: a scheduler, or elastic. Several machines are Ray's (``ray``) or ``torchrun``'s, which starts the same
-scripts unchanged. Open ``local.py`` first, then ``supervision``; ``roles.py`` is the script's side of its role.
+It is neither a scheduler nor elastic. For several machines there are Ray (``ray``) and ``torchrun``, which starts the
+same scripts unchanged. Open ``local.py`` first, then ``supervision``; ``roles.py`` is the script's side of its role.
 """
 
 from anabranch.launch.local import Durability, launch

@@ -1,4 +1,4 @@
-"""The state of services that are asked at their addresses, for ``anabranch status --address``."""
+"""The state of services, requested at their addresses, for ``anabranch status --address``."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ class Addresses:
         self._before: dict[str, RoleStatus] = {}
 
     def look(self) -> JobStatus:
-        """Return what they answer: ``"gone"`` if nothing listens at the address, ``"stopped"`` one that does not
-        answer.
+        """Return their answers: ``"gone"`` if nothing listens at the address, ``"stopped"`` if there is no answer.
 
         Raises:
             ValueError: a malformed endpoint, or TCP without keys.
-            BoundaryError: a server that refuses to tell.
+            BoundaryError: a server refuses to answer.
         """
         requests = [Request(endpoint, STATUS) for endpoint in self._endpoints if not is_redis_url(endpoint)]
         outcomes = self._client.gather(requests, Deadline.after(_SECONDS)) if requests else []
@@ -90,7 +89,7 @@ class Addresses:
 
 
 def _redis(url: str) -> RoleStatus:
-    """Return how a Redis is that keeps a directory."""
+    """Return the status of a Redis that keeps a directory."""
     link = RedisLink(url)
     state: State = "running"
     try:

@@ -25,7 +25,7 @@ LISTEN_VARIABLE = "ANABRANCH_LISTEN"
 RUN_VARIABLE = "ANABRANCH_RUN"
 """The environment variable that tells a job from others that use the same directory; unset where it has its own."""
 
-# What makes a process a member of the workers' process group: an expert has no part in it.
+# The variables of members of the workers' process group, which experts are not.
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
@@ -38,7 +38,7 @@ def service_environment(
     run: str | None = None,
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return ``base``, and where the services of the job are.
+    """Return ``base`` with the addresses of the job's services.
 
     >>> service_environment(["unix:/run/a"], "unix:/run/d", 0, base={})
     {'ANABRANCH_DIRECTORY': 'unix:/run/d', 'ANABRANCH_EXPERTS': '0', 'ANABRANCH_SERVERS': 'unix:/run/a'}
@@ -63,8 +63,7 @@ def expert_environment(
     base: Mapping[str, str],
     listen: str | None = None,
 ) -> dict[str, str]:
-    """Return the whole environment of the expert process ``index``: it knows its place among the experts, and no
-    worker.
+    """Return the whole environment of the expert process ``index``: it has its rank among the experts, but no worker's.
 
     >>> env = expert_environment(1, 2, 1, run_id="x", threads=1, base={"MASTER_PORT": "29500"})
     >>> env["ANABRANCH_ROLE"], env["RANK"], env["WORLD_SIZE"], "MASTER_PORT" in env
@@ -133,5 +132,5 @@ def worker_environment(
 
 
 def threads_each(processes: int) -> int:
-    """Threads that each of this many processes computes with."""
+    """Return the number of compute threads for each of this many processes."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

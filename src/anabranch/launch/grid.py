@@ -24,7 +24,7 @@ from anabranch.job import Grid, Job
 
 __all__ = ["make_grid"]
 
-_TIMEOUT = timedelta(seconds=660)  # the waits of the groups' users end before it, with a name
+_TIMEOUT = timedelta(seconds=660)  # the waits of the groups' users end earlier, with the name of a rank
 
 
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:

@@ -34,9 +34,9 @@ class JobFile:
          "started": 1764000000.0, "ended": null}
 
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
-    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before it is started
-    at all, which ``"begun": false`` tells. Of a process on another machine ``"elsewhere"`` says whether it is
-    ``"running"``, ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
+    on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before its first start,
+    marked by ``"begun": false``. Of a process on another machine ``"elsewhere"`` says whether it is ``"running"``,
+    ``"stopped"`` or ``"gone"``. Of a job that writes a trace at its end, ``"trace"`` says where.
 
     Args:
         folder: the job's log folder.

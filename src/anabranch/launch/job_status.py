@@ -1,6 +1,6 @@
 """The current state of a job's processes, read from ``job.json``, ``/proc`` and the processes' status files.
 
-Nothing is asked of the processes themselves, so a frozen one is not a reason to wait.
+Nothing is requested from the processes themselves, so a frozen one causes no wait.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _read_role(
         state = elsewhere or _state_of(pid, endpoint)
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
-        state = "running"  # it listens no more, for the job ends
+        state = "running"  # it no longer listens, because the job ends
     doing, seconds = read_doing(folder / f"{role}-{rank}.doing", pid)
     found = RoleStatus(
         role,

@@ -1,4 +1,4 @@
-"""``JobTrace``: the trace of a whole job, made at its end, however it ends, of what its processes recorded."""
+"""``JobTrace``: the trace of a whole job, made at its end, however it ends, from the recordings of its processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JobTrace:
     Args:
         path: where the trace goes.
         log_dir: where processes write their records, in a folder that is removed at the end.
-        names: returns what to call the job's services, by their endpoints.
+        names: returns the names of the job's services, by their endpoints.
         tell: called with a line about the file, or the reason why there is none.
 
     Raises:

@@ -224,7 +224,7 @@ def _attempt(
         log, held = log_dir.absolute() / "worker-0.log", log_dir.absolute() / "worker-0.error"
         stack.callback(move_held_error, held, log)
         screen = stack.enter_context(Screen(log, goes_on=number > 0, pictures=picture)) if live else None
-        signals = stack.enter_context(collect_signals())  # before any thread, or their senders stay unknown
+        signals = stack.enter_context(collect_signals())  # before any thread, otherwise their senders stay unknown
         if screen and picture:
             from anabranch.launch.output.live_picture import LivePicture  # imports rich
 
@@ -356,15 +356,15 @@ def _attempt(
 class _Stopping:
     """Handle a signal at once, wherever the launcher is: while processes start, and when it came a second time.
 
-    While nothing of the user's runs, nothing is lost by ending. Once the supervisor's loop has begun it sees to the
-    first signal; the second one kills in the handler, since a busy machine's loop may be seconds late.
+    Before any user code runs, nothing is lost by ending. Once the supervisor's loop has begun, it handles the first
+    signal; the second one kills in the handler, because the loop may be seconds late on a busy machine.
     """
 
     def __init__(self, workers: Sequence[RoleProcess], services: Sequence[RoleProcess]) -> None:
         self._workers = workers
         self._services = services
         self.rendezvous: RoleProcess | None = None
-        self.may_lose = False  # before the first of the user's starts: it may be quick
+        self.may_lose = False  # before the user's first process starts: it may be short
         self.begun = False
         self.stopped: signal.Signals | None = None
 
@@ -381,7 +381,7 @@ class _Stopping:
             raise Stopped(number)
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """At the end of the job: what was stopped before it began has ended, too."""
+        """At the end of the job: processes stopped before it began have ended too."""
         self.begun = True
         if isinstance(error, Stopped):
             self.stopped = error.number
@@ -397,7 +397,7 @@ class _Stopping:
 
 
 class _Starter:
-    """Starts processes: forked where that is possible.
+    """Starts processes, forked if possible.
 
     Args:
         server: forks them.
@@ -433,13 +433,13 @@ class _Starter:
 
 
 def _end(process: RoleProcess, rendezvous: Rendezvous) -> None:
-    """End the process behind ``rendezvous``, which ends by itself when that is closed."""
+    """End the rendezvous process, which exits when ``rendezvous`` is closed."""
     rendezvous.__exit__(None, None, None)
     if process.running:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
             process.signal(signal.SIGKILL)
         process.reap()
-    if not process.early and not process.log.stat().st_size:  # of one that was lost it is shown
+    if not process.early and not process.log.stat().st_size:  # shown for one that was lost
         process.log.unlink()
 
 

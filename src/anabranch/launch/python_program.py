@@ -38,10 +38,10 @@ class PythonProgram:
     looks_here: bool = False
 
     def check(self) -> None:
-        """Look whether it is there, without importing anything.
+        """Check that it exists, without importing anything.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it does not.
         """
         if not self.is_module:
             if not Path(self.target).exists():

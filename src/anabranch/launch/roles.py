@@ -1,6 +1,6 @@
-"""A script's work in the role it was given: the function behind ``job.serve``.
+"""A script's work in its role: the implementation of ``job.serve``.
 
-``job`` lies below everything that serves and may not import it; ``anabranch`` tells it where this is.
+``job`` is a lower layer than the servers and may not import them; ``anabranch`` registers this function with it.
 
 ::
 
@@ -112,7 +112,7 @@ def _serve_here(
     directory = as_directory(job.directory, role="experts", keys=keys, insecure=insecure)
     endpoint = listen or os.environ.get(LISTEN_VARIABLE) or _beside(job.directory, job.rank)
 
-    # Until they are there, nothing is lost by ending at once.
+    # Until they exist, nothing is lost by ending at once.
     backends = make(job.rank, job.world_size)
     serve_until_stopped(
         lambda: ExpertServer(

@@ -1,7 +1,7 @@
 """``NeighborSampler``: batches of nodes with sampled neighbours, and theirs, from a graph in memory.
 
-Which neighbours a node shows depends on the node, the hop, the batch's number and the seed alone: not on the other
-nodes of the batch, nor on the worker. So workers that take a part of each batch's seeds do together what one does.
+A node's sampled neighbours depend only on the node, the hop, the batch's number and the seed: not on the other nodes of
+the batch, nor on the worker. So workers that each take a part of a batch's seeds together give the results of one.
 
 W. Hamilton, R. Ying, J. Leskovec, "Inductive Representation Learning on Large Graphs", NeurIPS 2017.
 """

@@ -1,7 +1,7 @@
 """``/metrics`` for Prometheus: the counts of a server of experts, parameters or names, read on request.
 
-Nothing is counted twice and nothing is counted for nobody: a server keeps its statistics in any case, and this page
-translates them. It is plain HTTP and says nothing but counts; it listens on the loopback unless told otherwise.
+Nothing is counted only for this page: a server keeps its statistics anyway, and the page translates them. It is plain
+HTTP and contains only counts; it listens on the loopback by default.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Metric:
 
 @contextmanager
 def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iterator[str]:
-    """Serve what ``collect`` gives at ``http://HOST:PORT/metrics`` while the block runs; yields that address.
+    """Serve the results of ``collect`` at ``http://HOST:PORT/metrics`` while the block runs; yields that address.
 
     Args:
         address: ``HOST:PORT``, or ``:PORT`` for the loopback; port 0 takes any.

@@ -182,7 +182,7 @@ def _leaves_of(features: KeyedJagged) -> tuple[tuple[Tensor | None, ...], tuple[
 
 
 def _of_leaves(keys: Sequence[str], leaves: Sequence[object]) -> KeyedJagged:
-    """Return it unchecked: the leaves may be anything that stands for its tensors."""
+    """Return it unchecked: the leaves may be any stand-ins for its tensors."""
     made = KeyedJagged.__new__(KeyedJagged)
     made._keys = list(keys)
     made._values, made._lengths, made._weights = leaves  # type: ignore[assignment]

@@ -67,7 +67,7 @@ class Share:
         return self.dtype if self.dtype == torch.float16 else torch.bfloat16
 
     def bytes(self, compression: Compression | None) -> int:
-        """Return the number of bytes that its numbers take in the message."""
+        """Return the number of bytes of its numbers in the message."""
         kind, count = self.travels_as(compression), math.prod(self.shape)
         return count * kind.itemsize + (-(-count // _BLOCK) if kind == torch.int8 else 0)
 

@@ -52,7 +52,7 @@ def read_events(path: Path) -> TraceFile:
     """Return the events of a file.
 
     Raises:
-        ValueError: it is not a trace; says what is wrong.
+        ValueError: it is not a trace; gives the reason.
         OSError: it cannot be read.
     """
     try:

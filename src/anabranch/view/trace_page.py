@@ -25,10 +25,10 @@ _STAGE = "anabranch-stage-"  # begins the name of a stage's thread
 
 
 def read_trace(path: Path) -> TraceData:
-    """Return what ``run.js`` draws of a trace file.
+    """Return the data of a trace file that ``run.js`` draws.
 
     Raises:
-        ValueError: it is not a trace; says what is wrong.
+        ValueError: it is not a trace; gives the reason.
         OSError: it cannot be read.
     """
     return _data_of(read_events(path))

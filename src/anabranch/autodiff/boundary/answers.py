@@ -24,10 +24,9 @@ class AnswersDiffer(Exception):
 
 
 class Answers:
-    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the remote
-    side.
+    """The answers of boundaries in one run, replayed in a second run that must have no effect on the remote side.
 
-    A question is known by the boundary, the direction and the bits of the tensors that go there; calls at once may come
+    A request is identified by the boundary, the direction and the bits of the tensors sent; concurrent calls may arrive
     in any order.
 
     Attributes:

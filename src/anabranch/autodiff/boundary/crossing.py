@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Tracer(Protocol):
-    """The interface of a graph capture, or of a rehearsal, which looks at a run and captures nothing.
+    """The interface of a graph capture, or of a rehearsal, which observes a run and captures nothing.
 
     Attributes:
         captures: a graph is made: values are not known yet.
@@ -193,7 +193,7 @@ class _CrossingContext(FunctionCtx):
 
 
 def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-    """Crosses, forward; the outputs, in order, have memory of their own, which their readers may reuse."""
+    """Cross, forward; the outputs, in order, have their own memory, which their readers may reuse."""
     answers = answers_of_thread()
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)
@@ -216,9 +216,9 @@ def run_backward(
     *,
     answers: Answers | None = None,
 ) -> list[Tensor | None]:
-    """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order.
+    """Cross, backward: gradients for the inputs that require one, in their own memory, in order.
 
-    ``answers`` are those of the forward: autograd runs the backward of CUDA tensors on threads of its own.
+    ``answers`` are those of the forward: autograd runs the backward of CUDA tensors on its own threads.
     """
     if answers is None or not answers.active:
         answers = answers_of_thread()

@@ -20,8 +20,8 @@ __all__ = ["RecordedBoundary"]
 class RecordedBoundary:
     """A boundary that is written as a differentiable function, on its own tape.
 
-    The tape lies behind the one node, so whatever the function records (how many rows, who answered) may differ from
-    run to run without the graph around it noticing.
+    The tape is inside the one node, so the function's recordings (the number of rows, the experts that answered) may
+    differ from run to run without affecting the graph around it.
 
     Attributes:
         kind: as ``Boundary``.

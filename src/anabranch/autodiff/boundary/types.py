@@ -27,7 +27,7 @@ class Crossed:
     """The result of a crossing.
 
     Attributes:
-        outputs: memory of their own, not shared with an input.
+        outputs: in their own memory, not shared with an input.
         state: the values that backward needs in addition to the inputs; freed when backward has run or is impossible.
         no_gradient: which outputs have none.
         fresh: the outputs are known to be in newly allocated contiguous memory, so no check is needed.
@@ -56,7 +56,7 @@ class Boundary(Protocol):
     def name(self) -> str: ...
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        """Goes there. ``wants`` says which inputs want a gradient; ``None``: there will be no backward."""
+        """Goes there. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
 
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]

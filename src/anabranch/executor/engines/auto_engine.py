@@ -164,7 +164,7 @@ class AutoEngine:
         )
 
     def update(self) -> None:
-        """Step the optimizers on what ``.grad`` holds."""
+        """Step the optimizers on the gradients in ``.grad``."""
         if self._graph is None or not self._on_graph:
             # Replacements by the optimizers in their own step are not changes; earlier replacements are.
             known = self._graph is not None and self._graph.program.knows_state()
@@ -282,7 +282,7 @@ class AutoEngine:
         *,
         whole: bool,
     ) -> StepOutput:
-        """Return the tape's run, and a graph's beside it from the same state; ``noting`` also returns gradients."""
+        """Return the tape's run, and a graph's run from the same state; ``noting`` also returns gradients."""
         self._trials += 1
         began = time.perf_counter()
         with one_at_a_time:  # PyTorch's tracers patch modules for the whole process

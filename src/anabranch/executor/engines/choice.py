@@ -51,7 +51,7 @@ class EngineChoice:
         """Return the engine of a training step.
 
         Raises:
-            ValueError: the step cannot run on the engine that was requested; says why.
+            ValueError: the step cannot run on the requested engine; gives the reason.
         """
         if step.precision == "float16":
             if self.engine == "graph":

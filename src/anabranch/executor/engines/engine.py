@@ -60,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def update(self) -> None:
-        """Step the optimizers on what ``.grad`` holds."""
+        """Step the optimizers on the gradients in ``.grad``."""
         ...
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:

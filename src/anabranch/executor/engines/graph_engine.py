@@ -189,12 +189,12 @@ class GraphEngine:
         return not self._nonfinite
 
     def update(self) -> None:
-        """Step the optimizers on what ``.grad`` holds."""
+        """Step the optimizers on the gradients in ``.grad``."""
         with spans.span("optimizer", "compute"):
             self._program.update(*self._gradients())
 
     def captures_update(self) -> bool:
-        """Return True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""
+        """Return True if ``update`` on the gradients in ``.grad`` runs no code of the optimizers."""
         return self._program.captures_update(self._gradients()[0])
 
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:

@@ -93,7 +93,7 @@ class TapeEngine:
         fetch: Fetch,
         between: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda loss, returned: None,
     ) -> StepOutput:
-        """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are there."""
+        """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are final."""
         self._alone.release()  # if an interrupt kept the run before from doing so
         with self._alone:
             loss, returned = self._forward(batch, fetch)

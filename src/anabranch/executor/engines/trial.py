@@ -27,7 +27,7 @@ _LONG = 0.05
 
 
 class Differs(Exception):
-    """The graph is not bitwise equal to the tape; says where."""
+    """The graph is not bitwise equal to the tape; names the difference."""
 
 
 class Snapshot:

@@ -43,7 +43,7 @@ _WATCHED = 2  # fetches at the start of an epoch that are made in the calling th
 # usual time is a running mean, in which one fetch counts a tenth, and no more than the cap: a hiccup of the machine.
 _WORTH_A_THREAD = 3e-4
 _CAP = 1e-3
-_PATIENCE = 60.0  # seconds until the log says that a loader is slow
+_PATIENCE = 60.0  # seconds until a slow loader is logged
 
 
 class _Ended:
@@ -342,9 +342,9 @@ class BoundLoader:
         return self._position.check(positions, self._rank, between=_between(saved))
 
     def restore(self, states: Sequence[object]) -> None:
-        """Goes on where the workers were whose ``state()`` these are, in the order of their ranks.
+        """Resume at the position of the workers whose ``state()`` these are, in the order of their ranks.
 
-        The process's random number generators are left as they are found.
+        The process's random number generators are left unchanged.
 
         Raises:
             CheckpointError: as ``check`` does, or the data has become fewer; the loader may have been read then.
@@ -378,9 +378,7 @@ def _between(saved: Sequence[dict[str, object]]) -> bool:
 
 
 def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
-    """Return ``function`` for another thread, under what this thread has set for itself: PyTorch keeps these a thread
-    each.
-    """
+    """Return ``function`` for another thread, under this thread's settings: PyTorch keeps them per thread."""
     context, modes, streams = contextvars.copy_context(), ThreadModes.take(), current_streams()
 
     def run() -> Structure:

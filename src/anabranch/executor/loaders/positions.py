@@ -213,7 +213,7 @@ class MapPosition:
         self._epochs.next()
 
     def snapshot(self) -> State:
-        """Return the generators that the loader and its samplers have of their own."""
+        """Return the own generators of the loader and its samplers."""
         return {"generators": self._generator_states()}
 
     def state(self, batches: int, snapshot: State) -> State:

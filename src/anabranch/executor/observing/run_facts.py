@@ -18,7 +18,7 @@ from anabranch.status_file import STATUS_VARIABLE, StatusFile
 
 __all__ = ["Curve", "RunFacts"]
 
-_EVERY = 1.0  # seconds between two looks at the counts
+_EVERY = 1.0  # seconds between two reads of the counts
 _POINTS = 64
 _STEPS_BYTES = 8
 
@@ -52,7 +52,7 @@ class Curve:
         self._open = []
 
     def points(self) -> list[float]:
-        """Return the means, that of the last few values behind them."""
+        """Return the means, with the mean of the last few values at the end."""
         rest = [sum(self._open) / len(self._open)] if self._open else []
         return self._done + rest
 

@@ -139,7 +139,7 @@ def _another(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
         return torch.optim.Adam(parameters)
     try:
         return type(optimizer)(parameters, **optimizer.defaults)
-    except Exception:  # noqa: BLE001 - a class of the user's may ask for anything
+    except Exception:  # noqa: BLE001 - a user's class may require any arguments
         return torch.optim.SGD(parameters, lr=0.0)
 
 

@@ -1,4 +1,4 @@
-"""``choose``: the cheapest of several plans, and the sentence that says why; for ``comm_mode="auto"``."""
+"""``choose``: the cheapest of several plans, and the sentence with the reason; for ``comm_mode="auto"``."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Planner:
     def _measured(
         self, step: TrainStep, batch: Structure | None, everything: Sequence[Route]
     ) -> tuple[Sequence[Look | None], Profile]:
-        """Return what every worker has seen, in the order of ranks, and rank 0's profile."""
+        """Return every worker's observations, in the order of ranks, and rank 0's profile."""
         if self.workers is not None:
             self.workers.barrier(operation="plan")
         tables: dict[Tensor, str] = {
@@ -204,7 +204,7 @@ class Planner:
 
 @contextmanager
 def _uncounted(workers: Workers) -> Iterator[None]:
-    """Leave the workers' counts as they are: planning is not a step."""
+    """Leave the workers' counts unchanged: planning is not a step."""
     counts = workers.bytes_sent, workers.wait_seconds
     try:
         yield

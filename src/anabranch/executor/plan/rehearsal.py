@@ -22,7 +22,7 @@ __all__ = ["Lookups", "Rehearsal"]
 
 
 class Rehearsal:
-    """Answers boundaries, and notes what crossed them.
+    """Answers boundaries, and records their traffic.
 
     Attributes:
         ids: ids of each lookup and the padding id among them, by table, of this run.

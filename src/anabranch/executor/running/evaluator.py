@@ -198,7 +198,7 @@ class Evaluator:
         return found.returned
 
     def _both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _Both:
-        """Return the eager answer, and whether a graph gives it too."""
+        """Return the eager answer, and whether a graph gives the same."""
         model, answers = self._step.model, Answers()
         before = Snapshot(model, [], prepared.args)
         began = time.perf_counter()

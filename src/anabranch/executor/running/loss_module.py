@@ -22,7 +22,7 @@ class ModelWithLoss(nn.Module):
     """A model and the module that computes its loss, under the model's own names and ``loss.``.
 
     Args:
-        model: whose names stay as they are.
+        model: whose names are unchanged.
         loss: whose names begin with ``loss.``.
     """
 

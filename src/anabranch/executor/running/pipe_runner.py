@@ -129,7 +129,7 @@ class _ScheduleEngine:
         self.asked_to_stop = False
 
     def explain(self) -> str:
-        """One sentence that says why it is the engine."""
+        """One sentence with the reason why it is the engine."""
         return "a Pipe runs its stages by a schedule of its own"
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:

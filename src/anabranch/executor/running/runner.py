@@ -159,7 +159,7 @@ class StepRunner:
 
     @property
     def _averages(self) -> bool:
-        """True if gradients are weighted by rows; the one gradient of a single worker stays as it is, bit for bit."""
+        """True if gradients are weighted by rows; the gradient of a single worker is unchanged, bit for bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
@@ -333,7 +333,7 @@ class StepRunner:
                 )
 
     def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Call ``zero_grad`` if an optimizer has one of its own; returns the gradients that are left."""
+        """Call ``zero_grad`` if an optimizer has its own; return the remaining gradients."""
         optimizers = self.step.optimizers
         if all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers):
             return []

@@ -98,7 +98,7 @@ class Totals:
         return cls(arrived, step, workers.size)
 
     def wait_for(self) -> Total:
-        """Return the totals, once they are there.
+        """Return the totals, once they have arrived.
 
         Raises:
             BoundaryError: the workers are not all in the same run.

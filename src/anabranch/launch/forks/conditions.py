@@ -1,8 +1,8 @@
 """Conditions under which a process cannot be forked, because its settings take effect before its first line runs.
 
 A fork has the fork server's interpreter, libraries and everything that those read from the environment when they were
-loaded. So a process whose environment says otherwise there is started as a plain one, and so are the processes of a job
-that has a GPU at hand: a CUDA driver does not survive a fork.
+loaded. So a process whose environment differs there is started without forking, like all processes of a job with a GPU:
+a CUDA driver does not survive a fork.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anabranch.launch.python_program import PythonProgram
 
 __all__ = ["why_no_fork_server", "why_not_forked"]
 
-# Each of these is there where a driver is loaded: NVIDIA's, its kind under WSL, AMD's.
+# Each of these exists if a driver is loaded: NVIDIA's, NVIDIA's under WSL, AMD's.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 
 # Read when the interpreter, the C library, torch, NumPy or numba is loaded.
@@ -60,12 +60,12 @@ _READ_LATER = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_HOME",
-    # What importing scikit-learn leaves in the environment: a second copy of Intel's OpenMP may be loaded, and none is
-    # set up again in a fork. Neither makes a process other than a fork is.
+    # # Set by importing scikit-learn: a second copy of Intel's OpenMP may be loaded, and none is set up again in a
+    # fork. Neither makes a started process differ from a fork.
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 )
-# Where these are at all each process is bound to processors, or watched, from its start on.
+# If these are set at all, each process is bound to processors, or monitored, from its start.
 _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 

@@ -1,4 +1,4 @@
-"""Messages between the launcher and the processes that it talks to: JSON behind its length, with open descriptors."""
+"""Messages between the launcher and its processes: JSON prefixed with its length, with open descriptors."""
 
 from __future__ import annotations
 

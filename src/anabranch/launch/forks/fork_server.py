@@ -1,14 +1,14 @@
-"""The process that has imported everything and of which a job's processes are forked, in milliseconds each.
+"""The process that has imported everything and from which a job's processes are forked, in milliseconds each.
 
 ::
 
     launcher ── fork server ── (a moment's process) ── role        asked for over the channel
         └────────────────────────────────────────────── role        once that moment's process has ended
 
-A fork of a process with threads may find a lock taken that nobody will release, so this one has exactly one thread, and
-looks before each fork. It opens nothing either: no socket but its channel, no process group, no CUDA; and it draws from
-no generator. Between it and a role stands a process that ends at once, so that the kernel hands the role to the
-launcher, the nearest subreaper: the launcher signals it, sees its end and has its exit code as of any child.
+A fork of a process with threads may inherit a held lock that nobody will release, so this one has exactly one thread,
+and checks this before each fork. It opens nothing either: no socket but its channel, no process group, no CUDA; and it
+draws from no generator. Between it and a role stands a process that ends at once, so that the kernel hands the role to
+the launcher, the nearest subreaper: the launcher signals it, sees its end and has its exit code as of any child.
 
 It ends when the launcher closes the channel, or dies. Started by ``launcher_side.py``; ``forked_process.py`` is what a
 fork becomes.
@@ -48,7 +48,7 @@ _IMPORTED = (
 )
 _IMPORTED_IF_THERE = ("anabranch.tables.kernels._compiled", "anabranch.tables.kernels._compiled_group")
 
-_started_as = sys.modules["__main__"]  # a role puts its own in place; the interpreter still needs this one
+_started_as = sys.modules["__main__"]  # a role sets its own; the interpreter still needs this one
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     with suppress(OSError):
         send(channel, {"ready": True})
     role = _serve(channel)
-    channel.detach()  # a role's stdin takes its place
+    channel.detach()  # a role's stdin replaces it
     role.take_over()
     keep_shared_libraries()
     role.run()
@@ -90,7 +90,7 @@ def _import_all() -> None:
 
 
 def _serve(channel: socket.socket) -> ForkedProcess:
-    """Return in forks alone."""
+    """Return only in forks."""
     while True:
         try:
             received = receive(channel)

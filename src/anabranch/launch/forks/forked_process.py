@@ -35,19 +35,19 @@ _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A process that the launcher requested, and what of the launcher it takes on.
+    """A process that the launcher requested, and the settings that it inherits from the launcher.
 
     Attributes:
-        name: what ``ps`` and ``top`` call it.
+        name: in ``ps`` and ``top``.
         program: what it runs.
-        environment: the whole of it.
+        environment: complete.
         launcher: the process that is to be its parent.
         ignored: the signals that the launcher ignores.
         blocked: the signals that it blocks.
         umask: the permissions that it takes from new files.
         stdio: its stdin, stdout and stderr.
         directory: where it starts.
-        report: takes its process id once it is on its own, or why it does not.
+        report: receives its process id once it runs on its own, or the reason why it does not.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ForkedProcess:
         )
 
     def to_message(self) -> tuple[Message, list[int]]:
-        """As it travels to the fork server."""
+        """Its form as a message to the fork server."""
         message: Message = {
             "name": self.name,
             "program": asdict(self.program),
@@ -105,7 +105,7 @@ class ForkedProcess:
             self._tie_to_launcher()
             self._set_state()
             os.write(self.report, str(os.getpid()).encode())
-        except Exception as error:  # noqa: BLE001  the launcher is told, whatever it is
+        except Exception as error:  # noqa: BLE001 any error is reported to the launcher
             self.refuse(f"{type(error).__name__}: {error}")
             os._exit(1)
         os.close(self.report)
@@ -147,7 +147,7 @@ class ForkedProcess:
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Return the signals that this process ignores, and that those which it starts ignore, too."""
+    """Return the signals that this process and its children ignore."""
     return tuple(sorted(number for number in _changeable_signals() if signal.getsignal(number) is signal.SIG_IGN))
 
 
@@ -174,7 +174,7 @@ def _set_signals(ignored: Sequence[int], blocked: Sequence[int]) -> None:
 
 
 def _seed_anew() -> None:
-    """Forks share their server's generators, where each process that is started has seeds of its own."""
+    """Forks share their server's generators, while each started process has its own seeds."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: how it is started, requested processes, and ended."""
+"""The launcher's side of the fork server: starting it, requesting processes, and ending it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _START_SECONDS = 120.0  # importing torch from a cold disk, while other jobs run
 _FORK_SECONDS = 60.0
 _END_SECONDS = 5.0
 _LONGEST_REPORT = 4096
-# Left to each fork: the server has them at what every fork can be set from.
+# Left to each fork: the server has values from which every fork can be set.
 _LEFT_OPEN = ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER")
 
 
 class ForkServerError(Exception):
-    """The fork server could not be started, or did not give a process."""
+    """The fork server could not be started, or did not return a process."""
 
 
 class ForkServer:
@@ -125,8 +125,8 @@ class ForkServer:
                     os.close(descriptor)
 
     def close(self) -> None:
-        """End it; its forks live on."""
-        if os.getpid() != self._owner:  # a fork of this process has no business with it
+        """End it; its forks continue to run."""
+        if os.getpid() != self._owner:  # a fork of this process does not own it
             return
         self._channel.close()
         if not self._ready:  # it imports, and would notice only after that

@@ -31,7 +31,7 @@ class _ScriptLoader(SourceFileLoader):
 
 
 def run_as_main(program: PythonProgram) -> None:
-    """Run ``program``; returns or raises as it ends, and shows an error's traceback from its own first frame on."""
+    """Run ``program``; return or raise like it, and show an error's traceback from its own first frame on."""
     sys.argv = [program.target, *program.arguments]
     sys.orig_argv = program.command
     try:
@@ -69,7 +69,7 @@ def _cannot_open(path: str, error: OSError) -> NoReturn:
 
 
 def _show_from_the_script_on(error: BaseException) -> None:
-    """Leaves the frames that lead to the script out of the traceback that the interpreter is about to show."""
+    """Remove the frames that lead to the script from the traceback that the interpreter is about to show."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next

@@ -1,9 +1,9 @@
 """Ends a fork without tearing down the memory shared with its server: that would copy and walk half a gigabyte.
 
-At its end the interpreter takes every module apart, and the C library every global object of every library. Those that
-a fork found loaded do not concern its script's, and all of them together take longer than many a script. So they are
-left alone, behind everything that the script may have registered or made: its ``atexit`` functions have run, its own
-modules are taken apart, its libraries' global objects destroyed, what C code has printed is written.
+At exit the interpreter tears down every module, and the C library every global object of every library. Tearing down
+those loaded before the fork is unnecessary and takes longer than many a script. So they are skipped, after everything
+that the script may have registered or made: its ``atexit`` functions have run, its own modules are torn down, its
+libraries' global objects destroyed, and C output is flushed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def _take_out(names: list[str]) -> None:
 
 
 def keep_shared_finalizers() -> None:
-    """Leave out what ``weakref.finalize`` would do at the end for objects that are there now.
+    """Skip the ``weakref.finalize`` callbacks of objects that exist now.
 
-    PyTorch's would take its operators apart one by one, half of what a fork writes in its whole life.
+    PyTorch's would tear down its operators one by one, half of a fork's memory writes.
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def keep_shared_libraries() -> None:
-    """Leave the libraries loaded so far as they are when this process ends; call it in a fork."""
+    """Do not tear down the libraries loaded so far when this process ends; call it in a fork."""
     libc = ctypes.CDLL(None)
     # Run in the reverse order, with the status of the exit for the first one: `fflush(NULL)`, then `_exit(status)`.
     with suppress(AttributeError):  # glibc alone has it

@@ -1,4 +1,4 @@
-"""The threads that a forked process computes with: what its environment would have settled had it been started."""
+"""The number of threads of a forked process, as its environment would set it in a started process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_th
 
 
 def limit_threads(environment: Mapping[str, str]) -> None:
-    """Compute with as many threads as ``OMP_NUM_THREADS`` and ``OPENBLAS_NUM_THREADS`` say, or else as is usual.
+    """Compute with the number of threads in ``OMP_NUM_THREADS`` and ``OPENBLAS_NUM_THREADS``, or the default.
 
-    The fork server left torch's number open, so where nothing is said torch finds it by itself. It had to settle that
-    of NumPy's BLAS, at 1: that library starts its threads as it is loaded.
+    The fork server left torch's number unset, so by default torch chooses it. It had to set that of NumPy's BLAS to 1:
+    that library starts its threads when it is loaded.
     """
     text = environment.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))  # the default of these libraries is not larger

@@ -33,7 +33,7 @@ def set_title(name: str, command: Sequence[str], environment: Mapping[str, str] 
     starts = [int(field) for field in fields[_ARGUMENTS_FIELD : _ARGUMENTS_FIELD + 4]]
     _write(starts[0], starts[1], command)
     if environment is not None:
-        # Short ones first: what must not be cut, the job's own variables, are short.
+        # Short ones first: the job's own variables, which must not be cut, are short.
         _write(starts[2], starts[3], sorted((f"{key}={value}" for key, value in environment.items()), key=len))
 
 

@@ -57,7 +57,7 @@ class ServiceAddresses:
 
 
 def check_directory(directory: str, *, experts: int, host: str | None, keys: str | None) -> None:
-    """Refuse a directory that others keep, if the experts of a job on this machine could not be found by it.
+    """Refuse an external directory if others could not reach the experts of a job on this machine.
 
     Args:
         directory: endpoints of servers, or the URL of a Redis.
@@ -66,7 +66,7 @@ def check_directory(directory: str, *, experts: int, host: str | None, keys: str
         keys: the directory of certificates that the environment names.
 
     Raises:
-        ValueError: says what to give, too.
+        ValueError: names the missing option.
         ModuleNotFoundError: without the ``redis`` extra.
     """
     if is_redis_url(directory):
@@ -91,7 +91,7 @@ def expert_socket(directory: str, index: int) -> str:
 
 @contextmanager
 def private_place(servers: int) -> Iterator[ServiceAddresses]:
-    """Unix sockets in a folder that only this user enters, and that goes with the job.
+    """Unix sockets in a folder that only this user can enter, removed with the job.
 
     >>> with private_place(1) as place:
     ...     [endpoint.split("/")[-1] for endpoint in (place.directory, *place.parameters)]
@@ -105,7 +105,7 @@ def private_place(servers: int) -> Iterator[ServiceAddresses]:
 
 @contextmanager
 def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = None) -> Iterator[ServiceAddresses]:
-    """Free TCP ports of ``host``, an address of this machine, with ``keys`` or else certificates that go with the job.
+    """Free TCP ports of ``host``, an address of this machine, with ``keys`` or else certificates made for the job.
 
     Raises:
         ValueError: not an address of this machine, or one that others cannot connect to.

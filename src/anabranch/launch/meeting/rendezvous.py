@@ -1,4 +1,4 @@
-"""The launcher's side of the process in which a job's members find one another, see ``rendezvous_process.py``."""
+"""The launcher's side of the rendezvous process, see ``rendezvous_process.py``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rendezvous:
         directory: where the process serves the directory; ``None`` for none.
         keys: the directory of certificates.
         host: where the rendezvous store listens.
-        elsewhere: whether ``directory`` names one that others keep, which is only asked.
+        elsewhere: whether ``directory`` is an external one, which is only queried.
 
     Attributes:
         port: where the rendezvous store listens, on ``host``.
@@ -75,7 +75,7 @@ class Rendezvous:
             send(self._channel, facts, [self._listening.fileno()])
 
     def wait_until_ready(self) -> None:
-        """Return when the directory answers, or will not."""
+        """Return when the directory answers, or has failed."""
         if self._directory is not None:
             with suppress(OSError):
                 receive(self._channel)

@@ -1,7 +1,7 @@
-"""The process in which a job's members find one another: it holds the rendezvous store and the directory.
+"""The process through which a job's members find one another: it holds the rendezvous store and the directory.
 
-Apart from the launcher, so that the launcher imports no torch, and a paused launcher does not delay the job. It is
-there before all others, outlives them, and dies with the launcher, to which its stdin leads.
+It is separate from the launcher, so that the launcher imports no torch, and a paused launcher does not delay the job.
+It starts before all others, outlives them, and ends with the launcher, which holds the other end of its stdin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ASK_SECONDS = 4.0  # less than the launcher waits for the answer
 
 def main() -> None:
     """Serve until the launcher closes the channel on stdin."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the job decides when it is over
+    for number in (signal.SIGINT, signal.SIGTERM):  # the job decides when it ends
         signal.signal(number, signal.SIG_IGN)
     with suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel, ExitStack() as stack:
         received = receive(channel)
@@ -57,7 +57,7 @@ def _is_announced(directory: DirectoryLike, uid: str) -> bool:
     try:
         return bool(within(directory, Deadline.after(_ASK_SECONDS)).lookup([uid]))
     except BoundaryError:
-        return True  # unknown which: every process that died is restarted, as often as its budget allows
+        return True  # any process: each that died is restarted, as often as its budget allows
 
 
 if __name__ == "__main__":

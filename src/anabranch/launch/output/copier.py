@@ -3,9 +3,9 @@
     python copier.py LOG TERMINAL PICTURES DRAWN SOURCE TARGET [SOURCE TARGET]
 
 All are descriptors but TERMINAL, which is 1 where the screen is one, and DRAWN, which is 1 where another copier has
-drawn pictures before this one; PICTURES is -1 where none are drawn. A process of its own, in its own session, so
-that rank 0 never waits for a launcher that stands still: neither Ctrl-Z nor SIGSTOP of the launcher reaches it. Its
-stdin is the channel to the launcher, which sends one letter at a time and reads ``DONE`` for each.
+drawn pictures before this one; PICTURES is -1 where none are drawn. It is a separate process, in its own session, so
+that rank 0 never waits for a stopped launcher: neither Ctrl-Z nor SIGSTOP of the launcher reaches it. Its stdin is the
+channel to the launcher, which sends one letter at a time and reads ``DONE`` for each.
 
 A picture is at the bottom of the terminal, below the region in which rank 0's output scrolls::
 
@@ -50,7 +50,7 @@ _SAVE, _RESTORE, _ALL_SCROLLS, _CLEAR_BELOW, _DOWN = b"\x1b7", b"\x1b8", b"\x1b[
 # A complete escape sequence; one may arrive in two pieces.
 _WHOLE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
 _TAIL = 128
-_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and one that was killed does not show it again
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and a killed one does not show it again
 
 
 class Pane:
@@ -58,7 +58,7 @@ class Pane:
 
     Args:
         target: the terminal.
-        drawn: whether another one has drawn there before.
+        drawn: whether another picture was drawn there before.
     """
 
     def __init__(self, target: int, drawn: bool) -> None:
@@ -69,7 +69,7 @@ class Pane:
         self._tail = b""
 
     def passed(self, data: bytes) -> None:
-        """Take note of what rank 0 has written."""
+        """Record rank 0's output."""
         self._tail = (self._tail + data)[-_TAIL:]
 
     def draw(self, lines: list[bytes]) -> None:
@@ -95,7 +95,7 @@ class Pane:
         self._size, self._reserved, self._drawn = size, count, True
 
     def remove(self) -> None:
-        """Give the terminal back as if there had been no picture."""
+        """Restore the terminal as if there had been no picture."""
         if self._drawn:
             _write(self._target, _SAVE + _ALL_SCROLLS + _RESTORE + _CLEAR_BELOW)
         self._size, self._reserved, self._drawn = (0, 0), 0, False
@@ -153,7 +153,7 @@ class Copier:
             os.set_blocking(source, False)
 
     def run(self) -> None:
-        """Copy until it is told to end, or the launcher is gone."""
+        """Copy until the launcher ends it, or is gone."""
         while True:
             ready = self._wait()
             for source in sorted(self._open & ready):

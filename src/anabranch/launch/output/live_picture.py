@@ -13,12 +13,12 @@ from anabranch.launch.output.screen import Screen
 
 __all__ = ["LivePicture"]
 
-_FIRST = 1.0  # seconds of a job that draws nothing: of one that is so short a picture would only flicker
+_FIRST = 1.0  # seconds before the first picture: in a shorter job it would only flicker
 _EVERY = 0.5
 
 
 class LivePicture:
-    """Draws the job, from what its processes leave in its log folder, on a thread of the launcher; a context manager.
+    """Draws the job, from the status files in its log folder, on a thread of the launcher; a context manager.
 
     Args:
         folder: the job's log folder.

@@ -1,4 +1,4 @@
-"""``LongWaits``: a line on the screen when a worker has waited long for another process, where no picture says so."""
+"""``LongWaits``: a line on the screen when a worker has waited long for another process and no picture shows it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from anabranch.waits import in_words
 
 __all__ = ["LongWaits"]
 
-_EVERY = 2.0  # seconds between two looks
+_EVERY = 2.0  # seconds between two checks
 _LONG = 10.0
 _CONNECTING = ("life", "join")  # a worker's first request to a parameter server
 _AGAIN = 3  # times as long until the next line about the same wait
 
 
 class LongWaits:
-    """Looks at the waits of a job's processes.
+    """Watches the waits of a job's processes.
 
     Args:
         folder: the job's log folder.
@@ -37,7 +37,7 @@ class LongWaits:
         self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
 
     def moment(self) -> float | None:
-        """Return the time of the next look."""
+        """Return the time of the next check."""
         return self._next
 
     def look(self, now: float) -> None:

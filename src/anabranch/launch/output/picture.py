@@ -50,9 +50,9 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
     """Return the picture of ``job``.
 
     Args:
-        job: as it is now.
-        before: as it was a moment ago, so that services have rates of that moment, not of their whole lives.
-        lines: this many lines at most, without the roles that have the least to show.
+        job: its current state.
+        before: its state a moment ago, so that rates of services are current, not those of their whole lives.
+        lines: at most this many lines, without the least important roles.
     """
     room = None if lines is None else lines - _BESIDE_ROLES
     shown = _most_telling(job.roles, room)
@@ -158,7 +158,7 @@ def _loss(job: JobStatus) -> RenderableType | None:
 
 
 class _Curve:
-    """A curve as wide as there is room for it."""
+    """A curve of the available width."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -190,7 +190,7 @@ def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None
 
 
 def _most_telling(roles: Sequence[RoleStatus], room: int | None) -> Sequence[RoleStatus]:
-    """Return the roles for which there is room, in order: those that run well are left out first."""
+    """Return the roles that fit, in order: running ones without waits are left out first."""
     if room is None or len(roles) <= room:
         return roles
     ordered = sorted(roles, key=lambda role: role.state in ("running", "gone"))
@@ -247,7 +247,7 @@ def _bytes(facts: Mapping[str, Any]) -> float:
 
 
 def _rate(read: Callable[[Mapping[str, Any]], float], role: RoleStatus, before: RoleStatus | None) -> float:
-    """Return how much ``read`` finds more a second: since ``before``, or since the service started."""
+    """Return the rate per second of ``read``: since ``before``, or since the service started."""
     total, seconds = read(role.service), float(role.service["uptime"])
     if before is not None and before.pid == role.pid and before.service and before.service["uptime"] < seconds:
         total, seconds = max(0.0, total - read(before.service)), seconds - before.service["uptime"]
@@ -255,7 +255,7 @@ def _rate(read: Callable[[Mapping[str, Any]], float], role: RoleStatus, before: 
 
 
 def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
-    """Return the bytes a second of each boundary, of all workers together, the busiest first."""
+    """Return the bytes per second of each boundary, of all workers together, the busiest first."""
     totals: Counter[str] = Counter()
     for role in roles:
         totals.update({name: round(rate) for name, rate in role.crossing.items()})
@@ -283,7 +283,7 @@ class _Crossing:
 
 
 def _printable(text: str) -> str:
-    """Return ``text`` without what would move the cursor: names come from scripts and from other machines."""
+    """Return ``text`` without control characters that move the cursor: names come from scripts and other machines."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -9,9 +9,9 @@ Where the launcher writes to a terminal the worker gets a terminal too (a pty of
 unchanged), so that progress bars draw as they would without a launcher. Elsewhere it gets pipes, one for each stream,
 so that ``anabranch run ... > file`` keeps stdout and stderr apart.
 
-A reader that does not keep up (``| less``) holds rank 0 back, as it would without a launcher. The launcher never does,
-even one that stands still: the copying is another process's, see ``copier.py``. The launcher has the sources open, too,
-so that nothing is lost when the copier is killed: another one continues.
+A slow reader (``| less``) blocks rank 0, as it would without a launcher. The launcher never does, even when stopped:
+copying is done by another process, see ``copier.py``. The launcher has the sources open too, so that nothing is lost
+when the copier is killed: another one continues.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Screen:
     def draw(self, lines: Sequence[str]) -> None:
         """Keep these lines at the bottom of the terminal and the worker's output above them; on any thread.
 
-        Passed over if the copier has not taken the last ones yet.
+        Skipped if the copier has not taken the last ones yet.
         """
         assert self._pictures is not None, "made without pictures"
         with suppress(OSError):
@@ -160,7 +160,7 @@ class Screen:
         return process, ours
 
     def _order(self, letter: bytes) -> None:
-        # One that was killed is revived by the supervisor; one that is slow is not waited for, and answers too late.
+        # A killed one is revived by the supervisor; a slow one is not waited for.
         with suppress(OSError):
             if select.select([self._channel], [], [], 0)[0]:
                 self._channel.recv(_LATE_ANSWERS)

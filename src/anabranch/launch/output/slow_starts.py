@@ -1,4 +1,4 @@
-"""``SlowStarts``: the line of a parameter server that says why it does not listen yet, shown to the user."""
+"""``SlowStarts``: the reason why a parameter server does not listen yet, shown to the user."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from anabranch.launch.supervision.worker import RoleProcess
 
 __all__ = ["SlowStarts"]
 
-_EVERY = 0.5  # seconds between two looks at the logs, until the servers listen
+_EVERY = 0.5  # seconds between two reads of the logs, until the servers listen
 _SHOWN = "anabranch: compiling "
 _AT_LAST = "listening on "
 
 
 class SlowStarts:
-    """Looks into the logs of parameter servers that do not listen yet, when they are first started.
+    """Reads the logs of parameter servers that do not listen yet, at their first start.
 
     Args:
         services: those of the job.
@@ -28,11 +28,11 @@ class SlowStarts:
         self._over = False
 
     def moment(self) -> float | None:
-        """Return the time of the next look; ``None`` if nothing is to come."""
+        """Return the time of the next check; ``None`` if there is none."""
         return None if self._over else self._next
 
     def look(self, now: float) -> None:
-        """Tells the line if there is one by now."""
+        """Report the line if there is one by now."""
         if self._over or now < self._next:
             return
         self._next = now + _EVERY

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and what of it goes wrong, in one sentence each."""
+"""The connection to a Ray cluster, and its errors, in one sentence each."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
             f"no Ray cluster can be used at {address or 'this machine'}: {words[:300]}; check that `ray status` "
             "answers, and give --address HOST:6379 of its head node"
         ) from None
-    # Ray prints what befalls its nodes on stdout, which is rank 0's; the pinned version has this switch.
+    # Ray prints events of its nodes on stdout, which is rank 0's; the pinned version has this switch.
     shown, ray._private.worker._worker_logs_enabled = ray._private.worker._worker_logs_enabled, False
     try:
         yield

@@ -52,7 +52,7 @@ __all__ = ["launch_on_ray"]
 
 _PLACE_SECONDS = 120.0
 _CALL_SECONDS = 60.0
-_LOOK_SECONDS = 0.5  # between two looks whether a signal has come
+_LOOK_SECONDS = 0.5  # between two checks for a signal
 # The role that a certificate names, by the job's.
 _KEYS = {"rendezvous": "directory", "parameters": "parameters", "expert": "experts", "worker": "worker"}
 
@@ -281,7 +281,7 @@ class _Attempt:
         )
 
     def _stop(self, number: signal.Signals, again: bool) -> None:
-        """Note a signal that has come; Ray loses what is raised while it waits."""
+        """Record a received signal; Ray loses exceptions raised while it waits."""
         if self._stopped is None:
             self._stopped = number
 
@@ -329,7 +329,7 @@ class _Attempt:
             ).remote(own)
 
     def _look_where_storage_is(self, say: Callable[[str], None]) -> None:
-        """Let roles run in the launcher's own folder where their node sees it, else in the shipped copy; says so."""
+        """Let roles run in the launcher's own folder if their node sees it, else in the shipped copy; reports which."""
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
             asked = {place: seat.sees.remote(probe.name) for place, seat in self._seats.items()}
             seen = {place: bool(self._ask(ref, _PLACE_SECONDS)) for place, ref in asked.items()}

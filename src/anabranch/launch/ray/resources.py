@@ -15,7 +15,7 @@ _CPU = {"worker": 0.5, "server": 0.25, "expert": 0.25}
 
 
 def parse_resources(text: str) -> Resources:
-    """Return what ``--resources`` says.
+    """Return the parsed ``--resources``.
 
     >>> parse_resources('{"worker": {"CPU": 2, "GPU": 1}}')
     {'worker': {'CPU': 2, 'GPU': 1}}

@@ -48,7 +48,7 @@ _OF_THE_NODE = (
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Events in a seat since it was last asked.
+    """Events in a seat since the last request.
 
     Attributes:
         output: pieces of output, each with its stream (1 or 2).
@@ -102,12 +102,12 @@ class Seat:
         self._lease.start()
 
     def hold_endpoint(self) -> str:
-        """Return a TCP endpoint of this node that nobody else is given."""
+        """Return a TCP endpoint of this node that is given to nobody else."""
         shown = f"[{self._host}]" if ":" in self._host else self._host
         return f"tcp://{shown}:{self._stack.enter_context(held_port(self._host))}"
 
     def sees(self, probe: str) -> bool:
-        """Tell whether a file of the launcher's is here, too."""
+        """Return True if a file of the launcher also exists here."""
         return Path(probe).exists()
 
     def start_rendezvous(self, directory: str | None, environment: Mapping[str, str]) -> tuple[int, str, int]:

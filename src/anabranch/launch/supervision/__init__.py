@@ -1,6 +1,6 @@
 """Watching the processes of a job until the last has ended, whatever fails and however often Ctrl-C is pressed.
 
-Open ``supervisor.py`` first; ``worker.py`` is one process, ``outcome.py`` the end of a job in words.
+Open ``supervisor.py`` first; ``worker.py`` is one process, ``outcome.py`` describes the end of a job.
 """
 
 __all__: list[str] = []

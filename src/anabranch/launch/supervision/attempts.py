@@ -1,7 +1,7 @@
-"""A job that failed is run again from its last complete checkpoint, which its script finds where it saved it.
+"""Restarts of a failed job from its last complete checkpoint, which its script finds where it saved it.
 
-All of it is: workers that lost a step together with a server go back together. Parameter servers begin empty, so that
-what they hold is what the script loads; a script that loads nothing starts from the beginning.
+The whole job restarts: workers that lost a step together with a server go back together. Parameter servers begin empty,
+so they hold only the state that the script loads; a script that loads nothing starts from the beginning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``RestartBudget``: how often a service may be restarted, in any stretch of this many seconds.
 
-A service that crashes now and then comes back for as long as the job runs; one that crashes whenever it starts uses its
-budget up, with longer and longer pauses, and ends.
+A service that crashes occasionally is restarted as long as the job runs; one that crashes at every start uses up its
+budget, with increasing pauses, and ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that workers started and left behind, found and killed wherever they moved to.
+"""Processes that workers started and left behind, found and killed in any session or group.
 
 While a job runs the launcher is a *subreaper*: a process whose parent dies becomes the launcher's child instead of
 init's. Once all workers have ended, what is left of the job are therefore direct children of the launcher::

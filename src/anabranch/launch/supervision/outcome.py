@@ -1,4 +1,4 @@
-"""The end of a job: each process's exit, the first failure, and the words for it."""
+"""The end of a job: each process's exit, the first failure, and its description."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ class Exit:
     def failed_at(self) -> float:
         """Return the time of its failure, in seconds since the epoch.
 
-        A worker that raised has written its traceback before it tore down what others may be waiting on, and tearing
-        down takes a while: the time of that writing, to a few milliseconds, says who was first where that of the exit
-        does not.
+        A worker that raised has written its traceback before it closed connections on which others may wait, and
+        closing takes a while: the time of writing, to a few milliseconds, shows which worker failed first; the exit
+        time does not.
         """
         if self.code > 0 and _traceback_start(self._lines()) is not None:
             return min(self.ended_at, self.log.stat().st_mtime)
         return self.ended_at
 
     def blames_another(self) -> bool:
-        """Return True if it failed because another process was lost: the error it ended with says so."""
+        """Return True if its last error reports that another process was lost."""
         return any(_LOST in line for line in self.last_words().splitlines())
 
     def blames_a_worker(self) -> bool:
@@ -127,7 +127,7 @@ class JobOutcome:
         services: one for each parameter server, then one for each expert process; of one that was restarted, the
             last.
         interrupted: the signal that ended the job; ``None`` if it ended on its own.
-        timed_out: whether it was ended because its time was over.
+        timed_out: whether it was ended because its time limit had passed.
         seconds: how long it ran.
     """
 

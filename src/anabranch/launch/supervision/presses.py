@@ -1,9 +1,9 @@
 """Distinguishes a second request to stop from an echo of the first.
 
 One request can arrive twice: ``timeout`` and wrappers that pass signals on send one to the launcher and one to its
-process group, or one beside the terminal's own. A terminal itself sends exactly one SIGINT a key press, and the kernel
-tells that it is the sender: each of those is its own request, however fast the fingers. Only for what processes
-send does the time decide.
+process group, or one beside the terminal's own. A terminal itself sends exactly one SIGINT per key press, with the
+kernel as the sender: each of those is a separate request, however fast they follow. Only signals from processes are
+distinguished by time.
 """
 
 from __future__ import annotations

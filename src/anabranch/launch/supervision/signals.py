@@ -4,10 +4,10 @@
 
     kernel ──> a thread in sigwaitinfo, which alone learns the sender ──> the carrier ──> handler in the main thread
 
-A Python handler is not told who has sent a signal. So the stopping signals are blocked in the main thread, and taken
-by a thread that is told; it hands them over by another signal, which interrupts whatever the main thread waits for. In
-a process with more threads, a program with its own job, the kernel would choose one of those: there all is left to
-the handler, which knows no sender.
+A Python handler does not learn the sender of a signal. So the stopping signals are blocked in the main thread, and
+received by a thread that learns it; it passes them on by another signal, which interrupts the main thread's wait. In a
+process with more threads, such as a program with its own job, the kernel would choose one of those: there the handler
+receives all signals, without senders.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stopped(BaseException):
 
 
 class SignalBox:
-    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some."""
+    """The received signals that were not taken yet; ``descriptor`` is readable while there are some."""
 
     def __init__(self) -> None:
         self.descriptor, self._notify = os.pipe()
@@ -69,8 +69,8 @@ class SignalBox:
     def call_on_stop(self, act: Callable[[signal.Signals, bool], None]) -> None:
         """Call ``act`` with each stopping signal, and whether it is a new request after the first.
 
-        It is called in the handler, wherever the program is: a loop that is busy, or has not begun, would see to the
-        signal late. For signals that have come before, it is called now.
+        It is called in the handler, at any point of the program: a loop that is busy, or has not begun, would handle
+        the signal late. For signals already received, it is called now.
         """
         self._on_stop = act
         for number, again in self._pending[:]:
@@ -102,10 +102,9 @@ _missed: list[signal.Signals] = []
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """From the first ``collect_signals`` in the block on, a stopping signal that comes outside of one ends nothing.
+    """From the first ``collect_signals`` in the block on, a stopping signal outside of one ends nothing.
 
-    Between two attempts at a job it is for the next one; while a command that has run its job cleans up it comes too
-    late.
+    Between two attempts at a job it applies to the next one; while a command cleans up after its job it is too late.
     """
     global _collected
     if threading.current_thread() is not threading.main_thread():
@@ -134,8 +133,8 @@ def _hold(number: int, frame: FrameType | None) -> None:
 def collect_signals() -> Iterator[SignalBox]:
     """Collect SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
 
-    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP and SIGTSTP
-    stay ignored where they were (``nohup``).
+    Off the main thread nothing is collected: the interpreter delivers signals only to the main thread. SIGHUP and
+    SIGTSTP stay ignored if they were (``nohup``).
     """
     global _collected
     box = SignalBox()
@@ -174,7 +173,7 @@ def inherited_mask() -> list[int]:
 def stand_still() -> None:
     """Stop like the default action of SIGTSTP; returns when the shell lets this process continue (``fg``, ``bg``).
 
-    At once where there is no shell that could: the kernel knows, and does nothing.
+    Returns at once if no shell could: the kernel knows, and does nothing.
     """
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)

@@ -1,4 +1,5 @@
-"""Watches a job's processes until the last has ended, and ends them in time when one fails or a signal requests it.
+"""Watches a job's processes until the last has ended, and ends them by a deadline when one fails or a signal requests
+it.
 
 One thread, one selector, no polling: a process's end and the launcher's signals are descriptors.
 
@@ -45,13 +46,13 @@ _KERNEL_SECONDS = 10.0
 
 
 class Looker(Protocol):
-    """A look at the job now and then, while it runs."""
+    """A periodic check of the job while it runs."""
 
     def moment(self) -> float | None:
-        """Return the time of the next look; ``None`` if there is no other."""
+        """Return the time of the next check; ``None`` if there is no other."""
 
     def look(self, now: float) -> None:
-        """Look, if it is time."""
+        """Check, if it is time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class _Ending:
         self._steps.append((moment, number))
 
     def end_by(self, moment: float) -> None:
-        """Kills those that still run then."""
+        """Kill those that still run then."""
         self._steps.append((moment, signal.SIGKILL))
         self._given_up_at = moment + _KERNEL_SECONDS
 
@@ -130,7 +131,7 @@ class Supervisor:
         workers: the running workers, by rank.
         signals: what the launcher received.
         services: the running services; one that is restarted takes its predecessor's place here.
-        rendezvous: where they all find one another; a job that loses it ends. It is for the caller to end.
+        rendezvous: where they all find one another; a job that loses it ends. The caller ends it.
         start: restarts one.
         returns: called when one has ended that is to be restarted.
         screen: rank 0's output, if it is shown.

@@ -41,7 +41,7 @@ class Recipe:
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         server: forks it; a plain process is started where there is none.
         restarts: how often it is restarted when it dies; never by default.
-        has_served: whether it has been of use once: a service that never was is not restarted.
+        has_served: whether it has ever served: a service that never did is not restarted.
         endpoint: where it listens, if that is known before.
     """
 
@@ -59,9 +59,10 @@ class Recipe:
 
 
 class RoleProcess:
-    """A running process of the job, the leader of a session and process group of its own.
+    """A running process of the job, the leader of its own session and process group.
 
-    Own sessions keep the terminal's Ctrl-C to the launcher, which passes it on and then sees to it that all end.
+    In separate sessions only the launcher gets the terminal's Ctrl-C; it passes it on and makes sure that all processes
+    end.
 
     Args:
         recipe: what to start.
@@ -105,7 +106,7 @@ class RoleProcess:
         }
         if not screen and not self.restarted:
             self.log.write_bytes(b"")
-        # Appending, so that a log that is emptied meanwhile goes on at its beginning.
+        # Appending, so that a log that is emptied meanwhile continues at its beginning.
         with self.log.open("ab") as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if recipe.stdin is None else recipe.stdin
