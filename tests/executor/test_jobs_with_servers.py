@@ -25,7 +25,7 @@ def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(bound: int,
     halted = result.results[0]
     assert halted is not None
     assert halted["done"] == 4 + bound  # rank 1 is in its fourth step
-    assert "nothing came from worker 1" in str(halted["error"])
+    assert "nothing arrived from worker 1" in str(halted["error"])
 
 
 @pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])

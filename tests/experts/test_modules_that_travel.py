@@ -137,7 +137,7 @@ def test_another_process_reaches_the_experts_and_is_told_of_a_directory_that_it_
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert lines["expert"] == lines["named"] == "8.0"
     assert float(lines["mixture"]) == pytest.approx(8.0)
-    assert "ValueError this directory was in the memory of another process" in lines["memory"]
+    assert "ValueError this directory was in the memory of the process that pickled it" in lines["memory"]
     assert backend.updates == 3
 
 
@@ -262,4 +262,4 @@ def test_a_remote_embedding_in_another_process_reads_its_servers(
     path.write_bytes(pickle.dumps(alone))
     alone.close()
     done = programs.run(EMBEDDING, path)
-    assert "the rows of RemoteEmbedding t were in the memory of another process" in done.stdout, done.stderr
+    assert "the rows of RemoteEmbedding t were in the memory of the process that pickled it" in done.stdout, done.stderr
