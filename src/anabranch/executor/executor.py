@@ -120,8 +120,7 @@ class Executor:
             anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and tensors, such as
             a ``torch.optim.swa_utils.AveragedModel``.
         sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
-        ``PrometheusSink``,
-            or any ``anabranch.observe.Sink``. Closed with the executor.
+            ``PrometheusSink``, or any ``anabranch.observe.Sink``. Closed with the executor.
 
     Raises:
         ValueError, TypeError: an invalid argument, models or optimizers that differ between the workers, or something
