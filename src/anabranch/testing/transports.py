@@ -40,8 +40,7 @@ class LossyTransport:
         drop: probability that a request's connection is cut, half of the times before the request is delivered, half of
             the times after.
         delay: the most seconds that a request waits before it is sent, drawn evenly from 0; below two heartbeats, or
-        the
-            client takes the server as lost.
+            the client treats the server as lost.
         duplicate: probability that a request is delivered twice.
         bandwidth: bytes a second and connection, each way; ``None`` for no bound.
         seed: of all draws.

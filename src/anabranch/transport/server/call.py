@@ -34,8 +34,8 @@ class Verb:
     Attributes:
         name: what clients call it.
         handler: serves a call: replies, or passes the call to a thread that will. An exception it raises is the
-        response. check: sees the header, with each tensor's dtype and shape, before any memory is treated as the
-        tensors; raises
+            response.
+        check: sees the header, with each tensor's dtype and shape, before any memory is treated as the tensors; raises
             ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
         once: executed exactly once however often it is retried; the client must number these requests.
         again: answers the retry of a request that was done but whose answer is no longer kept.
