@@ -52,6 +52,13 @@ class _Failing(_Ray):
         return references, []
 
 
+class _Answering(_Failing):
+    """Every call's result is there at once."""
+
+    def get(self, reference: Any, timeout: float) -> Any:
+        return reference
+
+
 def _attempt(ray: ModuleType, folder: Path) -> _Attempt:
     return _Attempt(ray, PythonProgram("train.py"), 1, 0, 0, {}, "none", 300.0, JobFile(folder), {})
 
@@ -141,3 +148,17 @@ def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str,
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "does not use it" in done.stderr
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_it_is_said_where_files_and_the_logs_of_servers_are(
+    sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempt = _Attempt(_Answering(""), PythonProgram("train.py"), 1, 1, 0, {}, "log", 300.0, JobFile(tmp_path), {})
+    seat = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
+    attempt._seats = {("worker", 0): seat, ("parameters", 0): seat}
+    said: list[str] = []
+    attempt._look_where_storage_is(said.append)
+    assert ("worker 0, parameters 0 run on nodes without access to" in said[0]) == (not sees)
+    assert "--durability log on their own node's disk, which other nodes cannot read" in said[-1]
