@@ -1,4 +1,5 @@
-"""Jobs on a real local cluster of three Ray nodes: one loses a node, two are interrupted, one fails, one is traced."""
+"""Jobs on a real local cluster of three Ray nodes: one loses a node, one a server, two are interrupted, one
+fails, one is traced."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch.launch.job_status import status_of
 
@@ -75,6 +77,26 @@ step = ab.TrainStep(model, lambda model, ids: model(ids).square().mean(), torch.
 with ab.Executor(step, "Hybrid") as executor:
     for _ in range(3):
         executor.run(batch=torch.tensor([[1, 2], [3, 4]]))
+"""
+
+
+KILLS_ITS_SERVER = """
+import json, os, pathlib, signal, sys
+import torch
+import anabranch as ab
+
+job = ab.job()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.01))
+with ab.Executor(step, "PS") as executor:
+    for number in range(6):
+        if number == 3 and job.rank == 0:
+            roles = json.loads(pathlib.Path(sys.argv[1], "logs/job.json").read_text())["roles"]
+            os.kill(next(role["pid"] for role in roles if role["role"] == "parameters"), signal.SIGKILL)
+        loss = executor.run(batch=torch.full((2, 4), job.rank + 1.0))["loss"].item()
+if job.rank == 0:
+    print(json.dumps({"loss": loss}), flush=True)
 """
 
 
@@ -210,6 +232,23 @@ def test_a_trace_holds_what_every_role_did_on_its_node(cluster: Any, tmp_path: P
         ("parameters 0", "serve"),
         ("expert 0", "serve"),
     }
+
+
+def test_a_killed_server_comes_back_with_its_log(cluster: Any, tmp_path: Path) -> None:
+    options = ("--servers", "1", "--durability", "log")
+    done = _run(_command(cluster, tmp_path, options=options, script=KILLS_ITS_SERVER), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "was killed by SIGKILL" in done.stderr
+    assert "restarted (1 of 3)" in done.stderr
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(6):
+        loss = model(torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert json.loads(done.stdout.splitlines()[-1])["loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
 def test_ctrl_c_while_ray_looks_for_room_leaves_no_placement_group(cluster: Any, tmp_path: Path) -> None:
