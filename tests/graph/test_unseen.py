@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import sysconfig
 import types
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -476,6 +477,58 @@ def test_a_custom_operator_in_python_is_refused(name: str) -> None:
     """Its code would not be read again, and a trial would do once more what it does beside its result."""
     model = nn.Linear(2, 1)
     step = ab.TrainStep(model, OPERATORS[name], torch.optim.SGD(model.parameters(), lr=0.1))
+    refusal = f"the custom operator anabranch_tests::{name} is Python"
+    with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError, match=refusal):
+        executor.run(batch=torch.ones(3, 2))
+
+
+IN_A_LIBRARY = """
+import torch
+
+tripled = torch.library.custom_op(
+    "anabranch_tests::{name}", lambda x: x * 3, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+tripled.register_fake(torch.empty_like)
+tripled.register_autograd(lambda ctx, gradient: gradient * 3, setup_context=lambda ctx, inputs, output: None)
+"""
+
+
+def operator_of_a_library(name: str) -> Any:
+    file = f"{sysconfig.get_paths()['purelib']}/a_library.py"
+    made: dict[str, Any] = {}
+    exec(compile(IN_A_LIBRARY.format(name=name), file, "exec"), made)
+    return made["tripled"]
+
+
+def test_an_operator_of_an_installed_library_with_a_backward_in_python_is_in_the_graph() -> None:
+    """Experts of transformers call one where the processor has no grouped product."""
+    tripled = operator_of_a_library("of_a_library")
+    trained = []
+    for engine in ("tape", "graph"):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ab.Executor(ab.TrainStep(model, lambda m, x: tripled(m(x)).sum(), optimizer), engine=engine) as executor:
+            losses = [executor.run(batch=torch.ones(3, 2))["loss"] for _ in range(3)]
+            assert executor.engine() == engine
+        trained.append((losses, list(model.parameters())))
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+
+
+def of_the_user(*given: Any) -> Any:
+    return given[-1] * 3
+
+
+@pytest.mark.parametrize("registration", ["register_kernel", "register_autograd"])
+def test_a_users_kernel_or_backward_of_a_librarys_operator_is_refused(registration: str) -> None:
+    name = f"of_both_{registration}"
+    tripled = operator_of_a_library(name)
+    if registration == "register_kernel":
+        tripled.register_kernel("cpu", of_the_user)
+    else:
+        tripled.register_autograd(of_the_user)
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, lambda m, x: tripled(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     refusal = f"the custom operator anabranch_tests::{name} is Python"
     with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError, match=refusal):
         executor.run(batch=torch.ones(3, 2))

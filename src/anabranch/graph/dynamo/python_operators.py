@@ -6,6 +6,7 @@ side effects, such as drawing from their own generator.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -27,7 +28,7 @@ _REGISTERED_AT = ": registered at "
 
 
 def name_of_python_operator(target: Any) -> str | None:
-    """Return the name of the operator that a node calls, if it is the user's Python or has a backward in Python."""
+    """Return the name of the operator that a node calls, if it is the user's Python: a kernel or a backward."""
     found = next(filter(_is_python, _operators(target)), None)
     return None if found is None else str(found.name())  # type: ignore[no-untyped-call]
 
@@ -45,13 +46,22 @@ def _is_python(operator: torch._ops.OpOverload[..., Any]) -> bool:
         return False
     defined = OPDEFS.get(operator._schema.name)
     if defined is not None:
-        return defined._backward_fn is not None or _is_the_users(defined)
+        return any(map(_is_the_users, _functions(defined)))
     name = operator.name()  # type: ignore[no-untyped-call]
     return any(_comes_from_python(line) for line in torch._C._dispatch_dump(name).splitlines())
 
 
-def _is_the_users(defined: CustomOpDef) -> bool:
-    function = defined._init_fn
+def _functions(defined: CustomOpDef) -> Iterator[object]:
+    """Yield the operator's kernels, that of each device as it was registered, and its backward."""
+    yield defined._init_fn
+    for registered in defined._backend_fns.values():
+        yield inspect.getclosurevars(inspect.unwrap(registered)).nonlocals.get("fn")
+    for function in (defined._setup_context_fn, defined._backward_fn):
+        if function is not None:
+            yield function
+
+
+def _is_the_users(function: object) -> bool:
     return not isinstance(function, FunctionType) or not function.__code__.co_filename.startswith(LIBRARIES)
 
 
