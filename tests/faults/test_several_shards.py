@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server import ParameterClient, ParameterServer, Shard, Worker
 from anabranch.testing import MemoryTransport
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
@@ -85,6 +85,52 @@ def test_a_worker_goes_no_further_once_its_shards_differ(shards: Any, tmp_path: 
             client.push_many({"t": (IDS, torch.ones(8, 1))}, step=0)
         with pytest.raises(ab.BoundaryError, match="restart the job from its last checkpoint"):
             client.save(tmp_path)
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_a_shard_that_does_not_answer_counts_for_more_than_one_that_refuses(
+    refuses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first may have applied its part, so nobody may take the push for one that changed nothing."""
+    lost = 1 - refuses
+
+    def push(self: Shard, *args: Any, **keywords: Any) -> None:
+        raise ab.SchemaError("refused")
+
+    with ExitStack() as stack:
+        network = MemoryTransport()
+        servers = [ParameterServer(shard, 2, transport=network) for shard in range(2)]
+        for server in servers:
+            server.__enter__()
+        stack.callback(servers[refuses].__exit__, None, None, None)
+        endpoints = [server.endpoint for server in servers]
+        client = stack.enter_context(ParameterClient(endpoints, transport=network, timeout=20, retries=0))
+        client.init("t", (8, 1), "rows", optimizer=SGD)
+        servers[lost].__exit__(None, None, None)
+        monkeypatch.setattr(Shard, "push", push)
+        with pytest.raises(ab.PeerLost):
+            client.push_many({"t": (IDS, torch.ones(8, 1))})
+
+
+def test_a_worker_goes_no_further_once_one_of_its_shards_had_no_memory(
+    shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Shard.push
+
+    def push(self: Shard, *args: Any, **keywords: Any) -> None:
+        if self.shard == 1:
+            raise MemoryError("none left")
+        taken(self, *args, **keywords)
+
+    monkeypatch.setattr(Shard, "push", push)
+    with client_of(shards, worker=Worker(0, 1, "bsp")) as client:
+        client.init("t", (8, 1), "rows", optimizer=SGD)
+        client.join(0)
+        with pytest.raises(ab.Overloaded) as raised:
+            client.push_many({"t": (IDS, torch.ones(8, 1))}, step=0)
+        assert raised.value.__notes__ == ["1 other shards had already applied their parts of this push"]
+        with pytest.raises(ab.BoundaryError, match="restart the job from its last checkpoint"):
+            client.push_many({"t": (IDS, torch.ones(8, 1))}, step=0)
 
 
 def test_an_executor_does_not_save_what_is_half_a_step(

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from anabranch.errors import LostUpdate
+from anabranch.errors import BoundaryError, LostUpdate
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.statistics import TableLoads
@@ -97,6 +97,7 @@ class RemotePart:
 
     Attributes:
         clock: the number of pushes so far.
+        torn: true from the start of a push until all servers have answered it, and, with clipping, applied it.
         moved: the parameters moved from the model on this rank.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         stages: as given.
@@ -122,6 +123,7 @@ class RemotePart:
     ) -> None:
         self.consistency = Consistency.parse(consistency)
         self.clock = 0
+        self.torn = False
         self._read_at = 0
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages = stages
@@ -252,6 +254,17 @@ class RemotePart:
                     f"executor.load, or keep it on the workers: routes={{{moved.name!r}: 'AllReduce'}}"
                 )
 
+    def check_whole(self) -> None:
+        """Raise ``BoundaryError`` if it is not known whether the servers have this worker's last push."""
+        if self.torn:
+            raise BoundaryError(
+                "the push of an earlier run was interrupted or not answered, so this worker does not know whether the "
+                "servers have it; go on from the last checkpoint with executor.load, or restart the job from it",
+                peer="the servers",
+                operation="push",
+                step=self.clock,
+            )
+
     def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
         self.tables.prefetch(ids)
@@ -290,8 +303,10 @@ class RemotePart:
         """Flush pending gradients; once all workers have, the servers have the state after the last step.
 
         Raises:
+            BoundaryError: a push was left unanswered, so nobody knows which step the servers are at.
             LostUpdate: the servers' values differ from the local ones, and would be saved in place of them.
         """
+        self.check_whole()
         self.check_unchanged()
         self.tables.flush()
 
@@ -321,7 +336,7 @@ class RemotePart:
     def continue_from(self, clock: int) -> None:
         """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
-        self.clock = clock
+        self.clock, self.torn = clock, False
         self.client.join(clock)
         self._meet()
         self.whole.refresh(None)
@@ -340,7 +355,7 @@ class RemotePart:
                 lost = self._lost_at_the_end()
                 self.tables.close()
                 if lost is not None or self._refresh_due(fresh=True):
-                    self.whole.refresh(self.clock)
+                    self.whole.refresh(None if self.torn else self.clock)
                 if self.client.in_process:
                     self._give_back()
                 for model in self._models.values():

@@ -11,8 +11,12 @@ from anabranch.executor.running.finite import nonfinite_names
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.steps import TrainStep
 from anabranch.parameter_server import merge_rows
+from anabranch.parameter_server.client.parameter_client import REFUSALS
 
 __all__ = ["RemoteWindow", "Sums"]
+
+_UNSENT = (*REFUSALS, TypeError, ValueError)
+"""Errors of a push that left the servers as they were, but for one that some shards refused, which the client knows."""
 
 
 class Sums(TypedDict):
@@ -24,11 +28,7 @@ class Sums(TypedDict):
 
 
 class RemoteWindow:
-    """The gradients of one training step's window that go to the servers.
-
-    Attributes:
-        torn: true once an interrupt (Ctrl-C) has come into the middle of a push: nobody here knows if it has arrived.
-    """
+    """The gradients of one training step's window that go to the servers."""
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
@@ -37,7 +37,6 @@ class RemoteWindow:
         self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
         self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
         self._weight = 1.0
-        self.torn = False
         self.start()
 
     def start(self) -> None:
@@ -82,13 +81,13 @@ class RemoteWindow:
 
     def push(self) -> None:
         """Send the window's gradients; with clipping they wait for ``release``."""
-        self.torn = True
+        self.part.torn = True
         try:
             self._push()
-        except Exception:  # refused, or unanswered, which the client makes good with the next one
-            self.torn = False
+        except _UNSENT:
+            self.part.torn = False
             raise
-        self.torn = False
+        self.part.torn = self._clips
 
     def _push(self) -> None:
         mean = self._step.reduction == "mean"
@@ -103,7 +102,7 @@ class RemoteWindow:
         self.part.tables.push(
             self._total if mean else 1.0,
             mean=mean,
-            hold=self._step.clip_grad_norm is not None,
+            hold=self._clips,
             given=given,
             beside=self.part.whole.beside(dense),
         )
@@ -114,6 +113,10 @@ class RemoteWindow:
         """Return the names of gradients with NaN or an infinity in the open window."""
         rows = [(name, grads) for name, parts in self._rows.items() for _, grads in parts]
         return nonfinite_names([*self._dense.items(), *rows], own=False)
+
+    @property
+    def _clips(self) -> bool:
+        return self._step.clip_grad_norm is not None
 
     @property
     def names(self) -> set[str]:
@@ -149,3 +152,4 @@ class RemoteWindow:
     def release(self, scale: float) -> None:
         """Apply the gradients just pushed, times ``scale``."""
         self.part.client.release(self.part.clock - 1, scale)
+        self.part.torn = False

@@ -266,13 +266,8 @@ class StepRunner:
 
     def _begin_run(self) -> None:
         self._calls += 1
-        if self.remote is not None and self.remote.torn:
-            raise BoundaryError(
-                "an earlier run was interrupted in the middle of its push, so this worker does not know whether the "
-                "servers have it; go on from the last checkpoint with executor.load, or restart the job from it",
-                operation="run",
-                step=self.runs,
-            )
+        if self.remote is not None:
+            self.remote.part.check_whole()
         if self._broken:
             raise BoundaryError(
                 "an earlier run failed in the middle of its communication, so this worker no longer knows the state "
@@ -524,8 +519,6 @@ class StepRunner:
         self.runs = runs
         self.steps = steps
         self._broken = False
-        if self.remote is not None:
-            self.remote.torn = False
         self._in_window = 0
         if in_window:
             self._begin_run()

@@ -32,7 +32,10 @@ from anabranch.errors import (
     BoundaryError,
     NonFinite,
     NotFound,
+    Overloaded,
+    RolledBack,
     SchemaError,
+    Unauthorized,
 )
 from anabranch.job import job
 from anabranch.parameter_server.client.held_tables import HeldTables
@@ -70,7 +73,10 @@ from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
-__all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
+__all__ = ["REFUSALS", "ParameterClient", "Pulled", "Traffic", "Worker"]
+
+REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)
+"""The errors of a shard that has not applied a push; after any other it may have."""
 
 _T = TypeVar("_T")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
@@ -529,6 +535,7 @@ class ParameterClient:
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
         answers, failures = self._calls.outcomes(refused or requests, deadline)
         if failures:
+            failures.sort(key=_is_refusal)  # a push that was not answered may have been applied: worse than a refusal
             raise self._torn_by(failures[0], len(answers), step) if answers and not refused else failures[0]
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
         sizes |= {
@@ -545,12 +552,15 @@ class ParameterClient:
 
     def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
         """Return the error of a push that ``taken`` shards have applied and one has refused."""
-        if not isinstance(error, NonFinite | NotFound | SchemaError):
+        if not _is_refusal(error):
             return error
         if step is not None:
             self._torn = step
-        told = f"{error} on one shard; {taken} other shards had already applied their parts of this push"
-        return type(error)(told)
+        rest = f"{taken} other shards had already applied their parts of this push"
+        if isinstance(error, BoundaryError):
+            error.add_note(rest)
+            return error
+        return type(error)(f"{error} on one shard; {rest}")
 
     def _check_whole(self) -> None:
         """Raise if the shards are no longer at the same step."""
@@ -670,6 +680,11 @@ class ParameterClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return True if the shard that answered so has not applied the push."""
+    return isinstance(error, REFUSALS)
 
 
 def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:

@@ -1,0 +1,94 @@
+"""A push that a server did not answer may have been applied: no later run may guess, and a checkpoint mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+
+X = torch.ones(3, 2)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def executor_of(clip: float | None, consistency: str) -> ab.Executor:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    steps = {
+        "train": ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=clip),
+        "look": ab.EvalStep(model, lambda m, x: {"out": m(x)}),
+    }
+    return ab.Executor(steps, "PS", engine="tape", consistency=consistency)
+
+
+def unanswered(call: Callable[..., Any], error: Exception, *, arrives: bool) -> Callable[..., None]:
+    def ask(*args: Any, **keywords: Any) -> None:
+        if arrives:
+            call(*args, **keywords)
+        raise error
+
+    return ask
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("error", [ab.DeadlineExceeded("no answer"), ab.PeerLost("gone")], ids=["late", "lost"])
+@pytest.mark.parametrize(
+    ("verb", "clip", "consistency"),
+    [("push_many", None, "ssp:0"), ("push_many", 1.0, "bsp"), ("squared_norm", 1.0, "bsp"), ("release", 1.0, "bsp")],
+)
+def test_after_a_push_without_an_answer_only_a_checkpoint_goes_on(
+    verb: str, clip: float | None, consistency: str, error: Exception, arrives: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with executor_of(clip, consistency) as executor:
+        executor.run("train", X)
+        executor.save(tmp_path)
+        expected = [executor.run("train", X)["loss"] for _ in range(2)]
+        assert executor._remote is not None
+        client = executor._remote.client
+        with monkeypatch.context() as patch:
+            patch.setattr(client, verb, unanswered(getattr(client, verb), error, arrives=arrives))
+            with pytest.raises(type(error)):
+                executor.run("train", X)
+        for go_on in (lambda: executor.run("train", X), lambda: executor.save(tmp_path / "later")):
+            with pytest.raises(ab.BoundaryError, match=r"interrupted or not answered.*executor\.load"):
+                go_on()
+        executor.load(tmp_path)
+        assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_after_a_refused_push_the_next_run_goes_on(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor_of(clip, "bsp") as executor, executor_of(clip, "bsp") as undisturbed:
+        assert executor._remote is not None
+        for step in range(3):
+            if step == 1:
+                with monkeypatch.context() as patch:
+                    client = executor._remote.client
+                    refused = unanswered(client.push_many, ab.Overloaded("full"), arrives=False)
+                    patch.setattr(client, "push_many", refused)
+                    with pytest.raises(ab.Overloaded):
+                        executor.run("train", X)
+            assert executor.run("train", X)["loss"] == undisturbed.run("train", X)["loss"]
+
+
+@pytest.mark.parametrize("verb", ["push_many", "release"])
+def test_an_executor_with_such_a_push_can_be_closed(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers may hold its gradients for good, so nothing may wait for them."""
+    with executor_of(1.0, "bsp") as executor:
+        executor.run("train", X)
+        assert executor._remote is not None
+        client = executor._remote.client
+        with monkeypatch.context() as patch:
+            patch.setattr(client, verb, unanswered(getattr(client, verb), ab.DeadlineExceeded("late"), arrives=False))
+            with pytest.raises(ab.DeadlineExceeded):
+                executor.run("train", X)
