@@ -66,7 +66,8 @@ def stop_one(folder: Path, rank: int, bound: int, cached: str = "") -> dict[str,
         options = {"cache": ab.Cache(capacity=ROWS, pull_bound=100, push_bound=100)}
     with executor_of(model, "PS", consistency=f"ssp:{bound}", **options) as executor:
         for step in range(10):
-            executor._remote.client._calls.timeout = 60.0 if halted.exists() or step < 3 or rank == 1 else 15.0
+            # A new machine compiles its kernels in the first steps.
+            executor._remote.client._calls.timeout = 400.0 if halted.exists() or step < 3 or rank == 1 else 15.0
             if rank == 1 and step == 3:
                 until = time.monotonic() + 120
                 while not halted.exists() and time.monotonic() < until:

@@ -21,7 +21,7 @@ from servers_job import batch_of, executor_of, new_model, numbers  # noqa: E402
 @pytest.mark.parametrize(("bound", "cached"), [(0, ""), (2, ""), (2, "cached")])
 def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(bound: int, cached: str, tmp_path: Path) -> None:
     """Also where all that a step reads is cached, so that it asks the servers for nothing."""
-    result = LocalJob(2, servers=2, timeout=240.0).run(SCRIPT, "stop_one", str(tmp_path), str(bound), cached).check()
+    result = LocalJob(2, servers=2, timeout=800.0).run(SCRIPT, "stop_one", str(tmp_path), str(bound), cached).check()
     halted = result.results[0]
     assert halted is not None
     assert halted["done"] == 4 + bound  # rank 1 is in its fourth step
