@@ -255,7 +255,8 @@ class RemotePart:
                 )
 
     def check_whole(self) -> None:
-        """Raise ``BoundaryError`` if it is not known whether the servers have this worker's last push."""
+        """Raise ``BoundaryError`` if the servers may be at another step than this worker."""
+        self.client.check_whole()
         if self.torn:
             raise BoundaryError(
                 "the push of an earlier run was interrupted or not answered, so this worker does not know whether the "
@@ -303,7 +304,7 @@ class RemotePart:
         """Flush pending gradients; once all workers have, the servers have the state after the last step.
 
         Raises:
-            BoundaryError: a push was left unanswered, so nobody knows which step the servers are at.
+            BoundaryError: the servers may be at another step than this worker.
             LostUpdate: the servers' values differ from the local ones, and would be saved in place of them.
         """
         self.check_whole()

@@ -300,7 +300,7 @@ class ParameterClient:
 
     def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
         """Return a fixed table or a dense parameter with its optimizer's state, with every row up to date."""
-        self._check_whole()
+        self.check_whole()
         holding = self._tables.holding(name)
         if holding.placement is None:
             step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
@@ -562,12 +562,19 @@ class ParameterClient:
             return error
         return type(error)(f"{error} on one shard; {rest}")
 
-    def _check_whole(self) -> None:
-        """Raise if the shards are no longer at the same step."""
+    def check_whole(self) -> None:
+        """Raise ``BoundaryError`` if the shards are no longer at this worker's step, all of them."""
+        why = None
         if self._torn is not None:
-            raise BoundaryError(
+            why = (
                 f"the push of step {self._torn} was refused by one shard and applied by others, so they no longer hold "
-                "one state; restart the job from its last checkpoint",
+                "one state"
+            )
+        elif self._worker is not None and self._calls.rolled_back:
+            why = "a server has lost pushes of this worker, so the servers are at an earlier step than the worker"
+        if why is not None:
+            raise BoundaryError(
+                f"{why}; load the last checkpoint with executor.load, or restart the job from its last checkpoint",
                 peer="the servers",
                 operation="push",
                 step=self._torn,
@@ -593,7 +600,7 @@ class ParameterClient:
         """Register this worker with the shards; its next push is for ``step``."""
         assert self._worker is not None
         worker = self._worker
-        self._torn = None
+        self._torn, self._calls.rolled_back = None, False
         for ledger in self._calls.ledgers.values():
             ledger.life = 0
         lives = self._calls.lives()
@@ -643,7 +650,7 @@ class ParameterClient:
 
         A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
         """
-        self._check_whole()
+        self.check_whole()
         return collect(self._tables, names)
 
     def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -659,7 +666,7 @@ class ParameterClient:
             return -1, -1
         if self._worker is None:
             raise ValueError("a client without a worker has no steps; give ParameterClient a worker")
-        self._check_whole()
+        self.check_whole()
         return self._worker.rank, step
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:

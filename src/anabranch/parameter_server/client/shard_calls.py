@@ -33,6 +33,7 @@ class ShardCalls:
 
     Attributes:
         ledgers: for each endpoint, the places of this client's pushes in the shard's log.
+        rolled_back: true once a shard has said that it lost pushes of this client, until it is set back.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ShardCalls:
         self._client, self.endpoints, self.timeout = client, list(endpoints), timeout
         self._watch, self._look_every = watch, look_every
         self.ledgers = {endpoint: Ledger() for endpoint in endpoints}
+        self.rolled_back = False
         self._noting = threading.Lock()
 
     @property
@@ -114,6 +116,7 @@ class ShardCalls:
             said = Standing.decode(request.schema)
             assert said is not None
             with self._noting:
+                self.rolled_back = True
                 ledger = self.ledgers[request.endpoint]
                 held = 0 if error.lost is None else said.pushes - error.lost
                 gone = ledger.cut(held)

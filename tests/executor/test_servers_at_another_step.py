@@ -1,4 +1,7 @@
-"""A push that a server did not answer may have been applied: no later run may guess, and a checkpoint mends it."""
+"""Servers that may be at another step than the worker: no later run guesses, no checkpoint is saved, and one mends it.
+
+A push that was not answered may have been applied, and a server that was killed may come back without some.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.parameter_server import ParameterServer
 
 X = torch.ones(3, 2)
 
@@ -92,3 +96,36 @@ def test_an_executor_with_such_a_push_can_be_closed(verb: str, monkeypatch: pyte
             patch.setattr(client, verb, unanswered(getattr(client, verb), ab.DeadlineExceeded("late"), arrives=False))
             with pytest.raises(ab.DeadlineExceeded):
                 executor.run("train", X)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+def test_after_a_server_lost_pushes_only_a_checkpoint_goes_on(
+    consistency: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> ParameterServer:
+        server = ParameterServer(
+            listen=f"unix:{tmp_path}/server", durability="checkpoint", checkpoint_dir=tmp_path / "server's"
+        )
+        return server.__enter__()
+
+    server = start()
+    monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+    with executor_of(None, consistency) as executor:
+        executor.run("train", X)
+        server.checkpoint()
+        executor.save(tmp_path / "kept")
+        expected = [executor.run("train", X)["loss"] for _ in range(2)]
+        server.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # without a last checkpoint
+        server = start()
+        with pytest.raises(ab.RolledBack, match="2 pushes of this client are lost"):
+            executor.run("train", X)
+        for go_on in (
+            lambda: executor.run("train", X),
+            lambda: executor.run("look", X),
+            lambda: executor.save(tmp_path / "later"),
+        ):
+            with pytest.raises(ab.BoundaryError, match=r"lost pushes of this worker.*executor\.load"):
+                go_on()
+        executor.load(tmp_path / "kept")
+        assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
+    server.__exit__(None, None, None)
