@@ -129,3 +129,27 @@ def test_after_a_server_lost_pushes_only_a_checkpoint_goes_on(
         executor.load(tmp_path / "kept")
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
     server.__exit__(None, None, None)
+
+
+def test_an_executor_whose_servers_another_has_taken_over_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a notebook's cell does that is run twice, or a second job with the same addresses."""
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        first = executor_of(None, "asp")
+        first.run("train", X)
+        with executor_of(None, "asp") as second:
+            second.run("train", X)
+            for go_on in (
+                lambda: first.run("train", X),
+                lambda: first.run("look", X),
+                lambda: first.save(tmp_path),
+                first.close,
+            ):
+                with pytest.raises(ab.SchemaError, match="another client has joined this server as worker 0"):
+                    go_on()
+            loss = second.run("train", X)["loss"]
+        with executor_of(None, "asp") as third:
+            third.run("train", X)
+            assert third.run("train", X)["loss"] == loss

@@ -73,7 +73,7 @@ from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
-__all__ = ["REFUSALS", "ParameterClient", "Pulled", "Traffic", "Worker"]
+__all__ = ["ParameterClient", "Pulled", "REFUSALS", "Traffic", "Worker"]
 
 REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)
 """The errors of a shard that has not applied a push; after any other it may have."""

@@ -128,6 +128,7 @@ class ParameterServer:
         self._directory = directory
         self._uids = [f"parameters.{shard}"]
         self._place = (shard, shards)
+        self._joined: dict[int, bytes] = {}
         self._checkpoint_seconds = checkpoint_seconds
         self._pool = KernelThreads(threads)
         self._keeper = Keeper(durability, own, repair=repair)
@@ -277,7 +278,7 @@ class ParameterServer:
 
         return [
             changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
-            changing("join", JoinMessage, lambda message, call: shard.join(message)),
+            changing("join", JoinMessage, self._join),
             changing("push", PushMessage, push),
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
@@ -343,6 +344,7 @@ class ParameterServer:
             if verb not in kinds:
                 return
             message = unpack(header.payload, kinds[verb])
+            self._check_joined(message.rank, Standing.decode(header.schema))
             check_kinds(message)
             count = sum(part.count for part in message.parts)
             expected = [(torch.int64, count)]
@@ -360,6 +362,19 @@ class ParameterServer:
                 raise SchemaError(f"{verb}: tensors of {expected} expected, got {came}")
 
         return check
+
+    def _join(self, message: JoinMessage, call: Call) -> None:
+        self._shard.join(message)
+        self._joined[message.rank] = call.identity[0]
+
+    def _check_joined(self, rank: int, standing: Standing | None) -> None:
+        """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
+        joined = self._joined.get(rank)  # none after a restart of the server
+        if standing is not None and joined is not None and standing.epoch != joined:
+            raise SchemaError(
+                f"another client has joined this server as worker {rank} since, so its parameters are those of another "
+                "Executor or job; close one Executor before the next is made, and give each job its own servers"
+            )
 
     def _pull(self, call: Call) -> None:
         message = unpack(call.payload, PullMessage)
