@@ -43,7 +43,7 @@ class Shard:
 
     def __exit__(self, *_: object) -> None:
         self.client.__exit__(None, None, None)
-        self.server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        self.server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         self.server.__exit__(None, None, None)
 
 

@@ -37,7 +37,7 @@ class Shard:
 
     def die(self) -> None:
         """As a killed one: nothing that was not written by now is."""
-        self.server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        self.server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         self.server.__exit__(None, None, None)
 
     def client(self) -> ParameterClient:

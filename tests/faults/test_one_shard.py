@@ -182,7 +182,7 @@ class OneShard(RuleBasedStateMachine):
         """A bit of a record that was acknowledged, or all from there on."""
         path = max(self.folder.glob("shard-*/log-*"))
         memory = bytearray(path.read_bytes())
-        place = self.server._keeper._owner
+        place = self.server._persistence._owner
         assert place is not None
         if not place.position.records or len(memory) <= 60:
             return

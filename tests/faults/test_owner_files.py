@@ -51,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             client.init_table(SPEC, SGD)
             for _ in range(pushes):
                 client.sparse_push("t", ONE, -torch.ones(1, 2))
-        server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         server.__exit__(None, None, None)
     return found
 
@@ -151,7 +151,7 @@ def test_a_repair_takes_the_log_as_it_is_and_says_what_is_gone(
         assert value(client) == value(reader) == PUSHES
         server.checkpoint()
         client.sparse_push("t", ONE, -torch.ones(1, 2))
-        server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         server.__exit__(None, None, None)
         if foreign:
             shutil.copy(written["another"] / ours.name / "owner", ours / "owner")

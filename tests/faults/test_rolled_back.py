@@ -43,7 +43,7 @@ class Shard:
 
     def die(self) -> None:
         """As a killed one: nothing that was not written by now is."""
-        self.server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        self.server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         self.server.__exit__(None, None, None)
 
     def client(self, **options: object) -> ParameterClient:
@@ -165,8 +165,8 @@ def test_a_first_checkpoint_is_there_from_the_start_and_the_next_when_its_time_h
     with shard.client() as client:
         client.init_table(SPEC, SGD)
         push(client, 3)
-        keeper = shard.server._keeper
-        wait_until(lambda: keeper._owner is not None and keeper._owner.position.saved == 4)
+        persistence = shard.server._persistence
+        wait_until(lambda: persistence._owner is not None and persistence._owner.position.saved == 4)
         shard.die()
         shard.start()
         assert value(client) == 3
@@ -232,7 +232,7 @@ def two_shards(directory: Path) -> list[Path]:
         for _ in range(3):
             client.sparse_push("t", torch.arange(8), -torch.ones(8, 2))
     for server in servers:
-        server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         server.__exit__(None, None, None)
     return [directory / f"shard-{index}-of-2" for index in range(2)]
 

@@ -156,14 +156,14 @@ class Workers(RuleBasedStateMachine):
 
         def ask() -> None:
             for cache, peer, wanted in zip(self.caches, self.peers, ahead, strict=False):
-                ids, asked = cache.ahead(torch.tensor(wanted), asked_at)
+                ids, asked = cache.start_prefetch(torch.tensor(wanted), asked_at)
                 coming.append((cache, torch.tensor(wanted), ids, asked, peer.pull(ids, asked)))
 
         self.run_step(batches, between=ask)
         if flushed:
             self.flush(0, forget=False)
         for cache, wanted, ids, asked, came in coming:
-            cache.take_in(wanted, ids, asked, *came, asked_at)
+            cache.finish_prefetch(wanted, ids, asked, *came, asked_at)
         self.deliver()  # who left for them may be read in the next step
 
     @rule(worker=st.integers(0, 2), ids=IDS)
@@ -322,9 +322,9 @@ def test_what_the_next_step_reads_does_not_leave_for_what_comes() -> None:
     cache.read(torch.tensor([1, 2]), 0)
     cache.read(torch.tensor([3, 4]), 1)
     wanted = torch.tensor([1, 5, 6])
-    ids, asked = cache.ahead(wanted, 1)
+    ids, asked = cache.start_prefetch(wanted, 1)
     assert ids.tolist() == [5, 6]
-    cache.take_in(wanted, ids, asked, *server.pull(ids, asked), 1)
+    cache.finish_prefetch(wanted, ids, asked, *server.pull(ids, asked), 1)
     cache.read(wanted, 2)
     assert server.sent == 4 + 2
 
@@ -339,11 +339,11 @@ def test_own_gradients_that_were_flushed_meanwhile_stay_in_the_row(flushed: bool
     cache.write(ids, torch.tensor([[1.0, 0.0, 0.0]]), 0)
     server.push(ids, torch.tensor([[0.0, 1.0, 0.0]]))  # another worker's
     cache.read(torch.tensor([2]), 1)
-    asked = cache.ahead(ids, 1)
+    asked = cache.start_prefetch(ids, 1)
     came = server.pull(*asked)
     if flushed:
         server.push(*cache.waiting())
-    cache.take_in(ids, *asked, *came, 1)
+    cache.finish_prefetch(ids, *asked, *came, 1)
     assert cache.read(ids, 2).tolist() == [[1.0, 1.0, 0.0]]
 
 
@@ -354,7 +354,7 @@ def test_a_row_in_the_place_of_one_that_was_asked_about_waits_for_nothing() -> N
         move=add_with_state, held=3,
     )  # fmt: skip
     cache.read(torch.tensor([1]), 0)
-    _, asked = cache.ahead(torch.tensor([1]), 0)
+    _, asked = cache.start_prefetch(torch.tensor([1]), 0)
     assert asked.tolist() == [WITH_STATE]
     cache.read(torch.tensor([2]), 1)
     ids, _, _ = cache.write(torch.tensor([2]), torch.ones(1, 2), 1)

@@ -69,7 +69,7 @@ def test_a_push_is_on_its_way_while_the_next_step_runs(monkeypatch: pytest.Monke
         tables.push()  # of nothing yet
         tables.begin(1)
         one_step(model, plain, own, everyone)
-        tables.come_to_rest()
+        tables.wait_until_quiet()
         gate.opened.clear()
         tables.push()  # of both steps, which returns though nothing leaves
         tables.begin(2)

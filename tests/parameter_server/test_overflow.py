@@ -41,7 +41,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[ParameterServer, Param
             server = stack.enter_context(
                 ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path)
             )  # fmt: skip
-            server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+            server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
             client = ParameterClient([server.endpoint], transport=network, worker=worker, timeout=20)
             return server, stack.enter_context(client)
 

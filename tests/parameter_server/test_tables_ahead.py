@@ -154,7 +154,7 @@ def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
         tables.prefetch({"t": torch.tensor([7])})
         assert tables.prefetching
         # However long it is waited for: the other one has not pushed.
-        resting = stack.enter_context(ThreadPoolExecutor(1)).submit(tables.come_to_rest)
+        resting = stack.enter_context(ThreadPoolExecutor(1)).submit(tables.wait_until_quiet)
         assert not futures.wait([resting], timeout=0.2).done
         others.begin(0)
         other(torch.tensor([7])).sum().backward()

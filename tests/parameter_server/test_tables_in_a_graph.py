@@ -75,7 +75,7 @@ def train(start: Model, cache: Cache | None, *, graph: bool) -> tuple[list[Tenso
                 sorted(crossing.label for crossing in crossings)
                 == ["table bag.weight"] * 4 + ["table first.weight"] * 4
             )
-        tables.come_to_rest()
+        tables.wait_until_quiet()
         assert client.statistics()[0].tables["bag.weight"].pushes == STEPS
         tables.flush()
         return losses, [*(client.pull(name) for name in NAMES), *(p.detach() for p in model.parameters())]  # type: ignore[misc]

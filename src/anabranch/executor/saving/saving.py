@@ -321,7 +321,7 @@ class Saver:
     def _load_chosen(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         if self.remote is not None:
-            self.remote.tables.come_to_rest()  # before any worker replaces what is on the servers
+            self.remote.tables.wait_until_quiet()  # before any worker replaces what is on the servers
         chosen: Checkpoint | None = None
         answer: dict[str, object] = {}
         if self._rank == 0:
