@@ -268,8 +268,8 @@ def test_a_signal_that_comes_twice_at_once_is_one(script: Script, tmp_path: Path
 
 
 def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.launch.supervision.presses.ECHO_SECONDS", 0.0)
-    monkeypatch.setattr("anabranch.launch.supervision.presses.BURST_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.ECHO_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.BURST_SECONDS", 0.0)
     path = script(
         """
         import os, signal, time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.doing import Doing
+from anabranch.activity import Activity
 from anabranch.launch.job_status import JobStatus, RoleStatus, State, status_of
 from anabranch.launch.output.long_waits import LongWaits
 from launched import start_run
@@ -40,8 +40,8 @@ class Told:
     def look(self, *roles: RoleStatus) -> list[str]:
         self.roles = roles
         self._now += 2.0
-        assert (self._waits.moment() or 0.0) <= self._now
-        self._waits.look(self._now)
+        assert (self._waits.next_check() or 0.0) <= self._now
+        self._waits.check(self._now)
         lines = self.lines[:]
         self.lines.clear()
         return lines
@@ -73,7 +73,7 @@ def test_what_workers_are_at_themselves_is_told_once_and_again_when_it_lasts() -
     told = Told()
 
     def fetching(*seconds: float) -> list[str]:
-        words = Doing.FETCHING.words
+        words = Activity.FETCHING.words
         roles = [role(f"worker {rank}", "running") for rank in range(len(seconds))]
         return told.look(*(replace(r, doing=words, doing_seconds=s) for r, s in zip(roles, seconds, strict=True)))
 
@@ -103,7 +103,7 @@ def test_a_job_s_screen_says_that_a_loader_gives_no_batch(tmp_path: Path, script
     waiting = tmp_path / "waiting"
     with start_run("--workers", "1", "--log-dir", tmp_path, path, waiting) as job:
         wait_until(waiting.exists)
-        wait_until(lambda: status_of(tmp_path).roles[0].doing == Doing.FETCHING.words)
+        wait_until(lambda: status_of(tmp_path).roles[0].doing == Activity.FETCHING.words)
         waiting.unlink()
         job.communicate(60.0)
         assert job.wait() == 0

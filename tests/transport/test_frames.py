@@ -21,11 +21,11 @@ from torch import Tensor
 from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport.frame import (
-    Beat,
     FailureFrame,
     Frame,
     FrameReader,
     Header,
+    Heartbeat,
     Hello,
     Limits,
     ReplyHeader,
@@ -145,11 +145,13 @@ def test_a_large_tensor_is_not_copied_on_its_way_out() -> None:
 
 def test_frames_behind_one_another_are_read_one_by_one() -> None:
     data = (
-        join(encode(Beat())) + join(encode(ReplyHeader(), [torch.ones(2)])) + join(encode(FailureFrame("schema", "no")))
+        join(encode(Heartbeat()))
+        + join(encode(ReplyHeader(), [torch.ones(2)]))
+        + join(encode(FailureFrame("schema", "no")))
     )
     frames, stream = reader(), Bytes(data)
     kinds = [type(frames.advance(stream).header) for _ in range(3)]  # type: ignore[arg-type, union-attr]
-    assert kinds == [Beat, ReplyHeader, FailureFrame]
+    assert kinds == [Heartbeat, ReplyHeader, FailureFrame]
     assert frames.idle()
 
 
@@ -186,7 +188,7 @@ def test_frames_behind_one_another_are_read_one_by_one() -> None:
                 "636820756964a0a00790"
             ),
         ),
-        (encode(Beat()), "414e42520205000002000000000000000000000000000000786ced589190"),
+        (encode(Heartbeat()), "414e42520205000002000000000000000000000000000000786ced589190"),
     ],
     ids=["hello", "request", "reply", "checksummed", "failure", "beat"],
 )
@@ -200,7 +202,7 @@ def test_a_header_that_claims_a_terabyte_costs_nothing() -> None:
     tensor = TensorHeader(9, (1 << 38,), 0, 1 << 40)
     header = msgspec.msgpack.encode(RequestHeader("verb", tensors=(tensor,)))
     data = signed(2, header, claimed=1 << 40)
-    read(join(encode(Beat())))
+    read(join(encode(Heartbeat())))
     tracemalloc.start()
     with pytest.raises(ProtocolError, match="over the limit"):
         read(data)

@@ -1,4 +1,4 @@
-"""Beats: a server that waits or computes says that it lives, and one that has gone silent is given up."""
+"""Heartbeats: a server that waits or computes says that it lives, and one that has gone silent is given up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from anabranch.transport import (
     Server,
     Verb,
 )
-from anabranch.transport.frame import Beat, FrameReader, Hello, Limits, encode
+from anabranch.transport.frame import FrameReader, Heartbeat, Hello, Limits, encode
 from networks import Watched
 from waiting import join, wait_until
 
@@ -51,7 +51,7 @@ def test_a_server_beats_while_a_call_waits() -> None:
             frame = reader.advance(Received())  # type: ignore[arg-type]
             if frame is not None:
                 headers.append(type(frame.header))
-    assert headers == [Hello, Beat, Beat, Beat]
+    assert headers == [Hello, Heartbeat, Heartbeat, Heartbeat]
 
 
 def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

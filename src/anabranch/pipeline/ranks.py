@@ -51,8 +51,8 @@ from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
-from anabranch.transport.beats import Beats, Identity
 from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
+from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["RankEngine", "RankTurn"]
 
@@ -129,7 +129,7 @@ class RankEngine:
         backend = backends.get(device.type, "") if nccl else ""
         ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
         self.links = DirectLinks(self.rank, device, ends, self._inbox, 2 * heartbeat)
-        self._beats = Beats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
+        self._beats = ProcessHeartbeats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
         lost = partial(_lost, self._inbox, self._beats, self._names, self.links)
         self._watch = PeerWatch(lost, heartbeat)
@@ -292,7 +292,9 @@ class RankEngine:
         self._end()
 
 
-def _lost(inbox: Inbox, beats: Beats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]) -> dict[int, str]:
+def _lost(
+    inbox: Inbox, beats: ProcessHeartbeats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]
+) -> dict[int, str]:
     """Return all ranks that are lost: a turn needs every one of them."""
     with inbox.changed:
         lost = links.lost() | inbox.lost
@@ -313,7 +315,7 @@ def _exit_without_the_lost(channel: Channel) -> None:
 
 def _end(
     channel: Channel,
-    beats: Beats,
+    beats: ProcessHeartbeats,
     leave: Callable[[], None],
     links: DirectLinks,
     unguard: Callable[[], None] | None,

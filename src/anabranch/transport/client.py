@@ -40,11 +40,11 @@ from anabranch.errors import BoundaryError, ForkedClient, PeerLost, ProtocolErro
 from anabranch.events import report
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
-    Beat,
     FailureFrame,
     FrameReader,
     FrameWriter,
     Header,
+    Heartbeat,
     Hello,
     Limits,
     ReplyHeader,
@@ -765,7 +765,7 @@ class _Exchange(msgspec.Struct, eq=False):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
         elif isinstance(header, FailureFrame):
             self._fail(header)
-        elif not isinstance(header, Beat):
+        elif not isinstance(header, Heartbeat):
             raise ProtocolError(f"a server sends no {type(header).__name__}")
 
     def _fail(self, failure: FailureFrame) -> None:

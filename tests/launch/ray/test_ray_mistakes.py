@@ -134,7 +134,7 @@ def test_numbers_of_processes_are_checked() -> None:
 
 def test_the_launcher_imports_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, anabranch.cli, anabranch.launch.ray.ray_engine, anabranch.launch.ray.seat;"
+        "import sys, anabranch.cli, anabranch.launch.ray.ray_engine, anabranch.launch.ray.role_actor;"
         "print(sorted({'ray', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -156,8 +156,8 @@ def test_it_is_said_where_files_and_the_logs_of_servers_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attempt = _Attempt(_Answering(""), PythonProgram("train.py"), 1, 1, 0, {}, "log", 300.0, JobFile(tmp_path), {})
-    seat = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
-    attempt._seats = {("worker", 0): seat, ("parameters", 0): seat}
+    actor = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
+    attempt._actors = {("worker", 0): actor, ("parameters", 0): actor}
     said: list[str] = []
     attempt._look_where_storage_is(said.append)
     assert ("worker 0, parameters 0 run on nodes without access to" in said[0]) == (not sees)

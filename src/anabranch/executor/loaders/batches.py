@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from anabranch import spans
+from anabranch.activity import Activity, during
 from anabranch.collectives import Workers
-from anabranch.doing import Doing, during
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.tensors import Structure, map_structure
 
@@ -113,7 +113,7 @@ class Batches:
 
     def _take(self, loader: BoundLoader) -> Structure:
         began = time.monotonic()
-        with spans.span("load", "load"), during(Doing.FETCHING):
+        with spans.span("load", "load"), during(Activity.FETCHING):
             batch = loader.next_batch()
         self.load_seconds += time.monotonic() - began
         return batch

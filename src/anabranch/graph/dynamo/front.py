@@ -35,10 +35,10 @@ from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
+from anabranch.activity import Activity, during
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import hooked
-from anabranch.doing import Doing, during
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.guards.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.guards.caught_lookups import caught_lookups
@@ -252,7 +252,7 @@ class Front:
                 faithful_values(self._deny, self._refuse, self.unseen.note_state),
             )
             with (
-                during(Doing.CAPTURING),
+                during(Activity.CAPTURING),
                 one_at_a_time,
                 opaque.failures_noted(),
                 undisturbed(),
