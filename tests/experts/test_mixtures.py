@@ -29,7 +29,7 @@ from anabranch.experts import (
     RemoteSwitchMixtureOfExperts,
 )
 from anabranch.experts.client.beam_search import beam_search
-from anabranch.experts.client.finder import Avoidance
+from anabranch.experts.client.finder import FailureBackoff
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Server, Verb
@@ -277,19 +277,19 @@ def test_a_gradient_that_does_not_come_back_counts_against_backward_k_min() -> N
 
 def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
-    avoidance = Avoidance(clock)
-    avoidance.failed("ffn.0")
-    assert avoidance.now() == set()
-    avoidance.failed("ffn.0")
-    assert avoidance.now() == {"ffn.0"}
+    backoff = FailureBackoff(clock)
+    backoff.failed("ffn.0")
+    assert backoff.now() == set()
+    backoff.failed("ffn.0")
+    assert backoff.now() == {"ffn.0"}
     clock.advance(0.6)
-    assert avoidance.now() == set()
-    avoidance.failed("ffn.0")
+    assert backoff.now() == set()
+    backoff.failed("ffn.0")
     clock.advance(0.6)
-    assert avoidance.now() == {"ffn.0"}
-    avoidance.answered("ffn.0")
-    assert avoidance.now() == set()
-    monkeypatch.setattr("anabranch.experts.client.finder.Avoidance", lambda: Avoidance(clock))
+    assert backoff.now() == {"ffn.0"}
+    backoff.answered("ffn.0")
+    assert backoff.now() == set()
+    monkeypatch.setattr("anabranch.experts.client.finder.FailureBackoff", lambda: FailureBackoff(clock))
     with grid(2) as (directory, experts, _):
         moe = mixture(directory, (2,), k_best=2)
         experts["ffn.0"].fault = RuntimeError("broken")
@@ -623,7 +623,7 @@ def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(
     tmp_path: Path, seed: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
-    monkeypatch.setattr("anabranch.experts.client.finder.Avoidance", lambda: Avoidance(clock))
+    monkeypatch.setattr("anabranch.experts.client.finder.FailureBackoff", lambda: FailureBackoff(clock))
     undisturbed = train_undisturbed(seed)
     disturbed, moe = train_disturbed(programs, clock, str(tmp_path), seed)
     assert moe.statistics().failed.get("PeerLost", 0) > 0

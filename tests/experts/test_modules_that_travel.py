@@ -202,7 +202,7 @@ def test_a_module_with_a_client_that_cannot_leave_its_process_says_so() -> None:
         assert torch.equal(copy.deepcopy(expert)(torch.ones(1, 4)), torch.ones(1, 4))  # type: ignore[arg-type]
     with Client(retries=3) as own:
         again = pickled(RemoteExpert("same.0", "unix:/nowhere/at/all", client=own))
-        assert again._reach.client is not own  # type: ignore[union-attr]
+        assert again._module_client.client is not own  # type: ignore[union-attr]
 
 
 def sgd(rows: object) -> torch.optim.Optimizer:
