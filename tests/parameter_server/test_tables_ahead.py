@@ -26,7 +26,7 @@ STEPS = 6
 
 @pytest.mark.parametrize("pull_bound", [0, 3])
 def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: int) -> None:
-    """The order of events says so, and the result is that without prefetching."""
+    """The order of events shows it, and the results are those without prefetching."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, ROWS, (6,), generator=generator) for _ in range(STEPS + 1)]
     start = nn.Embedding(ROWS, WIDTH)
@@ -49,7 +49,7 @@ def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: 
 
         @staticmethod
         def backward(ctx: object, grad: Tensor) -> Tensor:
-            if tables.prefetching:
+            if "backward ends" not in log:  # later, the cache may hold all rows of the next batch
                 assert fetched.wait(timeout=60)
             log.append("backward ends")
             return grad
@@ -152,7 +152,6 @@ def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
         tables.push(mean=False)
         tables.begin(1)
         tables.prefetch({"t": torch.tensor([7])})
-        assert tables.prefetching
         # However long it is waited for: the other one has not pushed.
         resting = stack.enter_context(ThreadPoolExecutor(1)).submit(tables.wait_until_quiet)
         assert not futures.wait([resting], timeout=0.2).done

@@ -67,7 +67,7 @@ def test_requests_are_made_by_eights_before_the_first_of_them_leaves(monkeypatch
         requests = [Request(server.endpoint, "quick") for _ in range(20)]
         asker.gather(requests, soon())  # connects
         # Those that were answered before the last were asked have been used again.
-        assert asker.idle_connections()[server.endpoint] >= 8
+        assert server.statistics().connections >= 8
         log.clear()
         monkeypatch.setattr(
             client, "encode", lambda *args, **options: (log.append("made"), encode(*args, **options))[1]

@@ -212,11 +212,6 @@ class Client:
         """The 16 bytes that name this client in the requests it numbers."""
         return self._epoch
 
-    def idle_connections(self) -> dict[str, int]:
-        """Return the number of idle connections by server."""
-        with self._lock:
-            return {endpoint: len(channels) for endpoint, channels in self._idle.items()}
-
     def __enter__(self) -> Client:
         return self
 

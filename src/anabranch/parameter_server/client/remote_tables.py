@@ -105,11 +105,6 @@ class RemoteTables:
         """The tables, in the order in which they were adopted."""
         return list(self._sources)
 
-    @property
-    def prefetching(self) -> bool:
-        """True if rows of the next step have been requested: they are in flight, or wait for it to begin."""
-        return self._coming is not None
-
     def spec(self, name: str) -> TableSpec:
         """Return the servers' spec of one table."""
         return self._sources[name].spec
