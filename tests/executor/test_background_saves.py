@@ -62,7 +62,7 @@ def run(target: ab.Executor, times: int = 1) -> list[float]:
     return [target.run("train", BATCH)["loss"].item() for _ in range(times)]
 
 
-def test_what_is_saved_is_what_there_was_and_training_goes_on(held: Held, tmp_path: Path) -> None:
+def test_a_save_holds_the_state_at_its_call_while_training_continues(held: Held, tmp_path: Path) -> None:
     with executor() as first:
         run(first, 3)
         told = []
@@ -146,7 +146,7 @@ def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) ->
     held.go.set()
 
 
-def test_a_save_that_waits_comes_after_those_that_did_not(held: Held, tmp_path: Path) -> None:
+def test_a_waiting_save_comes_after_background_saves(held: Held, tmp_path: Path) -> None:
     threading.Timer(0.2, held.go.set).start()
     with executor() as target:
         target.save(tmp_path, wait=False)
@@ -234,7 +234,7 @@ def test_every_failure_is_in_the_error(held: Held, tmp_path: Path) -> None:
     target.close()
 
 
-def test_the_end_of_the_process_waits_and_tells_what_was_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_the_process_waits_and_reports_failed_saves(capfd: pytest.CaptureFixture[str]) -> None:
     go, written = threading.Event(), []
 
     def write() -> None:

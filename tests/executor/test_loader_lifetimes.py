@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loader_kinds import Squares, Stream, Watched, bound, drain, numbers, strided, take
+from loader_kinds import Squares, Stream, WatchedLoader, bound, drain, numbers, strided, take
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -35,7 +35,9 @@ def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Callable[
 
 
 @pytest.mark.parametrize("batches", [0, 1, 3])
-def test_a_generator_has_one_epoch_and_says_so(batches: int, opened: Callable[..., BoundLoader]) -> None:
+def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(
+    batches: int, opened: Callable[..., BoundLoader]
+) -> None:
     loader = opened(iter(range(batches)))
     assert drain(loader) == batches
     loader.start_epoch()
@@ -63,7 +65,7 @@ def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
         loader.start_epoch()
 
 
-def test_samplers_are_told_the_epoch_from_where_the_script_left_it(opened: Callable[..., BoundLoader]) -> None:
+def test_samplers_get_the_epoch_counted_from_the_script_s_last(opened: Callable[..., BoundLoader]) -> None:
     source = strided(0, 1, 6)
     source.sampler.set_epoch(4)  # type: ignore[attr-defined]
     loader = opened(source)
@@ -85,7 +87,7 @@ def test_length_is_the_loaders_or_none(opened: Callable[..., BoundLoader]) -> No
     assert opened(iter([1])).length() is None
 
 
-def test_what_cannot_be_iterated_is_refused() -> None:
+def test_a_loader_that_cannot_be_iterated_is_refused() -> None:
     with pytest.raises(TypeError, match="a loader is an iterable of batches, got int"):
         bound(3)  # type: ignore[arg-type]
 
@@ -95,7 +97,7 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def test_closing_ends_the_thread_and_may_be_done_twice(opened: Callable[..., BoundLoader]) -> None:
-    loader = opened(Watched())
+    loader = opened(WatchedLoader())
     take(loader, 3)
     assert len(loader_threads()) == 1
     loader.close()
@@ -106,7 +108,7 @@ def test_closing_ends_the_thread_and_may_be_done_twice(opened: Callable[..., Bou
 
 
 def test_a_loader_that_is_dropped_leaves_no_thread() -> None:
-    loader = bound(Watched())
+    loader = bound(WatchedLoader())
     take(loader, 3)
     [thread] = loader_threads()
     del loader
@@ -125,14 +127,14 @@ def test_closing_does_not_wait_for_a_loader_that_hangs(
             hanging.set()
             assert release.wait(60)
 
-    loader = opened(Watched(act=act))
+    loader = opened(WatchedLoader(act=act))
     take(loader, 2)
     assert hanging.wait(30)
     [thread] = loader_threads()
     started = time.monotonic()
     loader.close(timeout=0.05)
     assert time.monotonic() - started < 30  # of 60
-    assert "the loader Watched has been fetching a batch for over" in caplog.text
+    assert "the loader WatchedLoader has been fetching a batch for over" in caplog.text
     release.set()
     thread.join(30)
     assert not thread.is_alive()
@@ -151,11 +153,11 @@ def test_the_log_says_that_a_loader_is_slow(
     handler = Release()
     logging.getLogger("anabranch.executor").addHandler(handler)
     try:
-        loader = opened(Watched(act=lambda index: index == 2 and release.wait(60)))
+        loader = opened(WatchedLoader(act=lambda index: index == 2 and release.wait(60)))
         take(loader, 3)
     finally:
         logging.getLogger("anabranch.executor").removeHandler(handler)
-    assert "the loader Watched has been fetching for" in caplog.text
+    assert "the loader WatchedLoader has been fetching for" in caplog.text
 
 
 class Computing(Dataset[Tensor]):
@@ -172,7 +174,7 @@ class Computing(Dataset[Tensor]):
 def test_forked_workers_that_compute_live_beside_our_threads(opened: Callable[..., BoundLoader]) -> None:
     training = opened(DataLoader(Computing(), batch_size=2, num_workers=2))
     validating = opened(DataLoader(Computing(), batch_size=3, num_workers=1))
-    ahead = opened(Watched(count=1000))
+    ahead = opened(WatchedLoader(count=1000))
     expected = [float(index * index * 64**3) for index in range(12)]
     for _ in range(2):
         take(ahead, 3)  # its thread is there as the others fork
@@ -202,5 +204,5 @@ def test_persistent_workers_resume_and_stay(opened: Callable[..., BoundLoader]) 
     assert numbers(again.next_batch()) == [0, 1]
 
 
-def test_sequential_sampler_is_what_an_unshuffled_loader_has() -> None:
+def test_an_unshuffled_loader_has_a_sequential_sampler() -> None:
     assert type(DataLoader(Squares()).sampler) is SequentialSampler

@@ -16,8 +16,8 @@ import anabranch as ab
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.plan import Plan, PlanRow, choose
 from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
-from anabranch.executor.plan.look import Look, LookedUp, look_at
 from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
+from anabranch.executor.plan.step_survey import StepSurvey, TableLookups, survey_step
 from anabranch.executor.routes import Place
 
 # Powers of two, so that sums are exact.
@@ -45,16 +45,18 @@ def head(place: Place) -> RowsHeld:
     return RowsHeld("head", (3,), torch.float32, place, nn.Parameter(torch.zeros(3)), optimizer="SGD")
 
 
-def look(read: int = 10, moved: int = 9, seconds: float = 8.0) -> Look:
-    return Look(seconds, {"table": LookedUp(20, read, moved)})
+def survey(read: int = 10, moved: int = 9, seconds: float = 8.0) -> StepSurvey:
+    return StepSurvey(seconds, {"table": TableLookups(20, read, moved)})
 
 
-def planned(*holdings: RowsHeld, looks: list[Look | None] | None = None, rank: int = 0, **facts: Any) -> Plan:
+def planned(*holdings: RowsHeld, surveys: list[StepSurvey | None] | None = None, rank: int = 0, **facts: Any) -> Plan:
     facts = {"mean": False, **facts}
-    return plan_of("PS", holdings, StepFacts("train", **facts), MACHINE, looks or [look(), look()], rank, servers=1)
+    return plan_of(
+        "PS", holdings, StepFacts("train", **facts), MACHINE, surveys or [survey(), survey()], rank, servers=1
+    )
 
 
-def test_what_is_summed_costs_its_bytes_and_a_latency_a_bucket() -> None:
+def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket() -> None:
     plan = planned(head(Place.WORKERS))
     assert plan.bytes == {"workers": (3 + 2 + 8) * 4}  # elements, flags, header
     assert plan.parts == {"compute": 8.0, "optimizers": 6.0, "workers": 1024.0 + 52.0}
@@ -68,7 +70,7 @@ def test_a_large_tables_dense_gradient_takes_new_memory_in_each_run() -> None:
     assert planned(table(Place.HERE)).parts["tables"] == 0.0
 
 
-def test_sums_of_other_dtypes_leave_the_header_a_message_of_its_own() -> None:
+def test_sums_of_other_dtypes_leave_the_header_its_own_message() -> None:
     held = RowsHeld("half", (3,), torch.float16, Place.WORKERS, nn.Parameter(torch.zeros(3).half()))
     plan = planned(held)
     assert plan.bytes == {"workers": (3 + 2) * 4 + 64}  # summed in float32
@@ -91,8 +93,8 @@ def test_rows_on_servers_are_read_and_moved_by_their_number() -> None:
 
 
 def test_the_slowest_worker_makes_the_time_and_ones_own_batch_the_bytes() -> None:
-    looks: list[Look | None] = [look(), look(read=100, moved=50, seconds=9.0)]
-    first, second = (planned(table(Place.ROWS), looks=looks, rank=rank) for rank in range(2))
+    surveys: list[StepSurvey | None] = [survey(), survey(read=100, moved=50, seconds=9.0)]
+    first, second = (planned(table(Place.ROWS), surveys=surveys, rank=rank) for rank in range(2))
     assert first.step_seconds == second.step_seconds
     assert first.parts["compute"] == 9.0
     assert (first.bytes["servers"], second.bytes["servers"]) == (19 * 20, 150 * 20)
@@ -112,14 +114,16 @@ def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved() 
 
 def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with() -> None:
     dynamic = RowsHeld("users", (-1, 4), torch.float32, Place.ROWS, looked_up=True)
-    looks: list[Look | None] = [Look(1.0, {"table": LookedUp(20, 10, 9), "users": LookedUp(5, 5, 5)})]
-    plan = planned(table(Place.ROWS), dynamic, looks=looks)
+    surveys: list[StepSurvey | None] = [
+        StepSurvey(1.0, {"table": TableLookups(20, 10, 9), "users": TableLookups(5, 5, 5)})
+    ]
+    plan = planned(table(Place.ROWS), dynamic, surveys=surveys)
     assert [row.bytes for row in plan.rows] == [10 * 20 + 9 * 24, (5 + 5) * 24]
 
 
 def test_sparse_gradients_travel_as_long_as_the_longest_workers() -> None:
-    looks: list[Look | None] = [look(moved=3), look(moved=9)]
-    plan = planned(table(Place.WORKERS, sparse=True), looks=looks)
+    surveys: list[StepSurvey | None] = [survey(moved=3), survey(moved=9)]
+    plan = planned(table(Place.WORKERS, sparse=True), surveys=surveys)
     assert plan.bytes["workers"] == 64 + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
 
 
@@ -127,8 +131,8 @@ def test_a_frozen_table_is_read_and_not_moved() -> None:
     assert planned(table(Place.ROWS, trained=False)).bytes["servers"] == 10 * 20
 
 
-def test_without_a_batch_a_plan_says_what_it_leaves_out() -> None:
-    plan = planned(table(Place.ROWS), head(Place.WORKERS), looks=[None, None])
+def test_without_a_batch_a_plan_says_which_parts_it_leaves_out() -> None:
+    plan = planned(table(Place.ROWS), head(Place.WORKERS), surveys=[None, None])
     assert plan.bytes["workers"] == 52
     assert [row.bytes for row in plan.rows] == [None, 20]
     assert "without a batch" in str(plan)
@@ -143,8 +147,8 @@ def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
 def test_the_cheapest_plan_is_taken_and_the_reason_names_the_others(quick: str) -> None:
     rows = 1 if quick == "Hybrid" else 90
     plans: Any = {
-        "AllReduce": planned(table(Place.WORKERS), looks=[look(rows, rows)] * 2),
-        "Hybrid": planned(table(Place.ROWS), looks=[look(rows, rows)] * 2),
+        "AllReduce": planned(table(Place.WORKERS), surveys=[survey(rows, rows)] * 2),
+        "Hybrid": planned(table(Place.ROWS), surveys=[survey(rows, rows)] * 2),
     }
     other = next(mode for mode in plans if mode != quick)
     choice = choose(plans)
@@ -162,7 +166,7 @@ def test_no_line_is_longer_than_a_terminal_and_long_names_keep_both_ends() -> No
     assert lines[2].startswith("encoder.laye...dense.weight servers, table read whole  6,400,000,000")
 
 
-def test_a_link_goes_through_its_measurements() -> None:
+def test_a_link_speed_fits_its_measurements() -> None:
     link = LinkSpeed.of_rows(20, small=(64, 2.0), large=(4096, 65.0), wide=75.0)
     assert link.cost(64 * 20, 64) == pytest.approx(2.0)
     assert link.cost(4096 * 20, 4096) == pytest.approx(65.0)
@@ -202,10 +206,10 @@ def step_of(model: nn.Module) -> ab.TrainStep:
     return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_look_counts_ids_and_leaves_padding_out_of_what_moves() -> None:
+def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows() -> None:
     model = Model()
-    found = look_at(step_of(model), IDS, {model.table.weight: "table", model.bags.weight: "bags"})
-    assert found.tables == {"table": LookedUp(4, 2, 1), "bags": LookedUp(8, 4, 4)}
+    found = survey_step(step_of(model), IDS, {model.table.weight: "table", model.bags.weight: "bags"})
+    assert found.tables == {"table": TableLookups(4, 2, 1), "bags": TableLookups(8, 4, 4)}
     assert found.seconds > 0
 
 
@@ -216,7 +220,7 @@ def test_a_look_leaves_everything_as_it_was() -> None:
     seen: list[bool] = []
     model.register_forward_hook(lambda module, *_: seen.append(module.training))
     model.head.bias.register_post_accumulate_grad_hook(lambda _: pytest.fail("a gradient was handed to a hook"))
-    look_at(step_of(model), IDS, {model.table.weight: "table"})
+    survey_step(step_of(model), IDS, {model.table.weight: "table"})
     assert seen == [True] * 4  # as a step would run it
     assert not model.training
     assert torch.equal(random, torch.get_rng_state())
@@ -232,8 +236,8 @@ def test_a_look_at_lookups_by_function_sees_their_ids() -> None:
         lambda model, ids: F.embedding(input=ids, weight=model[0].weight, padding_idx=3).sum(),
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    found = look_at(step, torch.tensor([3, 4, 4]), {model[0].weight: "0.weight"})
-    assert found.tables == {"0.weight": LookedUp(3, 2, 1)}
+    found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: "0.weight"})
+    assert found.tables == {"0.weight": TableLookups(3, 2, 1)}
 
 
 def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
@@ -245,7 +249,7 @@ def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
         lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=True).sum(),
         torch.optim.SGD(layer.parameters(), lr=0.1),
     )
-    assert look_at(step, torch.ones(2, 3), {}).seconds > 0
+    assert survey_step(step, torch.ones(2, 3), {}).seconds > 0
     assert layer.weight.grad is None
 
 
@@ -328,12 +332,12 @@ def test_a_plan_names_experts_and_leaves_them_as_they_are() -> None:
 
 def test_a_plan_needs_a_training_step() -> None:
     model = nn.Linear(2, 1)
-    look = ab.EvalStep(model, lambda model, x: {"y": model(x)})
-    with ab.Executor({"look": look}) as executor, pytest.raises(ValueError, match="step 'look' trains nothing"):
-        executor.plan("look")
+    step = ab.EvalStep(model, lambda model, x: {"y": model(x)})
+    with ab.Executor({"validate": step}) as executor, pytest.raises(ValueError, match="step 'validate' trains nothing"):
+        executor.plan("validate")
 
 
-def test_auto_alone_is_no_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_on_a_single_worker_needs_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with ab.Executor(step_of(Model()), "Auto") as executor:
         executor.run(batch=IDS)
         assert executor.comm_mode == "AllReduce"
@@ -347,7 +351,7 @@ def test_auto_alone_is_no_question(capsys: pytest.CaptureFixture[str]) -> None:
         (lambda: (step_of(nn.Sequential(_table())), {}), "RemoteEmbedding 'ids' lives on servers"),
     ],
 )
-def test_auto_refuses_what_it_cannot_choose_for(make: Any, words: str) -> None:
+def test_auto_refuses_steps_that_it_cannot_plan(make: Any, words: str) -> None:
     step, options = make()
     with pytest.raises(ValueError, match=words):
         ab.Executor(step, "auto", **options)
@@ -358,7 +362,7 @@ def _table() -> nn.Module:
     return nn.Sequential(ab.RemoteEmbedding("ids", 10, 2, optimizer=optimizer), nn.Linear(2, 1))
 
 
-def piped(look: bool) -> list[Tensor]:
+def piped(survey: bool) -> list[Tensor]:
     """Losses, gradients, state and the next random numbers after four steps of a pipe, with a plan in their middle."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -369,7 +373,7 @@ def piped(look: bool) -> list[Tensor]:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(pipe.parameters()))
         with ab.Executor(step) as executor:
             losses = [executor.run(batch=(x, y))["loss"] for _ in range(2)]
-            if look:
+            if survey:
                 executor.plan(batch=(x, y))
             gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
             losses += [executor.run(batch=(x, y))["loss"] for _ in range(2)]
@@ -377,12 +381,12 @@ def piped(look: bool) -> list[Tensor]:
 
 
 def test_a_pipe_is_planned_and_trains_as_if_it_had_not_been() -> None:
-    seen, unseen = piped(look=True), piped(look=False)
+    seen, unseen = piped(survey=True), piped(survey=False)
     assert len(seen) == len(unseen) > 20
     assert all(map(torch.equal, seen, unseen))
 
 
-def test_a_pipes_plan_says_what_crosses_between_its_stages() -> None:
+def test_a_pipe_s_plan_lists_the_traffic_between_its_stages() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     with ab.Pipe(model, [1, 2], chunks=4) as pipe:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1), accumulate=3)
@@ -410,7 +414,7 @@ def test_stages_of_one_time_take_that_of_all_microbatches_and_one_for_each_other
 
 
 @pytest.mark.parametrize(("mode", "named"), [("PS", "under 'PS'"), (None, "with RemoteEmbedding")])
-def test_a_pipe_that_a_look_would_train_elsewhere_is_refused_with_what_to_do(mode: Any, named: str) -> None:
+def test_a_pipe_that_a_survey_would_train_elsewhere_is_refused_with_the_cure(mode: Any, named: str) -> None:
     table = ab.RemoteEmbedding("t", 9, 4, mode="sum") if mode is None else nn.EmbeddingBag(9, 4, mode="sum")
     with ab.Pipe(nn.Sequential(table, nn.Linear(4, 1)), [1, 1]) as pipe:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))

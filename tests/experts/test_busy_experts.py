@@ -27,12 +27,12 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Request, RequestHeader
 from anabranch.transport.frame import Hello, encode
-from networks import Watched
+from networks import CountingTransport
 from waiting import join, wait_until
 
 
-def test_a_module_that_stalls_after_having_been_quick_holds_nobody_up_who_does_not_ask_for_it() -> None:
-    module, network = Slow(), Watched()
+def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
+    module, network = Slow(), CountingTransport()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)])
 
     def runs_where_it_is_read() -> bool:
@@ -62,7 +62,7 @@ def test_a_module_that_stalls_after_having_been_quick_holds_nobody_up_who_does_n
         assert torch.equal(expert(torch.ones(1, 2)), torch.ones(1, 2))
 
 
-def test_a_queue_that_is_full_says_so_while_the_module_computes_and_serves_again() -> None:
+def test_a_full_queue_is_reported_while_the_module_computes_and_serves_again() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=2, max_queue_rows=4)
     with served(backend) as server:
@@ -122,7 +122,7 @@ def test_expired_requests_are_dropped_before_compute() -> None:
     assert statistics.batches == 2
 
 
-def test_a_request_whose_caller_cancels_it_is_dropped_before_compute_however_long_it_had() -> None:
+def test_a_cancelled_request_is_dropped_before_compute_whatever_its_deadline() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
     with served(backend) as server, Client() as client:
@@ -164,7 +164,7 @@ def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
         module.open.set()
 
 
-def test_leaving_finishes_what_is_in_flight_and_tells_newcomers() -> None:
+def test_leaving_finishes_requests_in_flight_and_refuses_new_ones() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)])
     directory = Directory()

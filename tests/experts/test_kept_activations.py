@@ -96,7 +96,7 @@ def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -
     assert torch.equal(first.grad, twin.grad)  # type: ignore[arg-type]
 
 
-def test_what_the_budget_let_go_is_computed_again() -> None:
+def test_activations_dropped_for_the_budget_are_recomputed() -> None:
     module = nn.Linear(4, 4)
     backend = backend_of(module, keep=4)
     with ExpertServer([backend]) as server:
@@ -218,7 +218,7 @@ def test_a_budget_is_a_number_of_rows() -> None:
         backend_of(nn.Linear(4, 4), keep=-1)
 
 
-def test_a_server_that_keeps_nothing_is_asked_once_forward_and_once_backward() -> None:
+def test_a_server_without_kept_activations_gets_one_forward_and_one_backward() -> None:
     backend = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
     with ExpertServer([backend]) as server:
         RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4)).sum().backward()

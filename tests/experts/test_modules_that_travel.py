@@ -52,7 +52,7 @@ class Named(RemoteExpert):
 @WAYS
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("by_directory", [False, True])
-def test_an_expert_travels_and_asks_the_same_expert(way: Way, used: bool, by_directory: bool) -> None:
+def test_a_pickled_expert_calls_the_same_expert(way: Way, used: bool, by_directory: bool) -> None:
     module = Feedforward()
     with (
         DirectoryServer() as names,
@@ -114,7 +114,7 @@ for name, module in modules.items():
 """
 
 
-def test_another_process_reaches_the_experts_and_is_told_of_a_directory_that_it_cannot(
+def test_another_process_reaches_the_experts_and_not_a_directory_in_memory(
     programs: Programs, tmp_path: pytest.TempPathFactory
 ) -> None:
     directory, module = Directory(), nn.Identity()
@@ -202,7 +202,7 @@ def test_a_module_with_a_client_that_cannot_leave_its_process_says_so() -> None:
         assert torch.equal(copy.deepcopy(expert)(torch.ones(1, 4)), torch.ones(1, 4))  # type: ignore[arg-type]
     with Client(retries=3) as own:
         again = pickled(RemoteExpert("same.0", "unix:/nowhere/at/all", client=own))
-        assert again._reach.client is not own  # type: ignore[union-attr]
+        assert again._module_client.client is not own  # type: ignore[union-attr]
 
 
 def sgd(rows: object) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ from anabranch.experts.nesting import Nesting
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Client
-from networks import Watched
+from networks import CountingTransport
 
 
 def test_forward_gradients_and_updates_are_those_of_the_module_here() -> None:
@@ -140,7 +140,7 @@ class Fork(nn.Module):
         return x, x
 
 
-def test_an_answer_that_was_received_into_memory_of_its_own_is_not_looked_at_again(
+def test_an_answer_received_into_its_own_memory_is_not_checked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(2, 2)
@@ -184,7 +184,7 @@ def test_the_expert_learns_even_if_no_input_requires_grad() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100])
-def test_an_output_that_nobody_used_leaves_its_parameters_without_a_gradient(keep: int) -> None:
+def test_an_unused_output_leaves_its_parameters_without_a_gradient(keep: int) -> None:
     module = TwoHeads()
     # Momentum would move a parameter whose gradient is zero, and does not move one without a gradient.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -265,7 +265,7 @@ def test_a_lost_answer_of_a_backward_does_not_double_its_update() -> None:
     backend = ExpertBackend(
         "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)]
     )
-    network = Watched()
+    network = CountingTransport()
 
     with served(backend, transport=network) as server, Client(transport=network) as client:
         expert = RemoteExpert("count.0", server.endpoint, client=client)

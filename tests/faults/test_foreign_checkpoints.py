@@ -91,7 +91,7 @@ def test_a_directory_of_an_earlier_version_gets_its_name_at_the_next_start(durab
         ParameterServer, listen=HERE, durability=durability, checkpoint_dir=tmp_path, transport=network
     )
     with make() as server, ParameterClient([HERE], transport=network) as client:
-        server._keeper._name = None  # type: ignore[assignment]
+        server._persistence._name = None  # type: ignore[assignment]
         client.init_table(SPEC, SGD)
         push(client, 3)
         server.checkpoint()
@@ -100,6 +100,6 @@ def test_a_directory_of_an_earlier_version_gets_its_name_at_the_next_start(durab
     for expected in (3, 4):
         with make() as server, ParameterClient([HERE], transport=network) as client:
             assert value(client) == expected
-            assert server._keeper._owner is not None
-            assert len(server._keeper._owner.name or b"") == 16
+            assert server._persistence._owner is not None
+            assert len(server._persistence._owner.name or b"") == 16
             push(client, 1)

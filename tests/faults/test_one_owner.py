@@ -26,7 +26,7 @@ from programs import Programs
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "log"])
-def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durability: str, tmp_path: Path) -> None:
+def test_a_second_server_of_one_directory_is_refused_with_the_owner_s_name(durability: str, tmp_path: Path) -> None:
     network = MemoryTransport()
 
     def serve() -> ParameterServer:
@@ -41,7 +41,7 @@ def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durabil
         assert client.pull("bias").tolist() == pytest.approx([-0.01, -0.01])
 
 
-def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: Path, programs: Programs) -> None:
+def test_the_lock_ends_with_its_process_and_is_kept_while_it_is_frozen(tmp_path: Path, programs: Programs) -> None:
     script = textwrap.dedent(
         """
         import sys

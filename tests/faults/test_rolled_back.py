@@ -43,7 +43,7 @@ class Shard:
 
     def die(self) -> None:
         """As a killed one: nothing that was not written by now is."""
-        self.server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        self.server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         self.server.__exit__(None, None, None)
 
     def client(self, **options: object) -> ParameterClient:
@@ -59,7 +59,7 @@ def value(client: ParameterClient) -> float:
     return float(client.sparse_pull("t", ONE)[0, 0])
 
 
-def test_a_bare_client_is_told_how_many_of_its_pushes_are_gone_and_goes_on(tmp_path: Path) -> None:
+def test_a_bare_client_learns_how_many_of_its_pushes_are_lost_and_continues(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "checkpoint")
     with shard.client() as client, shard.client() as other, shard.client() as reader:
         client.init_table(SPEC, SGD)
@@ -106,7 +106,7 @@ def test_tables_come_back_though_no_checkpoint_has_seen_them(tmp_path: Path) -> 
     shard.die()
 
 
-def test_nothing_is_told_where_nothing_is_lost(tmp_path: Path) -> None:
+def test_nothing_is_reported_without_a_loss(tmp_path: Path) -> None:
     for durability in ("log", "checkpoint"):
         shard = Shard(tmp_path / durability, durability)
         with shard.client() as client, shard.client(worker=Worker(0, 1, "asp")) as worker:
@@ -122,7 +122,7 @@ def test_nothing_is_told_where_nothing_is_lost(tmp_path: Path) -> None:
         shard.die()
 
 
-def test_a_shard_without_durability_that_is_started_again_says_so(tmp_path: Path) -> None:
+def test_a_restart_of_a_shard_without_durability_is_reported(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "none")
     with shard.client() as client:
         client.init_table(SPEC, SGD)
@@ -136,7 +136,7 @@ def test_a_shard_without_durability_that_is_started_again_says_so(tmp_path: Path
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_every_worker_of_a_job_is_told_once_any_push_is_gone(consistency: str, tmp_path: Path) -> None:
+def test_every_worker_of_a_job_learns_of_any_lost_push(consistency: str, tmp_path: Path) -> None:
     """Under bsp they died of ``SchemaError ... pushes step 503; its next is step 430``."""
     shard = Shard(tmp_path, "checkpoint")
     with (
@@ -165,8 +165,8 @@ def test_a_first_checkpoint_is_there_from_the_start_and_the_next_when_its_time_h
     with shard.client() as client:
         client.init_table(SPEC, SGD)
         push(client, 3)
-        keeper = shard.server._keeper
-        wait_until(lambda: keeper._owner is not None and keeper._owner.position.saved == 4)
+        persistence = shard.server._persistence
+        wait_until(lambda: persistence._owner is not None and persistence._owner.position.saved == 4)
         shard.die()
         shard.start()
         assert value(client) == 3
@@ -182,7 +182,7 @@ def damage(directory: Path) -> int:
     return len(memory)
 
 
-def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_says_what_is_lost(tmp_path: Path) -> None:
+def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_reports_the_loss(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "log")
     with shard.client() as client:
         client.init_table(SPEC, SGD)
@@ -204,7 +204,7 @@ def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_says_what_
 
 
 @pytest.mark.parametrize("durability", ["log", "checkpoint"])
-def test_a_log_or_a_checkpoint_that_was_removed_is_no_empty_shard(durability: str, tmp_path: Path) -> None:
+def test_a_removed_log_or_checkpoint_is_not_an_empty_shard(durability: str, tmp_path: Path) -> None:
     shard = Shard(tmp_path, durability)
     with shard.client() as client:
         client.init_table(SPEC, SGD)
@@ -232,7 +232,7 @@ def two_shards(directory: Path) -> list[Path]:
         for _ in range(3):
             client.sparse_push("t", torch.arange(8), -torch.ones(8, 2))
     for server in servers:
-        server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
         server.__exit__(None, None, None)
     return [directory / f"shard-{index}-of-2" for index in range(2)]
 
@@ -286,7 +286,7 @@ def test_nothing_is_acknowledged_that_would_not_be_found_again(harm: Callable[[P
     shard.die()
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server on a full disk said nothing until it ended, and all since its first checkpoint was gone then."""
     tries = threading.Semaphore(0)
 
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_pa
     shard.die()
 
 
-def test_a_full_disk_is_told_as_one_and_costs_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_as_one_and_loses_no_acknowledged_push(tmp_path: Path) -> None:
     """It was a ``RemoteError`` with a traceback."""
     shard = Shard(tmp_path, "log")
 

@@ -75,7 +75,7 @@ def test_a_dense_gradient_of_another_shape_is_refused_before_anything_is_sent(sh
         assert not client.sparse_pull("t", IDS).any()
 
 
-def test_a_worker_goes_no_further_once_its_shards_differ(shards: Any, tmp_path: Path) -> None:
+def test_a_worker_stops_once_its_shards_differ(shards: Any, tmp_path: Path) -> None:
     with client_of(shards, worker=Worker(0, 1, "bsp")) as client:
         client.init("t", (8, 1), "rows", optimizer=SGD)
         client.join(0)
@@ -133,9 +133,7 @@ def test_a_worker_goes_no_further_once_one_of_its_shards_had_no_memory(
             client.push_many({"t": (IDS, torch.ones(8, 1))}, step=0)
 
 
-def test_an_executor_does_not_save_what_is_half_a_step(
-    shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_executor_does_not_save_half_a_step(shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(ParameterServer(shard, 2)) for shard in range(2)]
         monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))

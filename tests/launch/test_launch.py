@@ -98,7 +98,7 @@ def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, t
     assert told == ["rank 1 failed; stopping the 2 other workers"]
 
 
-def test_the_others_have_time_to_say_what_they_saw(script: Script, tmp_path: Path) -> None:
+def test_the_others_have_time_to_report_their_errors(script: Script, tmp_path: Path) -> None:
     path = script(
         """
         import os, pathlib, sys, time
@@ -118,7 +118,7 @@ def test_the_others_have_time_to_say_what_they_saw(script: Script, tmp_path: Pat
     assert outcome.exits[0].last_words() == "rank 1 is gone"
 
 
-def test_who_raised_first_counts_not_who_ended_first(script: Script, tmp_path: Path) -> None:
+def test_the_first_to_raise_counts_not_the_first_to_end(script: Script, tmp_path: Path) -> None:
     path = script(
         """
         import atexit, os, pathlib, sys, time
@@ -247,7 +247,7 @@ def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_
     assert (tmp_path / "worker-0.log").read_text() == "saved\n"
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(script: Script, tmp_path: Path) -> None:
+def test_a_signal_that_arrives_twice_at_once_counts_once(script: Script, tmp_path: Path) -> None:
     path = script(
         """
         import os, signal, sys, time
@@ -268,8 +268,8 @@ def test_a_signal_that_comes_twice_at_once_is_one(script: Script, tmp_path: Path
 
 
 def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.launch.supervision.presses.ECHO_SECONDS", 0.0)
-    monkeypatch.setattr("anabranch.launch.supervision.presses.BURST_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.ECHO_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.BURST_SECONDS", 0.0)
     path = script(
         """
         import os, signal, time

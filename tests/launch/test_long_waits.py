@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.doing import Doing
+from anabranch.activity import Activity
 from anabranch.launch.job_status import JobStatus, RoleStatus, State, status_of
 from anabranch.launch.output.long_waits import LongWaits
 from launched import start_run
@@ -40,14 +40,14 @@ class Told:
     def look(self, *roles: RoleStatus) -> list[str]:
         self.roles = roles
         self._now += 2.0
-        assert (self._waits.moment() or 0.0) <= self._now
-        self._waits.look(self._now)
+        assert (self._waits.next_check() or 0.0) <= self._now
+        self._waits.check(self._now)
         lines = self.lines[:]
         self.lines.clear()
         return lines
 
 
-def test_a_wait_is_told_after_ten_seconds_and_then_ever_more_rarely() -> None:
+def test_a_wait_is_reported_after_ten_seconds_and_then_less_and_less_often() -> None:
     told = Told()
     found = [told.look(role("worker 0", "waiting", seconds, "worker 1")) for seconds in (8.0, 12.0, 20.0, 37.0, 40.0)]
     assert found == [[], ["rank 0 waits for rank 1 in pull (12 s)"], [], ["rank 0 waits for rank 1 in pull (37 s)"], []]
@@ -55,12 +55,12 @@ def test_a_wait_is_told_after_ten_seconds_and_then_ever_more_rarely() -> None:
     assert told.look(role("worker 0", "waiting", 11.0, "worker 1")) == ["rank 0 waits for rank 1 in pull (11 s)"]
 
 
-def test_a_line_says_when_the_wait_is_given_up_where_that_is_known() -> None:
+def test_a_line_gives_the_deadline_of_a_wait_where_it_is_known() -> None:
     waits = replace(role("worker 0", "waiting", 12.0, "worker 1", "all_reduce"), waiting_limit=599.6)
     assert Told().look(waits) == ["rank 0 waits for rank 1 in all_reduce (12 s, at most 600 s)"]
 
 
-def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None:
+def test_waits_for_the_same_process_share_a_line_with_its_state() -> None:
     roles = [role(f"worker {rank}", "waiting", 10.0 + rank, "parameters 0") for rank in (0, 2, 1)]
     other = role("worker 3", "waiting", 10.0, "worker 9", "all_reduce")
     assert Told().look(*roles, role("parameters 0", "stopped"), other) == [
@@ -69,11 +69,11 @@ def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None
     ]
 
 
-def test_what_workers_are_at_themselves_is_told_once_and_again_when_it_lasts() -> None:
+def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> None:
     told = Told()
 
     def fetching(*seconds: float) -> list[str]:
-        words = Doing.FETCHING.words
+        words = Activity.FETCHING.words
         roles = [role(f"worker {rank}", "running") for rank in range(len(seconds))]
         return told.look(*(replace(r, doing=words, doing_seconds=s) for r, s in zip(roles, seconds, strict=True)))
 
@@ -83,7 +83,7 @@ def test_what_workers_are_at_themselves_is_told_once_and_again_when_it_lasts() -
     assert fetching(40.0, 0.0) == ["rank 0 is fetching a batch from its loader (40 s)"]
 
 
-def test_a_job_s_screen_says_that_a_loader_gives_no_batch(tmp_path: Path, script: Callable[[str], Path]) -> None:
+def test_a_job_s_screen_reports_a_loader_without_a_batch(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
         import sys, time, torch, anabranch as ab
@@ -103,7 +103,7 @@ def test_a_job_s_screen_says_that_a_loader_gives_no_batch(tmp_path: Path, script
     waiting = tmp_path / "waiting"
     with start_run("--workers", "1", "--log-dir", tmp_path, path, waiting) as job:
         wait_until(waiting.exists)
-        wait_until(lambda: status_of(tmp_path).roles[0].doing == Doing.FETCHING.words)
+        wait_until(lambda: status_of(tmp_path).roles[0].doing == Activity.FETCHING.words)
         waiting.unlink()
         job.communicate(60.0)
         assert job.wait() == 0
@@ -115,7 +115,7 @@ def test_a_folder_that_is_gone_is_passed_over() -> None:
 
 
 @pytest.mark.slow
-def test_a_job_s_screen_says_who_is_frozen(tmp_path: Path, script: Callable[[str], Path]) -> None:
+def test_a_job_s_screen_names_a_frozen_process(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
         import torch, anabranch as ab

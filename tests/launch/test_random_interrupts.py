@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from process_marks import marked_processes
 
-from anabranch.doing import Doing
+from anabranch.activity import Activity
 from anabranch.launch.job_status import status_of
 from launched import start_run
 from waiting import wait_until
@@ -34,7 +34,7 @@ TRAINS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(PRESSES))
-def test_ctrl_c_at_a_random_moment_is_told_in_two_lines(
+def test_ctrl_c_at_a_random_moment_is_reported_in_two_lines(
     seed: int, script: Callable[[str], Path], tmp_path: Path, mark: str
 ) -> None:
     before = marked_processes(mark)
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_worker_that_still_waits_to_meet_the_others(
     )
     with start_run("--workers", 2, "--log-dir", tmp_path, path) as job:
         wait_until((tmp_path / "job.json").exists)
-        wait_until(lambda: status_of(tmp_path).roles[0].doing == Doing.CONNECTING.words)
+        wait_until(lambda: status_of(tmp_path).roles[0].doing == Activity.CONNECTING.words)
         job.send_signal(signal.SIGINT)
         _, told = job.communicate(60.0)
         assert job.wait() == 130

@@ -21,7 +21,7 @@ from anabranch.launch.meeting.addresses import tcp_place
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
-from covering import few
+from covering import slow_except
 from launched import start_run
 from programs import start
 
@@ -77,7 +77,7 @@ wait_for("ready-1")
         assert (tmp_path / f"expert-{rank}.log").read_text() == f"expert {rank} 2 2 unix: False\ndrained\n"
 
 
-def test_a_service_that_was_still_starting_is_no_failure(script: Script, tmp_path: Path) -> None:
+def test_a_service_that_was_still_starting_is_not_a_failure(script: Script, tmp_path: Path) -> None:
     path = script("import os, time; time.sleep(600 if 'ANABRANCH_ROLE' in os.environ else 0)")
     outcome = launch(path, workers=1, servers=1, experts=1, log_dir=tmp_path)
     assert outcome.exit_code == 0
@@ -291,7 +291,7 @@ print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), 
     assert list(temporary.glob("anabranch*")) == []
 
 
-def test_a_job_on_tcp_lets_nobody_in_without_its_certificates(temporary: Path) -> None:
+def test_a_job_on_tcp_admits_only_peers_with_its_certificates(temporary: Path) -> None:
     """The directory is in the launcher, so a script without torch will do."""
     foreign = temporary / "foreign"
     make_keys(foreign, roles=["worker"])
@@ -413,7 +413,7 @@ print(json.dumps({{"same": again == learned, "calls": mixture.statistics().calls
     assert result.told[0].endswith("restarted (1 of 3)")
 
 
-@pytest.mark.parametrize("durability", few(["none", "log"], "log"))
+@pytest.mark.parametrize("durability", slow_except(["none", "log"], "log"))
 def test_a_parameter_server_that_is_killed_returns_with_every_push_or_ends_the_job(durability: str) -> None:
     result = LocalJob(servers=1, timeout=LIMIT, durability=durability).run_source(  # type: ignore[arg-type]
         EXPERTS
@@ -468,7 +468,7 @@ print(json.dumps(found))
     for role in ("parameters", "expert"):
         peer, seconds = result.results[0][role]  # type: ignore[misc]
         assert peer.endswith(f"{role}-0")
-        assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_beats.py"
+        assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_process_heartbeats.py"
 
 
 def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_path: Path, mark: str) -> None:

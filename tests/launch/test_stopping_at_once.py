@@ -19,8 +19,8 @@ import pytest
 from process_marks import marked_processes, wait_until
 
 from anabranch.launch import launch, local
-from anabranch.launch.supervision.presses import TERMINAL, UNKNOWN, Presses
 from anabranch.launch.supervision.signals import SignalBox, collect_signals, hold_signals
+from anabranch.launch.supervision.stop_requests import TERMINAL, UNKNOWN, StopRequests
 from anabranch.launch.supervision.supervisor import Supervisor
 
 Script = Callable[[str], Path]
@@ -171,8 +171,8 @@ def read_until(source: int, words: bytes) -> bytes:
 
 def others(*moments: float, number: signal.Signals = signal.SIGINT, sender: int = 4711) -> list[bool]:
     """Says which of the signals of one process, at these moments, are further requests."""
-    presses = Presses()
-    return [presses.is_another(number, sender, moment) for moment in moments]
+    requests = StopRequests()
+    return [requests.is_another(number, sender, moment) for moment in moments]
 
 
 def test_the_first_signal_is_never_the_second() -> None:
@@ -184,14 +184,14 @@ def test_every_key_press_of_a_terminal_counts() -> None:
     assert others(0.0, 0.001, 0.002, sender=TERMINAL) == [False, True, True]
 
 
-def test_what_a_wrapper_passes_on_beside_the_terminal_is_no_second_press() -> None:
-    presses = Presses()
-    assert not presses.is_another(signal.SIGINT, TERMINAL, 0.0)
-    assert not presses.is_another(signal.SIGINT, 4711, 0.2)
-    assert presses.is_another(signal.SIGINT, TERMINAL, 0.3)
+def test_a_signal_passed_on_by_a_wrapper_is_not_a_second_press() -> None:
+    requests = StopRequests()
+    assert not requests.is_another(signal.SIGINT, TERMINAL, 0.0)
+    assert not requests.is_another(signal.SIGINT, 4711, 0.2)
+    assert requests.is_another(signal.SIGINT, TERMINAL, 0.3)
 
 
-def test_what_one_process_sends_to_the_launcher_and_to_its_group_is_one() -> None:
+def test_a_signal_sent_to_the_launcher_and_to_its_group_counts_once() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         assert others(0.0, 0.001, number=number) == [False, False]
         assert others(0.0, 0.6, number=number) == [False, True]
@@ -199,7 +199,7 @@ def test_what_one_process_sends_to_the_launcher_and_to_its_group_is_one() -> Non
     assert others(0.0, 0.1, number=signal.SIGTERM) == [False, False]
 
 
-def test_a_terminal_that_is_closed_says_so_more_than_once() -> None:
+def test_repeated_hangups_of_a_closed_terminal_count_once() -> None:
     assert others(0.0, 0.001, number=signal.SIGHUP, sender=TERMINAL) == [False, False]
 
 
@@ -211,7 +211,7 @@ def test_the_sender_of_a_signal_is_known_and_nothing_that_is_started_blocks_it(t
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         with collect_signals() as box:
             seen = []
-            box._presses.is_another = lambda number, sender, now: seen.append((number, sender)) or len(seen) > 1
+            box._requests.is_another = lambda number, sender, now: seen.append((number, sender)) or len(seen) > 1
             asked = []
             box.call_on_stop(lambda number, again: asked.append((number, again)))
             assert inherited_mask() == sorted(map(int, before))

@@ -83,7 +83,7 @@ def test_the_screen_shows_once_why_servers_do_not_listen_yet(
     copier, never_written = os.pipe()
     Supervisor(
         [cast(RoleProcess, Undying())], box, services=services, screen=cast(Screen, SimpleNamespace(pidfd=copier)),
-        lookers=[SlowStarts(services, told.append)], patience=Patience(stop=0.05, drain=0.05), tell=told.append,
+        monitors=[SlowStarts(services, told.append)], patience=Patience(stop=0.05, drain=0.05), tell=told.append,
     ).run()  # fmt: skip
     os.close(copier)
     os.close(never_written)
@@ -94,11 +94,11 @@ def test_servers_that_listen_are_not_looked_at_again(tmp_path: Path) -> None:
     server, told = Compiling(tmp_path / "log"), list[str]()
     server.log.write_text("")
     starts = SlowStarts([cast(RoleProcess, server)], told.append)
-    starts.look(1.0)
-    assert starts.moment() == 1.5
+    starts.check(1.0)
+    assert starts.next_check() == 1.5
     server.log.write_text("listening on unix:/somewhere\n")
-    starts.look(1.4)
-    assert starts.moment() == 1.5
-    starts.look(1.5)
-    assert (starts.moment(), told) == (None, [])
+    starts.check(1.4)
+    assert starts.next_check() == 1.5
+    starts.check(1.5)
+    assert (starts.next_check(), told) == (None, [])
     server.abandon()

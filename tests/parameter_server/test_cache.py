@@ -156,14 +156,14 @@ class Workers(RuleBasedStateMachine):
 
         def ask() -> None:
             for cache, peer, wanted in zip(self.caches, self.peers, ahead, strict=False):
-                ids, asked = cache.ahead(torch.tensor(wanted), asked_at)
+                ids, asked = cache.start_prefetch(torch.tensor(wanted), asked_at)
                 coming.append((cache, torch.tensor(wanted), ids, asked, peer.pull(ids, asked)))
 
         self.run_step(batches, between=ask)
         if flushed:
             self.flush(0, forget=False)
         for cache, wanted, ids, asked, came in coming:
-            cache.take_in(wanted, ids, asked, *came, asked_at)
+            cache.finish_prefetch(wanted, ids, asked, *came, asked_at)
         self.deliver()  # who left for them may be read in the next step
 
     @rule(worker=st.integers(0, 2), ids=IDS)
@@ -223,7 +223,7 @@ def test_a_row_within_its_bound_costs_no_message() -> None:
     assert (found.hits, found.misses) == (6, 2)
 
 
-def test_a_row_that_is_asked_about_and_has_not_changed_does_not_come_again() -> None:
+def test_an_unchanged_row_is_not_sent_again() -> None:
     server = Server(2)
     cache = make(server)
     for step in range(4):
@@ -245,7 +245,7 @@ def test_hot_rows_age_in_steps_and_not_in_lookups() -> None:
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("LRU", 2), ("LFU", 1), ("LFUOpt", 1)])
-def test_the_policy_says_who_leaves(policy: str, stays: int) -> None:
+def test_the_policy_decides_which_row_is_evicted(policy: str, stays: int) -> None:
     server = Server(2)
     cache = make(server, policy=policy, capacity=2, pull_bound=100)
     for step, known_id in enumerate([1, 1, 1, 2, 3]):
@@ -284,7 +284,7 @@ def test_a_dirty_row_that_leaves_is_pushed() -> None:
     assert not len(cache.waiting()[0])
 
 
-def test_a_row_comes_without_its_state_until_it_is_used_again() -> None:
+def test_a_row_is_sent_without_its_state_until_it_is_used_again() -> None:
     """Most rows are used once and leave; what they came with would have come for nothing."""
     server = Server(2)
     peer = Later(server, states=True)
@@ -316,15 +316,15 @@ def test_waiting_pushes_without_a_way_to_read_them_are_refused() -> None:
         RowCache(Cache(push_bound=1), 2, torch.float32, Server(2))
 
 
-def test_what_the_next_step_reads_does_not_leave_for_what_comes() -> None:
+def test_rows_of_the_next_step_are_not_evicted_for_prefetched_ones() -> None:
     server = Server(1)
     cache = RowCache(Cache(capacity=4, pull_bound=50), 1, torch.float32, server, move=add)
     cache.read(torch.tensor([1, 2]), 0)
     cache.read(torch.tensor([3, 4]), 1)
     wanted = torch.tensor([1, 5, 6])
-    ids, asked = cache.ahead(wanted, 1)
+    ids, asked = cache.start_prefetch(wanted, 1)
     assert ids.tolist() == [5, 6]
-    cache.take_in(wanted, ids, asked, *server.pull(ids, asked), 1)
+    cache.finish_prefetch(wanted, ids, asked, *server.pull(ids, asked), 1)
     cache.read(wanted, 2)
     assert server.sent == 4 + 2
 
@@ -339,22 +339,22 @@ def test_own_gradients_that_were_flushed_meanwhile_stay_in_the_row(flushed: bool
     cache.write(ids, torch.tensor([[1.0, 0.0, 0.0]]), 0)
     server.push(ids, torch.tensor([[0.0, 1.0, 0.0]]))  # another worker's
     cache.read(torch.tensor([2]), 1)
-    asked = cache.ahead(ids, 1)
+    asked = cache.start_prefetch(ids, 1)
     came = server.pull(*asked)
     if flushed:
         server.push(*cache.waiting())
-    cache.take_in(ids, *asked, *came, 1)
+    cache.finish_prefetch(ids, *asked, *came, 1)
     assert cache.read(ids, 2).tolist() == [[1.0, 1.0, 0.0]]
 
 
-def test_a_row_in_the_place_of_one_that_was_asked_about_waits_for_nothing() -> None:
+def test_a_row_in_the_place_of_a_requested_one_waits_for_nothing() -> None:
     server = Server(2)
     cache = RowCache(
         Cache(capacity=1, pull_bound=9, push_bound=9), 2, torch.float32, Later(server, states=True),
         move=add_with_state, held=3,
     )  # fmt: skip
     cache.read(torch.tensor([1]), 0)
-    _, asked = cache.ahead(torch.tensor([1]), 0)
+    _, asked = cache.start_prefetch(torch.tensor([1]), 0)
     assert asked.tolist() == [WITH_STATE]
     cache.read(torch.tensor([2]), 1)
     ids, _, _ = cache.write(torch.tensor([2]), torch.ones(1, 2), 1)

@@ -98,7 +98,7 @@ def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, step
         read(ids, training=True)
         if chance(4):
             read(some_ids(), training=False)
-        ahead = caches.ahead(some_ids(), step, training=not chance(5)) if chance(2) else None
+        ahead = caches.start_prefetch(some_ids(), step, training=not chance(5)) if chance(2) else None
         came = servers.pull(ahead.ids, ahead.known) if ahead else {}
         grads = {name: (some, torch.randn(len(some), WIDTH, generator=draw, dtype=dtype)) for name, some in ids.items()}
         note("due", caches.write(grads, step))
@@ -106,7 +106,7 @@ def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, step
             note("waited", caches.waiting())
         if ahead:
             log.extend([ahead.ids, ahead.known])
-            note("left", caches.take_in(ahead, came))
+            note("left", caches.finish_prefetch(ahead, came))
         for name in NAMES:
             others = torch.unique(torch.randint(ROWS, (3,), generator=draw))
             servers.change(name, others, torch.full((len(others), servers.wide), 0.25, dtype=dtype))

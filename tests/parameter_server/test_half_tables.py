@@ -126,7 +126,7 @@ def test_rows_in_a_file_and_of_odd_width_are_those_in_memory(rows: int | None, w
         assert torch.equal(tables[0].pull_with_state(ids), tables[1].pull_with_state(ids))
 
 
-def test_what_overflows_float16_is_refused_and_changes_nothing() -> None:
+def test_values_that_overflow_float16_are_refused_and_change_nothing() -> None:
     network = MemoryTransport()
     with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
         sgd = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
@@ -171,7 +171,7 @@ def test_a_half_model_trains_on_servers_as_in_the_plain_loop(name: str, cache: a
     assert all(state[label].dtype == torch.float16 for label in state if label != "step")
 
 
-def test_state_comes_through_a_checkpoint_whole(tmp_path: Path) -> None:
+def test_state_survives_a_checkpoint_unchanged(tmp_path: Path) -> None:
     rule = RowOptimizer.from_factory(RULES["adam"])
     network = MemoryTransport()
     kept = []

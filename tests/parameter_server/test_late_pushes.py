@@ -24,7 +24,7 @@ from waiting import join
 
 @pytest.mark.parametrize("way", ["flushed", "due in a step without rows"])
 @pytest.mark.parametrize("mean", [True, False])
-def test_what_waited_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool, way: str) -> None:
+def test_waiting_gradients_are_weighted_by_their_worker_s_share_like_a_step_s_push(mean: bool, way: str) -> None:
     """Flushed gradients once counted as if their worker were alone, and those due in a step without rows not at all."""
     network = MemoryTransport()
     ids, weights = torch.tensor([1]), [1.0, 3.0]
@@ -69,7 +69,7 @@ def test_a_push_is_on_its_way_while_the_next_step_runs(monkeypatch: pytest.Monke
         tables.push()  # of nothing yet
         tables.begin(1)
         one_step(model, plain, own, everyone)
-        tables.come_to_rest()
+        tables.wait_until_quiet()
         gate.opened.clear()
         tables.push()  # of both steps, which returns though nothing leaves
         tables.begin(2)
@@ -126,7 +126,7 @@ def test_a_push_that_did_not_arrive_is_raised_by_whoever_needs_it(monkeypatch: p
         tables.close()
 
 
-def test_nothing_is_forgotten_before_what_is_on_its_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a push from before would move what a checkpoint has put back."""
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
@@ -144,7 +144,7 @@ def test_nothing_is_forgotten_before_what_is_on_its_way_has_ended(monkeypatch: p
         tables.close()
 
 
-def test_gradients_that_are_no_numbers_are_refused_and_spoil_no_cached_row() -> None:
+def test_nan_gradients_are_refused_and_spoil_no_cached_row() -> None:
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     ids = torch.tensor([1, 2])
     with ParameterClient() as client:
@@ -194,7 +194,7 @@ def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
         tables.abandon()
 
 
-def test_a_push_that_overruns_its_deadline_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_overruns_its_deadline_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends with the tables: it was once waited for as long as a call may take, and then left behind."""
     clock = FakeClock()
 
@@ -241,7 +241,7 @@ def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
         tables.abandon()
 
 
-def test_a_dense_gradient_that_is_no_number_takes_nothing_out_of_the_cache() -> None:
+def test_a_nan_in_a_dense_gradient_takes_nothing_out_of_the_cache() -> None:
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
     with ParameterClient() as client:

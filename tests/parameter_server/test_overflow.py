@@ -41,7 +41,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[ParameterServer, Param
             server = stack.enter_context(
                 ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path)
             )  # fmt: skip
-            server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+            server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
             client = ParameterClient([server.endpoint], transport=network, worker=worker, timeout=20)
             return server, stack.enter_context(client)
 
@@ -105,7 +105,7 @@ def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_pushes_that_add_up_to_what_overflows_are_refused_when_they_do(
+def test_pushes_that_overflow_when_summed_are_refused_when_they_do(
     serve: Callable[..., tuple[ParameterServer, ParameterClient]],
 ) -> None:
     """Three pushes of -3e38 read NaN."""
@@ -123,7 +123,7 @@ def test_pushes_that_add_up_to_what_overflows_are_refused_when_they_do(
     assert all(torch.isfinite(part).all() for part in state(client, "momentum"))
 
 
-def test_under_bsp_the_worker_whose_push_is_too_much_is_refused_and_may_push_another(
+def test_under_bsp_a_worker_with_an_overflowing_push_is_refused_and_may_push_another(
     serve: Callable[..., tuple[ParameterServer, ParameterClient]],
 ) -> None:
     server, first = serve(Worker(0, 2))
@@ -218,7 +218,7 @@ def test_a_peak_bounds_every_sum_of_gradients() -> None:
     assert peak_of([torch.tensor([3e38, 3e38])]) > 3e38
 
 
-def test_a_table_that_comes_from_a_checkpoint_with_large_numbers_is_known_for_it() -> None:
+def test_a_table_restored_with_large_numbers_is_checked_for_overflow() -> None:
     rule = RowOptimizer(Family.SGD, lr=1.0)
     for number, safe in ((1.0, True), (2e38, False)):
         source, table = (RowTable(TableSpec("t", 6, 4, initial=Constant(start)), rule) for start in (number, 0.0))

@@ -132,7 +132,7 @@ def test_dropout_between_modules_follows_the_mode():
         assert torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"]), "a plain value that has changed is seen"
 
 
-def test_what_the_model_keeps_may_change_between_calls():
+def test_values_kept_by_the_model_may_change_between_calls():
     class Settings:
         factor = 1.0
 
@@ -231,7 +231,7 @@ def test_modes_between_modules_are_those_of_the_model():
     torch.testing.assert_close(model.b.weight.grad, plain.b.weight.grad)
 
 
-def test_code_that_asks_for_a_mode_is_traced_for_each():
+def test_code_that_reads_a_mode_is_traced_for_each():
     def doubles(model, x):
         x = x * 2 if torch.is_grad_enabled() else x
         return x * 3 if torch.is_autocast_enabled("cpu") else x
@@ -512,7 +512,7 @@ def test_a_module_reached_by_a_closure_is_refused():
         split(model, ["b"], example=torch.randn(4, 4))
 
 
-def test_a_call_that_goes_another_way_than_the_example_is_refused():
+def test_a_call_with_another_control_flow_than_the_example_is_refused():
     class Either(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -546,7 +546,7 @@ def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():
         split(Views(), ["b"], example=torch.zeros(2, 4))(torch.zeros(2, 4))
 
 
-def test_a_copy_of_the_parts_is_a_model_of_its_own():
+def test_a_copy_of_the_parts_is_an_independent_model():
     parts = split(Language().double(), ["h.1"])
     other = copy.deepcopy(parts)
     with torch.no_grad():

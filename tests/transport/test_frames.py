@@ -21,11 +21,11 @@ from torch import Tensor
 from anabranch.errors import ProtocolError
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport.frame import (
-    Beat,
     FailureFrame,
     Frame,
     FrameReader,
     Header,
+    Heartbeat,
     Hello,
     Limits,
     ReplyHeader,
@@ -145,11 +145,13 @@ def test_a_large_tensor_is_not_copied_on_its_way_out() -> None:
 
 def test_frames_behind_one_another_are_read_one_by_one() -> None:
     data = (
-        join(encode(Beat())) + join(encode(ReplyHeader(), [torch.ones(2)])) + join(encode(FailureFrame("schema", "no")))
+        join(encode(Heartbeat()))
+        + join(encode(ReplyHeader(), [torch.ones(2)]))
+        + join(encode(FailureFrame("schema", "no")))
     )
     frames, stream = reader(), Bytes(data)
     kinds = [type(frames.advance(stream).header) for _ in range(3)]  # type: ignore[arg-type, union-attr]
-    assert kinds == [Beat, ReplyHeader, FailureFrame]
+    assert kinds == [Heartbeat, ReplyHeader, FailureFrame]
     assert frames.idle()
 
 
@@ -186,7 +188,7 @@ def test_frames_behind_one_another_are_read_one_by_one() -> None:
                 "636820756964a0a00790"
             ),
         ),
-        (encode(Beat()), "414e42520205000002000000000000000000000000000000786ced589190"),
+        (encode(Heartbeat()), "414e42520205000002000000000000000000000000000000786ced589190"),
     ],
     ids=["hello", "request", "reply", "checksummed", "failure", "beat"],
 )
@@ -200,7 +202,7 @@ def test_a_header_that_claims_a_terabyte_costs_nothing() -> None:
     tensor = TensorHeader(9, (1 << 38,), 0, 1 << 40)
     header = msgspec.msgpack.encode(RequestHeader("verb", tensors=(tensor,)))
     data = signed(2, header, claimed=1 << 40)
-    read(join(encode(Beat())))
+    read(join(encode(Heartbeat())))
     tracemalloc.start()
     with pytest.raises(ProtocolError, match="over the limit"):
         read(data)
@@ -237,7 +239,7 @@ def request_with(*tensors: TensorHeader) -> bytes:
         (signed(2, request_with(TensorHeader(1, (1,), 0, 1)), b"\x02"), "bool"),
     ],
 )
-def test_what_breaks_a_rule_is_a_protocol_error_that_says_which(data: bytes, says: str) -> None:
+def test_a_broken_rule_is_a_protocol_error_that_names_it(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         read(data)
 
@@ -293,7 +295,7 @@ def test_mutated_frames_give_only_protocol_errors_and_no_growth(count: int) -> N
     assert peak < 1 << 20
 
 
-def test_what_no_frame_carries_is_refused_before_it_leaves() -> None:
+def test_tensors_that_no_frame_carries_are_refused_before_sending() -> None:
     with pytest.raises(ValueError, match="at most 64 tensors"):
         encode(ReplyHeader(), [torch.zeros(1)] * 65)
     with pytest.raises(ValueError, match="at most 8 dimensions"):
@@ -333,7 +335,7 @@ ROWS = torch.arange(6.0).reshape(2, 3)
         (torch.complex(ROWS, ROWS).conj(), False),
     ],
 )
-def test_what_numpy_takes_as_it_is_has_the_bytes_that_it_has_the_long_way(tensor: Tensor, plain: bool) -> None:
+def test_the_fast_path_through_numpy_gives_the_same_bytes(tensor: Tensor, plain: bool) -> None:
     short, long = plain_bytes(tensor), bytes_of(dense_on_cpu(tensor))
     assert (short is not None) == plain
     if short is not None:
@@ -343,7 +345,7 @@ def test_what_numpy_takes_as_it_is_has_the_bytes_that_it_has_the_long_way(tensor
     assert torch.equal(frame.tensors[0], tensor)
 
 
-def test_what_cannot_cross_is_told_though_the_short_way_does_not_ask() -> None:
+def test_an_argument_that_cannot_cross_is_reported_on_the_short_path_too() -> None:
     with pytest.raises(TypeError, match="only strided tensors cross"):
         encode(ReplyHeader(), [ROWS.to_sparse()])
 

@@ -1,4 +1,4 @@
-"""Beats: a server that waits or computes says that it lives, and one that has gone silent is given up."""
+"""Heartbeats: a server that waits or computes says that it lives, and one that has gone silent is given up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from anabranch.transport import (
     Server,
     Verb,
 )
-from anabranch.transport.frame import Beat, FrameReader, Hello, Limits, encode
-from networks import Watched
+from anabranch.transport.frame import FrameReader, Heartbeat, Hello, Limits, encode
+from networks import CountingTransport
 from waiting import join, wait_until
 
 HEARTBEAT = 0.05
@@ -51,12 +51,12 @@ def test_a_server_beats_while_a_call_waits() -> None:
             frame = reader.advance(Received())  # type: ignore[arg-type]
             if frame is not None:
                 headers.append(type(frame.header))
-    assert headers == [Hello, Beat, Beat, Beat]
+    assert headers == [Hello, Heartbeat, Heartbeat, Heartbeat]
 
 
 def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the client's clock, which moves when it is told to; beats come when they come."""
-    clock, network = FakeClock(), Watched()
+    clock, network = FakeClock(), CountingTransport()
     monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=clock))
     calls: list[Call] = []
     errors: list[Exception] = []

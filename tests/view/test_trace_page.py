@@ -63,7 +63,7 @@ def test_arrows_lead_from_lane_to_lane(tmp_path: Path) -> None:
     assert names == [("requests", "served"), ("served", "requests")]
 
 
-def test_bytes_are_counted_between_those_who_exchanged_them(tmp_path: Path) -> None:
+def test_bytes_are_counted_between_the_peers_that_exchanged_them(tmp_path: Path) -> None:
     found = {(one["from"], one["to"], one["name"]): one["bytes"] for one in trace_of(tmp_path)["crossings"]}
     assert found == {
         ("worker 0", "parameters 0", "pull"): 100,
@@ -72,14 +72,14 @@ def test_bytes_are_counted_between_those_who_exchanged_them(tmp_path: Path) -> N
     }
 
 
-def test_the_longest_wait_comes_first_with_its_step_and_in_words(tmp_path: Path) -> None:
+def test_the_longest_wait_is_listed_first_with_its_step_and_in_words(tmp_path: Path) -> None:
     first, second = trace_of(tmp_path)["waits"]
     assert (first["peer"], first["operation"], first["step"], first["us"]) == ("parameters 0", "pull", 7, 6)
     assert (second["peer"], second["step"]) == ("worker 1", None)  # outside of every step
     assert second["operation"] == "pipeline step: gradients of microbatch 3"
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_parts_are_reported(tmp_path: Path) -> None:
     notes = trace_of(tmp_path, complete=False)["notes"]
     assert "parameters 0 dropped 5 spans for lack of space" in notes
     assert "the run ended before all of its steps were recorded" in notes
@@ -192,7 +192,7 @@ def test_a_packed_trace_is_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[" * 100_000, "{", "{}", "[3]", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}', "nul"]
 )
-def test_a_file_that_is_no_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json is not a trace in Chrome's format: "):
         read_trace(tmp_path / "wrong.json")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.standard_streams import say
 from anabranch.transport import make_keys
 from anabranch.transport.network.certificates import EVERY_JOB
@@ -35,7 +35,7 @@ def keys(
 
     Processes whose certificates name different jobs refuse each other.
     """
-    with told_plainly("DIR"):
+    with plain_errors("DIR"):
         for path in make_keys(directory, days=days, job=job, authority=authority).values():
             typer.echo(path)
     if job == EVERY_JOB:

@@ -10,11 +10,11 @@ import typer
 from anabranch.cli.standard_streams import say
 from anabranch.errors import AnabranchError
 
-__all__ = ["told_plainly"]
+__all__ = ["plain_errors"]
 
 
 @contextmanager
-def told_plainly(param_hint: str | None = None) -> Iterator[None]:
+def plain_errors(param_hint: str | None = None) -> Iterator[None]:
     """Turn a user's mistake into exit code 2, and a refusal by the machine or a peer into 1."""
     try:
         yield

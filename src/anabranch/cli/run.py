@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from anabranch.cli.job_end import show_end, tell
-from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.script_arguments import Arguments, IsModule, Script
 from anabranch.deadline import Deadline
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
@@ -248,7 +248,7 @@ def _check_engine(engine: str, **given: object) -> None:
 
 def _ask_directory(directory: str, experts: int, host: str | None) -> None:
     """Refuse a directory that cannot be used, before anything is started."""
-    with told_plainly("--directory"):
+    with plain_errors("--directory"):
         check_directory(directory, experts=experts, host=host, keys=os.environ.get(KEYS_VARIABLE))
         if is_redis_url(directory):
             RedisLink(directory).run(TIME, [], "directory.time", Deadline.after(_ASK_SECONDS))

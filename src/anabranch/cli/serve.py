@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.standard_streams import say
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def experts(
     from anabranch.observe import expert_metrics
     from anabranch.transport.server.service import serve_until_stopped
 
-    with told_plainly():
+    with plain_errors():
         groups = _groups(context.params, config)
         names = None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         backends = make_experts(groups, directory=names, checkpoint_dir=checkpoint_dir)
@@ -219,7 +219,7 @@ def directory(
     from anabranch.observe import directory_metrics
     from anabranch.transport.server.service import serve_until_stopped
 
-    with told_plainly():
+    with plain_errors():
         server = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
         serve_until_stopped(server, _beside(metrics, directory_metrics))
 
@@ -271,7 +271,7 @@ def parameters(
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
     _show_compiling()
     compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
-    with told_plainly():
+    with plain_errors():
         server = partial(
             ParameterServer,
             shard,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.mistakes import plain_errors
 from anabranch.launch.job_status import JobStatus, latest_job, status_of
 
 __all__ = ["status"]
@@ -53,7 +53,7 @@ def status(
         raise typer.BadParameter("name a job or --address, not both", param_hint="JOB")
     if watch and as_json:
         raise typer.BadParameter("--json prints once; call it again and again, or leave out --watch")
-    with told_plainly("JOB"), ExitStack() as stack:
+    with plain_errors("JOB"), ExitStack() as stack:
         if address:
             from anabranch.launch.address_status import Addresses  # imports torch
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.mistakes import plain_errors
 from anabranch.launch.job_file import JOB_FILE
 from anabranch.launch.job_page import job_data, trace_of
 from anabranch.launch.job_status import latest_job
@@ -42,9 +42,9 @@ def view(
 
     Exit code: 0, 1 if the page cannot be written or served, or 2 if PATH is not one of these.
     """
-    with told_plainly("PATH"):
+    with plain_errors("PATH"):
         page = _page(latest_job() if path is None else path)
-    with told_plainly("--out" if out else "--port"):
+    with plain_errors("--out" if out else "--port"):
         if out is not None:
             out.write_text(page, encoding="utf-8")
             typer.echo(f"anabranch: the page: {out.absolute()}")

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
-from anabranch.transport.beats import Beats, Identity, Store
 from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
+from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats, Store
 
 __all__ = ["Peers", "ended_within", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
 
@@ -59,7 +59,7 @@ class Peers:
     def __init__(self, heartbeat: float = _HEARTBEAT) -> None:
         self._store, self._rank = _JobStore(), dist.get_rank()
         own = Identity.of_this_process()
-        self._beats = Beats({self._rank: own}, self._rank, store=self._store, heartbeat=heartbeat)
+        self._beats = ProcessHeartbeats({self._rank: own}, self._rank, store=self._store, heartbeat=heartbeat)
         self._store.set(_key(self._rank), own.encode())
         self._known = {self._rank}
         self._asked_for: set[int] = set()
@@ -138,7 +138,7 @@ def peers_of_job() -> Peers:
 # Messages between two ranks: gloo breaks the connection when a wait for one is given up, so a thread waits to the end.
 
 
-class _Mover:
+class _MessageThread:
     """A thread that moves one message at a time."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Mover:
             del move, future
 
 
-_idle: list[_Mover] = []
+_idle: list[_MessageThread] = []
 _T = TypeVar("_T")
 
 
@@ -191,7 +191,7 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
         return found[0]
     with _lock:
         mover = _idle.pop() if _idle else None
-    mover = mover or _Mover()
+    mover = mover or _MessageThread()
     future = mover.begin(move)
     given_back = False
 

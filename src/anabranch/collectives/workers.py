@@ -28,14 +28,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from anabranch import spans
+from anabranch.activity import Activity, during
 from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.deadline import Deadline
-from anabranch.doing import Doing, during
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
-from anabranch.transport.beats import Beats, Identity
 from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, rank_names
+from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["Pending", "Workers", "meet_peers"]
 
@@ -116,12 +116,14 @@ class Workers:
         self._started = 0
         self._name = _name_of(self._global_ranks)
         self._others = [rank for rank in self._global_ranks if rank != self._global_ranks[self.rank]]
-        self._beats: Beats | None = None
+        self._beats: ProcessHeartbeats | None = None
         self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
-            self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat)
+            self._beats = ProcessHeartbeats(
+                self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat
+            )
         destroy_group_at_exit()
-        atexit.register(self._leave_without_the_lost)
+        atexit.register(self._exit_without_lost_ranks)
 
     def _meet(self) -> dict[int, Identity]:
         """Every rank's identity, by its rank in the job."""
@@ -260,7 +262,7 @@ class Workers:
 
     _has_left_work = False
 
-    def _leave_without_the_lost(self) -> None:
+    def _exit_without_lost_ranks(self) -> None:
         if self._has_left_work or self._watch.has_lost:
             end_without_waiting()
         self.close()
@@ -271,7 +273,7 @@ class Workers:
             self._beats.close()
         if self._has_left_work or self._watch.has_lost:
             return
-        atexit.unregister(self._leave_without_the_lost)
+        atexit.unregister(self._exit_without_lost_ranks)
         self._group = None  # its threads end with the last reference, see leaving.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
@@ -308,7 +310,7 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = PrefixStore(f"anabranch/{attempt}/{next(_meetings)}", store)
     meet = partial(dist.init_process_group, backend, store=keys, rank=rank, world_size=size, timeout=timeout)
-    with during(Doing.CONNECTING):
+    with during(Activity.CONNECTING):
         if "nccl" in backend:  # its device is the thread's
             meet()
         else:

@@ -5,7 +5,9 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 ``schema.py`` and ``wire.py`` are shared by both ends.
 """
 
-from anabranch.experts.client.mixture import MixtureStatistics, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from anabranch.experts.client.mixture.expert_caller import MixtureStatistics
+from anabranch.experts.client.mixture.remote_mixture import RemoteMixtureOfExperts
+from anabranch.experts.client.mixture.switch_mixture import RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer

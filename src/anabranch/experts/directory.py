@@ -37,7 +37,7 @@ from anabranch.transport.network.certificates import EVERY_JOB
 from anabranch.transport.replicas import Replicas
 
 if TYPE_CHECKING:
-    from anabranch.experts.client.connections import Reach
+    from anabranch.experts.client.connections import ModuleClient
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
@@ -216,7 +216,7 @@ class Directory:
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
-        from anabranch.experts.client.connections import Reach
+        from anabranch.experts.client.connections import ModuleClient
 
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
@@ -225,7 +225,9 @@ class Directory:
         self._within: Deadline | None = None
         self._table: _Table | _LostTable = _Table(clock)
         self._replicas = None if endpoint is None else Replicas(endpoint)
-        self._reach = None if endpoint is None else Reach(client, role=role, keys=keys, insecure=insecure)
+        self._module_client = (
+            None if endpoint is None else ModuleClient(client, role=role, keys=keys, insecure=insecure)
+        )
 
     def __repr__(self) -> str:
         """Return where its table is."""
@@ -253,14 +255,14 @@ class Directory:
         return {
             "endpoint": self.endpoint,
             "timeout": self._timeout,
-            "reach": self._reach,
+            "module_client": self._module_client,
             "token": self._table.token,
         }
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.endpoint = cast("str | None", state["endpoint"])
         self._timeout = cast(float, state["timeout"])
-        self._reach = cast("Reach | None", state["reach"])
+        self._module_client = cast("ModuleClient | None", state["module_client"])
         self._within = None
         self._replicas = None if self.endpoint is None else Replicas(self.endpoint)
         token = cast(str, state["token"])
@@ -300,10 +302,10 @@ class Directory:
         check_ttl(ttl)
         found: list[str] = []
         for some in portions(check_uid(uid) for uid in uids):
-            found += self._claim_at_all(some, claimer, ttl)
+            found += self._claim_everywhere(some, claimer, ttl)
         return found
 
-    def _claim_at_all(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
+    def _claim_everywhere(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
         """Claim uids at every server that answers; those that one of them refuses are released at the others."""
         answers = self._ask("directory.claim", (list(uids), claimer, ttl))
         given = {endpoint: unpack(answer, list[str]) for endpoint, answer in answers.items()}
@@ -345,13 +347,13 @@ class Directory:
     def _ask(self, verb: str, question: object, *, at: str | None = None) -> dict[str, bytes]:
         """Return the answer of each server that gives one; with ``at``, only that server is called."""
         assert self._replicas is not None
-        assert self._reach is not None
+        assert self._module_client is not None
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
         if at is not None:
-            self._replicas.ask_one(self._reach.client, at, verb, question, deadline)
+            self._replicas.ask_one(self._module_client.client, at, verb, question, deadline)
             return {}
-        return self._replicas.ask(self._reach.client, verb, question, deadline)
+        return self._replicas.ask(self._module_client.client, verb, question, deadline)
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:

@@ -28,8 +28,8 @@ from anabranch.tensors.spec import Compression
 from anabranch.transport import pack, unpack
 
 __all__ = [
-    "Given",
     "Layout",
+    "RowInputs",
     "Schema",
     "all_finite",
     "first_not_finite",
@@ -48,7 +48,7 @@ Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
 
 
-class Given(NamedTuple):
+class RowInputs(NamedTuple):
     """The inputs of a call, in the schema's order, as rows; and the leading dimensions before flattening."""
 
     tensors: list[Tensor | None]
@@ -189,7 +189,7 @@ class Schema:
 
     def flatten_inputs(
         self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
-    ) -> Given:
+    ) -> RowInputs:
         """Return the inputs of a call, in order.
 
         Args:
@@ -204,7 +204,7 @@ class Schema:
             spec = cast("TensorSpec", self.arguments[0])
             given = cast("Tensor", _autocast(args[0], spec, casting))
             leading = _leading(given, spec, self.input_names[0])
-            return Given([given if len(leading) == 1 else _as_rows(given, leading)], leading)
+            return RowInputs([given if len(leading) == 1 else _as_rows(given, leading)], leading)
         try:
             leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
         except Mismatch:
@@ -214,7 +214,7 @@ class Schema:
             ) from None
         return self._checked([_autocast(leaf, spec, casting) for leaf, spec in zip(leaves, self.inputs, strict=True)])
 
-    def _checked(self, leaves: Sequence[object]) -> Given:
+    def _checked(self, leaves: Sequence[object]) -> RowInputs:
         """Return ``leaves`` if each has the form of its spec, and all the same leading dimensions."""
         found: tuple[int, ...] | None = None
         first = ""
@@ -233,7 +233,7 @@ class Schema:
         tensors = cast("list[Tensor | None]", list(leaves))
         if len(found) > 1:
             tensors = [None if tensor is None else _as_rows(tensor, found) for tensor in tensors]
-        return Given(tensors, found)
+        return RowInputs(tensors, found)
 
     def measure(
         self, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None] = ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from anabranch.doing import read_doing
+from anabranch.activity import read_activity
 from anabranch.launch.job_file import JOB_FILE, Elsewhere
 
 __all__ = [
@@ -228,7 +228,7 @@ def _read_role(
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
         state = "running"  # it no longer listens, because the job ends
-    doing, seconds = read_doing(folder / f"{role}-{rank}.doing", pid)
+    doing, seconds = read_activity(folder / f"{role}-{rank}.doing", pid)
     found = RoleStatus(
         role,
         rank,

@@ -44,8 +44,8 @@ from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
-from anabranch.launch.supervision.supervisor import Looker, Patience, Supervisor
-from anabranch.launch.supervision.worker import Recipe, RoleProcess
+from anabranch.launch.supervision.supervisor import Monitor, Patience, Supervisor
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import PROGRESS_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
@@ -239,13 +239,13 @@ def _attempt(
                 screen.finish_line()
             tell(line)
 
-        stopping = _Stopping(running, services)
+        stopping = _StopSignals(running, services)
         stack.push(stopping.leave)
         signals.call_on_stop(stopping.stop)
         start = _Starter(server, say, job_file)
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
         meeting_place = start(
-            Recipe(
+            ProcessSpec(
                 "rendezvous",
                 0,
                 PROGRAM,
@@ -258,18 +258,18 @@ def _attempt(
         stack.callback(_end, meeting_place, rendezvous)
         rendezvous.started()
         rendezvous.wait_until_ready()
-        lookers: list[Looker] = [SlowStarts(services, say)] if screen else []
+        monitors: list[Monitor] = [SlowStarts(services, say)] if screen else []
         if screen and not picture:
-            lookers.append(LongWaits(log_dir, say))
+            monitors.append(LongWaits(log_dir, say))
         supervisor = Supervisor(
             running,
             signals,
             services=services,
             rendezvous=meeting_place,
             start=start,
-            returns=lambda recipe: job_file.returns(recipe.role, recipe.rank),
+            returns=lambda spec: job_file.returns(spec.role, spec.rank),
             screen=screen,
-            lookers=lookers,
+            monitors=monitors,
             patience=patience,
             seconds=seconds,
             tell=say,
@@ -280,7 +280,7 @@ def _attempt(
         for shard, endpoint in enumerate(place.parameters):
             services.append(
                 start(
-                    Recipe(
+                    ProcessSpec(
                         "parameters",
                         shard,
                         _serve_parameters(
@@ -297,7 +297,7 @@ def _attempt(
             )
         services.extend(
             start(
-                Recipe(
+                ProcessSpec(
                     "expert",
                     index,
                     program,
@@ -333,7 +333,9 @@ def _attempt(
                 env[HELD_ERROR_VARIABLE] = str(held)
             running.append(
                 start(
-                    Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None),
+                    ProcessSpec(
+                        "worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None
+                    ),
                     number,
                 )
             )
@@ -353,7 +355,7 @@ def _attempt(
     )
 
 
-class _Stopping:
+class _StopSignals:
     """Handle a signal at once, wherever the launcher is: while processes start, and when it came a second time.
 
     Before any user code runs, nothing is lost by ending. Once the supervisor's loop has begun, it handles the first
@@ -414,18 +416,18 @@ class _Starter:
         self._server = server
         self._tell = tell
 
-    def __call__(self, recipe: Recipe, restarted: int = 0) -> RoleProcess:
-        recipe = replace(recipe, server=None)  # of a service that comes back: the server that forked it may be gone
-        process = self._forked(recipe, restarted) or RoleProcess(recipe, restarted)
+    def __call__(self, spec: ProcessSpec, restarted: int = 0) -> RoleProcess:
+        spec = replace(spec, server=None)  # of a service that comes back: the server that forked it may be gone
+        process = self._forked(spec, restarted) or RoleProcess(spec, restarted)
         self.sessions.add(process.pid)
-        self._job_file.began(process.role, process.rank, process.pid, recipe.endpoint)
+        self._job_file.began(process.role, process.rank, process.pid, spec.endpoint)
         return process
 
-    def _forked(self, recipe: Recipe, restarted: int) -> RoleProcess | None:
-        if self._server is None or why_not_forked(recipe.program, recipe.environment, self._server.environment):
+    def _forked(self, spec: ProcessSpec, restarted: int) -> RoleProcess | None:
+        if self._server is None or why_not_forked(spec.program, spec.environment, self._server.environment):
             return None
         try:
-            return RoleProcess(replace(recipe, server=self._server), restarted)
+            return RoleProcess(replace(spec, server=self._server), restarted)
         except ForkServerError as error:
             self._tell(f"starting plain processes, which takes longer: {error}")
             self._server = None

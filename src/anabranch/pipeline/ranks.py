@@ -51,8 +51,8 @@ from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
-from anabranch.transport.beats import Beats, Identity
 from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
+from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["RankEngine", "RankTurn"]
 
@@ -129,7 +129,7 @@ class RankEngine:
         backend = backends.get(device.type, "") if nccl else ""
         ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
         self.links = DirectLinks(self.rank, device, ends, self._inbox, 2 * heartbeat)
-        self._beats = Beats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
+        self._beats = ProcessHeartbeats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
         lost = partial(_lost, self._inbox, self._beats, self._names, self.links)
         self._watch = PeerWatch(lost, heartbeat)
@@ -146,7 +146,7 @@ class RankEngine:
         self.observed = Observed()
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        leave = partial(_exit_without_the_lost, self._channel)
+        leave = partial(_exit_without_lost_ranks, self._channel)
         self._end = weakref.finalize(self, _end, self._channel, self._beats, leave, self.links, unguard)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
@@ -292,7 +292,9 @@ class RankEngine:
         self._end()
 
 
-def _lost(inbox: Inbox, beats: Beats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]) -> dict[int, str]:
+def _lost(
+    inbox: Inbox, beats: ProcessHeartbeats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]
+) -> dict[int, str]:
     """Return all ranks that are lost: a turn needs every one of them."""
     with inbox.changed:
         lost = links.lost() | inbox.lost
@@ -304,7 +306,7 @@ def _by_group(lost: Callable[[Sequence[int]], Mapping[int, str]], names: Sequenc
     return {names.index(rank): why for rank, why in lost(()).items()}
 
 
-def _exit_without_the_lost(channel: Channel) -> None:
+def _exit_without_lost_ranks(channel: Channel) -> None:
     """End the process without gloo, which would wait for a lost rank, or abort because a thread still waits."""
     channel.settle(_LAST_SECONDS)
     if channel.is_stuck():
@@ -313,7 +315,7 @@ def _exit_without_the_lost(channel: Channel) -> None:
 
 def _end(
     channel: Channel,
-    beats: Beats,
+    beats: ProcessHeartbeats,
     leave: Callable[[], None],
     links: DirectLinks,
     unguard: Callable[[], None] | None,
@@ -429,11 +431,11 @@ class RankTurn:
         self._wait(lambda: source in engine.inbox.spread, "output", [source])
         return cast(list[Packet], engine.inbox.spread[source])[0].structure()
 
-    def say(self, word: object) -> None:
+    def put_note(self, word: object) -> None:
         """Leaves a plain value for all ranks, sent with the end of the turn."""
         self._word = word
 
-    def heard(self) -> dict[int, object]:
+    def notes(self) -> dict[int, object]:
         """Return each rank's message at the end of the turn."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}

@@ -14,9 +14,10 @@ state, and from then on is updated here and not sent again.
 
 Rows of the next step are requested during this one, as of the pushes before this step::
 
-    ahead(ids, step):  not here, soon too old, or used again and without its state ──> ask; gradients of the latter wait
-    take_in(...):      as it was at ``step``, with the own gradients that wait; what was pushed since is left as it is,
-                       and asked about when it is read, for own writes are read
+    start_prefetch(ids, step):  not here, soon too old, or used again without its state ──> ask; gradients of the latter
+                                wait
+    finish_prefetch(...):       as it was at ``step``, with the own gradients that wait; what was pushed since is left
+                                as it is, and asked about when it is read, for own writes are read
 
 To avoid requesting a row twice, or by a read that must wait for the answer, bounds of ``SPARE`` steps and more keep one
 step in reserve: a row is requested a step before it is too old, and gradients are pushed a step before they have waited
@@ -231,7 +232,7 @@ class RowCache:
         order = torch.argsort((asked != WITH_STATE).to(torch.int8), stable=True)
         return ask[order], asked[order]
 
-    def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
+    def start_prefetch(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
         """Return the distinct ``ids`` of the next step to request during this one, and the versions to send.
 
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
@@ -255,7 +256,7 @@ class RowCache:
         self._clock = step
         return ids[chosen], asked
 
-    def take_in(
+    def finish_prefetch(
         self,
         wanted: Tensor,
         ids: Tensor,
@@ -265,7 +266,7 @@ class RowCache:
         rows: Tensor,
         step: int,
     ) -> None:
-        """Store the rows that ``ahead`` requested at ``step``, at ``positions`` of ``ids``; the others are unchanged.
+        """Store the rows requested by ``start_prefetch`` at ``step``, at ``positions`` of ``ids``; others stay.
 
         ``wanted`` are all ids of the next step: none of them is evicted to make room.
         """

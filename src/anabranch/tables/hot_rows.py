@@ -80,7 +80,7 @@ class HotRows:
             self._file.forget(rows[slots < 0])
 
     @contextmanager
-    def at_hand(
+    def resident(
         self, rows: Array, *, changing: bool = True, counted: bool = False
     ) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
@@ -119,13 +119,13 @@ class HotRows:
         self._write_back(leaving)
         self._row_in[slots] = distinct
         self._changed[missing] = False
-        with self._file.at_hand(self._row_in[missing], changing=False) as (file, where):
+        with self._file.resident(self._row_in[missing], changing=False) as (file, where):
             _copy(file, where, self._hot, missing)
         return slots
 
     def _write_back(self, slots: Array) -> None:
         if slots.size:
-            with self._file.at_hand(self._row_in[slots]) as (file, where):
+            with self._file.resident(self._row_in[slots]) as (file, where):
                 _copy(self._hot, slots, file, where)
 
     @contextmanager
@@ -134,7 +134,7 @@ class HotRows:
         staged = RowStorage(distinct.size, self._hot.stride, self._dtype, with_sums=self._hot.with_sums)
         slots = self._index.find(distinct)
         hot, cold = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        with self._file.at_hand(distinct[cold], changing=changing) as (file, where):
+        with self._file.resident(distinct[cold], changing=changing) as (file, where):
             _copy(file, where, staged, cold)
             _copy(self._hot, slots[hot], staged, hot)
             yield staged

@@ -71,7 +71,7 @@ class RowStorage:
         self.stamps[rows] = 0
 
     @contextmanager
-    def at_hand(
+    def resident(
         self, rows: Array, *, changing: bool = True, counted: bool = False
     ) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
@@ -137,11 +137,11 @@ class FileStorage:
     def forget(self, rows: Array) -> None:
         """Make these rows begin again when they are next used."""
         if rows.size:
-            with self.at_hand(rows) as (storage, where):
+            with self.resident(rows) as (storage, where):
                 storage.stamps[where] = 0
 
     @contextmanager
-    def at_hand(
+    def resident(
         self, rows: Array, *, changing: bool = True, counted: bool = False
     ) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.

@@ -222,7 +222,7 @@ class RowTable:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._located = self._locate(wanted, training=training)
         memory, apart = as_rows(out, self.spec.width)
-        with self._storage.at_hand(rows, counted=True) as (storage, where):
+        with self._storage.resident(rows, counted=True) as (storage, where):
             self._prepare(storage, where, wanted)
             self._pool.run(
                 lambda first, last: self._movers.gather(
@@ -278,7 +278,7 @@ class RowTable:
             self._rule.initial_state,
             dtype=state_dtype(self.spec.dtype),
         )
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.resident(rows) as (storage, where):
             self._prepare(storage, where, wanted)
             known = np.flatnonzero(where >= 0)
             there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
@@ -304,7 +304,7 @@ class RowTable:
         if self.moves_as_one:
             return torch.full((rows.size,), self.step)
         stamps = np.zeros_like(rows)
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.resident(rows) as (storage, where):
             known = where >= 0 if self._may_miss(where) else slice(None)
             stamps[known] = storage.stamps[where[known]]
         return torch.from_numpy(np.maximum(stamps - 1, 0))
@@ -324,7 +324,7 @@ class RowTable:
         memory, apart = self._gradients(grads, wanted.size)
         rows = self._locate(wanted, training=True)
         unique, merged, first, inverse = self._merging.merge(rows, memory, apart)
-        with self._storage.at_hand(unique) as (storage, where):
+        with self._storage.resident(unique) as (storage, where):
             self._prepare(storage, where, wanted[first])
             if squares is not None:
                 known = torch.from_numpy(rows) >= 0
@@ -366,7 +366,7 @@ class RowTable:
         return Bounds.of(self._rule, weights, [*states, *([sums] if sums.numel() else [])])
 
     def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
-        with self._storage.at_hand(rows, changing=False) as (storage, where):
+        with self._storage.resident(rows, changing=False) as (storage, where):
             there = torch.from_numpy(where)
             values = self._layout.read(storage, there)
             sums = torch.from_numpy(storage.sums[where] if storage.with_sums else storage.sums[:0].copy())
@@ -374,7 +374,7 @@ class RowTable:
 
     def _put_back(self, rows: Array, before: tuple[Tensor, Tensor, Tensor]) -> None:
         values, stamps, sums = before
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.resident(rows) as (storage, where):
             self._layout.write(storage, torch.from_numpy(where), values)
             storage.stamps[where] = stamps.numpy()
             if storage.with_sums:
@@ -403,7 +403,7 @@ class RowTable:
 
     def prepare(self, rows: Array, ids: Array) -> None:
         """Make sure that ``rows``, those of ``ids``, are initialised and up to date."""
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.resident(rows) as (storage, where):
             self._prepare(storage, where, ids)
 
     def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
@@ -434,7 +434,7 @@ class RowTable:
     def block(self, first: int, rows: int) -> RowBlock:
         """Return the initialised ones of the ``rows`` rows from place ``first`` on."""
         part = self._vocabulary.in_use(first, rows)
-        with self._storage.at_hand(part, changing=False) as (storage, where):
+        with self._storage.resident(part, changing=False) as (storage, where):
             begun = storage.stamps[where] > 0
             part, where = part[begun], where[begun]
             return RowBlock(
@@ -470,7 +470,7 @@ class RowTable:
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room()
         self._storage.forget(rows)
-        with self._storage.at_hand(rows) as (storage, where):
+        with self._storage.resident(rows) as (storage, where):
             self._layout.write(storage, torch.from_numpy(where), block.values)
             storage.stamps[where] = block.stamps.numpy()
             if storage.with_sums:

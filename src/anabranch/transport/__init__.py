@@ -3,7 +3,8 @@
 It is neither a message bus nor a scheduler, and knows no experts or tables, only verbs and a server's handlers for
 them. Open ``client.py`` and ``server/server.py`` first: they draw the life of a request. ``frame.py`` has its layout in
 bytes, ``server/once.py`` makes retries idempotent. ``network`` has the sockets, and the certificates that decide which
-peers may connect. ``beats.py`` is separate: it checks whether the ranks of a ``torch.distributed`` job are alive.
+peers may connect. ``process_heartbeats.py`` is separate: it checks whether the ranks of a ``torch.distributed`` job
+are alive.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ from anabranch._lazy import lazy_names
 from anabranch.deadline import Deadline
 
 if TYPE_CHECKING:
-    from anabranch.transport.beats import Beats
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
     from anabranch.transport.network.certificates import make_keys
     from anabranch.transport.network.memory_network import MemoryTransport
     from anabranch.transport.network.sockets import SocketTransport
     from anabranch.transport.network.streams import Listener, Peer, Stream, Transport
+    from anabranch.transport.process_heartbeats import ProcessHeartbeats
     from anabranch.transport.server.server import Call, Server, ServerStatistics, Verb
 
 __all__ = [
     "Answer",
-    "Beats",
     "Call",
     "Client",
     "Deadline",
@@ -34,6 +34,7 @@ __all__ = [
     "MemoryTransport",
     "Outcome",
     "Peer",
+    "ProcessHeartbeats",
     "Request",
     "RequestHeader",
     "Server",
@@ -56,7 +57,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name as one of the pa
             "network.certificates",
             "network.streams",
             "frame",
-            "beats",
+            "process_heartbeats",
             "network.sockets",
             "network.memory_network",
             "client",

@@ -42,13 +42,13 @@ from anabranch.transport.tensor_memory import bytes_of, check_bools, dense_on_cp
 
 __all__ = [
     "Accept",
-    "Beat",
     "FailureFrame",
     "Frame",
     "FrameKind",
     "FrameReader",
     "FrameWriter",
     "Header",
+    "Heartbeat",
     "Hello",
     "Limits",
     "ReplyHeader",
@@ -174,15 +174,15 @@ class FailureFrame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     tensors: _Tensors = ()
 
 
-class Beat(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class Heartbeat(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A heartbeat: the server is alive and still has the request."""
 
     tensors: _Tensors = ()
 
 
 _T = TypeVar("_T")
-Header: TypeAlias = Hello | RequestHeader | ReplyHeader | FailureFrame | Beat
-_HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, FailureFrame, Beat)
+Header: TypeAlias = Hello | RequestHeader | ReplyHeader | FailureFrame | Heartbeat
+_HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, FailureFrame, Heartbeat)
 Accept: TypeAlias = Callable[[Header], Sequence[Tensor] | None]
 """Looks at a header before its body is read: returns the tensors to fill, ``None`` to skip the body, or raises."""
 
@@ -191,7 +191,7 @@ _KINDS: dict[type[Header], FrameKind] = {
     RequestHeader: FrameKind.REQUEST,
     ReplyHeader: FrameKind.REPLY,
     FailureFrame: FrameKind.FAILURE,
-    Beat: FrameKind.BEAT,
+    Heartbeat: FrameKind.BEAT,
 }
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Header]] = {
     int(kind): msgspec.msgpack.Decoder(header) for header, kind in _KINDS.items()

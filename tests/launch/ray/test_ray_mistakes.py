@@ -63,7 +63,7 @@ def _attempt(ray: ModuleType, folder: Path) -> _Attempt:
     return _Attempt(ray, PythonProgram("train.py"), 1, 0, 0, {}, "none", 300.0, JobFile(folder), {})
 
 
-def test_a_node_without_the_package_is_told_by_one_sentence(tmp_path: Path) -> None:
+def test_a_node_without_the_package_is_reported_in_one_sentence(tmp_path: Path) -> None:
     words = "The actor died in its creation task\n...\nModuleNotFoundError: No module named 'anabranch'"
     with pytest.raises(
         RayError, match=r"a node of the cluster does not have Anabranch: pip install 'anabranch\[ray\]'"
@@ -92,7 +92,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         import_ray()
 
 
-def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
+def test_a_cluster_of_another_version_is_reported_in_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with (
@@ -102,7 +102,7 @@ def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
             pass
 
 
-def test_an_address_that_nobody_answers_is_named_with_the_cure() -> None:
+def test_an_address_without_an_answer_is_named_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
     with pytest.raises(RayError, match=rf"nothing answers at {address} .*ray start --head"), connected(_Ray(), address):
@@ -110,7 +110,7 @@ def test_an_address_that_nobody_answers_is_named_with_the_cure() -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "here", "here:now"])
-def test_an_address_that_is_no_host_and_port_is_refused(address: str) -> None:
+def test_an_address_that_is_not_a_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(RayError, match="HOST:PORT"), connected(_Ray(), address):
         pass
 
@@ -121,7 +121,7 @@ def test_resources_that_are_none_are_refused_with_an_example(text: str) -> None:
         parse_resources(text)
 
 
-def test_a_worker_asks_for_a_fraction_of_a_cpu_and_for_a_gpu_where_there_are_some() -> None:
+def test_a_worker_requests_a_fraction_of_a_cpu_and_a_gpu_if_available() -> None:
     assert resources_of("worker", {}, gpus=False) == {"CPU": 0.5}
     assert resources_of("worker", {}, gpus=True) == {"CPU": 0.5, "GPU": 1.0}
     assert resources_of("worker", {"worker": {"GPU": 0}}, gpus=True) == {"CPU": 0.5}
@@ -134,7 +134,7 @@ def test_numbers_of_processes_are_checked() -> None:
 
 def test_the_launcher_imports_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, anabranch.cli, anabranch.launch.ray.ray_engine, anabranch.launch.ray.seat;"
+        "import sys, anabranch.cli, anabranch.launch.ray.ray_engine, anabranch.launch.ray.role_actor;"
         "print(sorted({'ray', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -151,13 +151,13 @@ def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str,
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_it_is_said_where_files_and_the_logs_of_servers_are(
+def test_the_places_of_files_and_server_logs_are_printed(
     sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attempt = _Attempt(_Answering(""), PythonProgram("train.py"), 1, 1, 0, {}, "log", 300.0, JobFile(tmp_path), {})
-    seat = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
-    attempt._seats = {("worker", 0): seat, ("parameters", 0): seat}
+    actor = SimpleNamespace(sees=SimpleNamespace(remote=lambda path: sees and Path(path).exists()))
+    attempt._actors = {("worker", 0): actor, ("parameters", 0): actor}
     said: list[str] = []
     attempt._look_where_storage_is(said.append)
     assert ("worker 0, parameters 0 run on nodes without access to" in said[0]) == (not sees)

@@ -1,4 +1,4 @@
-"""A process in a seat, as the launcher sees it. No Ray is started."""
+"""A process in an actor, as the launcher sees it. No Ray is started."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_status import status_of
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray.remote_process import RemoteProcess
-from anabranch.launch.ray.seat import News
-from anabranch.launch.supervision.worker import Recipe
+from anabranch.launch.ray.role_actor import RoleEvents
+from anabranch.launch.supervision.worker import ProcessSpec
 
 AHEAD = 5000.0
 """How far the clock of the node is behind the launcher's."""
 
 
 def _process(
-    folder: Path, job_file: JobFile, news: list[News], look: Callable[[], None] = lambda: None
+    folder: Path, job_file: JobFile, news: list[RoleEvents], look: Callable[[], None] = lambda: None
 ) -> RemoteProcess:
-    """One whose seat brings these news, ``look`` being called before each; its process id is 7."""
+    """One whose actor brings these news, ``look`` being called before each; its process id is 7."""
 
     def fetch(reference: Any, seconds: float) -> Any:
         look()
         return news.pop(0)
 
-    seat = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
-    recipe = Recipe("worker", 0, PythonProgram("train.py"), {}, folder / "worker-0.log")
+    actor = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
+    spec = ProcessSpec("worker", 0, PythonProgram("train.py"), {}, folder / "worker-0.log")
     job_file.began("worker", 0, 7, None, elsewhere=True)
-    return RemoteProcess(recipe, 0, seat, lambda: 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
+    return RemoteProcess(spec, 0, actor, lambda: 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
 
 
-def test_status_shows_what_a_process_on_another_machine_tells_and_its_end(tmp_path: Path) -> None:
+def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tmp_path: Path) -> None:
     since = time.monotonic() - AHEAD - 20.0
     status = {"pid": 7, "waits": [{"peers": ["rank 1"], "operation": "all_reduce", "since": since}]}
     told = {".status": json.dumps(status).encode(), ".steps": (12).to_bytes(8, "little")}
-    news = [News([(1, b"hello\n")], None, told, time.monotonic() - AHEAD), News([], 0)]
+    news = [RoleEvents([(1, b"hello\n")], None, told, time.monotonic() - AHEAD), RoleEvents([], 0)]
     process = _process(tmp_path, JobFile(tmp_path), news)
     process._follower.join(timeout=60.0)
     (role,) = status_of(tmp_path).roles
@@ -52,7 +52,7 @@ def test_status_shows_what_a_process_on_another_machine_tells_and_its_end(tmp_pa
     assert (role.state, process.exit.code, process.log.read_text()) == ("gone", 0, "hello\n")
 
 
-def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_goes_on(tmp_path: Path) -> None:
+def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_resumes(tmp_path: Path) -> None:
     seen: list[str] = []
 
     def look() -> None:
@@ -60,8 +60,8 @@ def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_go
         seen.append(role.state)
 
     job_file = JobFile(tmp_path)
-    news = [News([], None, stopped=stopped) for stopped in (False, True, True, False)]
-    process = _process(tmp_path, job_file, [*news, News([], 0)], look)
+    news = [RoleEvents([], None, stopped=stopped) for stopped in (False, True, True, False)]
+    process = _process(tmp_path, job_file, [*news, RoleEvents([], 0)], look)
     process._follower.join(timeout=60.0)
     assert seen == ["running", "running", "stopped", "stopped", "running"]
     process.reap()

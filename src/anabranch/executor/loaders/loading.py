@@ -73,7 +73,7 @@ class BoundLoader:
 
     Args:
         loader: any iterable of batches; an iterator has one epoch. Samplers of a ``DataLoader`` that have a
-            ``set_epoch`` are told each epoch after the first.
+            ``set_epoch`` get the number of each epoch after the first.
         rank: this worker's.
         world_size: the number of workers.
         prefetch: fetch the next batch while the step runs.
@@ -291,7 +291,7 @@ class BoundLoader:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="anabranch-loader")
         # Taken here, where nothing else runs on the loader, and valid until this batch is returned.
         self._snapshot = self._position.snapshot()
-        self._pending = self._thread.submit(_as_here(lambda: self._fetch(iterator)))
+        self._pending = self._thread.submit(_in_modes_of_this_thread(lambda: self._fetch(iterator)))
 
     def _received(self) -> Structure:
         """Return the prefetched batch. Without a deadline, because the caller's own code is awaited."""
@@ -377,7 +377,7 @@ def _between(saved: Sequence[dict[str, object]]) -> bool:
     return all(state["phase"] != "begun" for state in saved)
 
 
-def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
+def _in_modes_of_this_thread(function: Callable[[], Structure]) -> Callable[[], Structure]:
     """Return ``function`` for another thread, under this thread's settings: PyTorch keeps them per thread."""
     context, modes, streams = contextvars.copy_context(), ThreadModes.take(), current_streams()
 
@@ -389,7 +389,7 @@ def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
 
 
 def _leaves(batch: Structure) -> list[object]:
-    """Return the leaves of a batch whose memory could be written to."""
+    """Return the leaves of a batch with writable memory."""
     leaves, _ = flatten(batch)
     return [
         leaf

@@ -106,7 +106,7 @@ class StatefulPosition:
 
     def snapshot(self) -> State:
         """Return a copy of the loader's state, which the loader may continue to change."""
-        # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
+        # Before the first epoch no state has to be kept, and some loaders start their workers when asked for it.
         return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
 
     def state(self, batches: int, snapshot: State) -> State:
@@ -257,7 +257,7 @@ class MapPosition:
         self.ready(state)
         self._at_start = state["generators_at_start"]
         self._restore_generators(self._at_start)
-        rest = _Rest(self._loader, self._skipped, self._unit()[0] == "samples")
+        rest = _RemainingIndices(self._loader, self._skipped, self._unit()[0] == "samples")
         iterator = iter(_with_sampler(self._loader, rest))
         # In the order of a first epoch: the loader draws its workers' seed, then the sampler draws its own.
         rest.skip()
@@ -305,7 +305,7 @@ class MapPosition:
                 self._generators[name].set_state(state)
 
 
-class _Rest:
+class _RemainingIndices:
     """The indices of an epoch from some position on, in place of a loader's sampler.
 
     Samplers may draw from a random number generator as they are iterated or at their first index, so both are done when
@@ -347,7 +347,7 @@ class _Rest:
         return next(self._items)
 
 
-def _with_sampler(loader: DataLoader[Structure], rest: _Rest) -> DataLoader[Structure]:
+def _with_sampler(loader: DataLoader[Structure], rest: _RemainingIndices) -> DataLoader[Structure]:
     """``loader`` with other indices, for the rest of one epoch."""
     options: dict[str, object] = {
         "num_workers": loader.num_workers,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
+from anabranch.executor.engines.graph_payoff import GraphPayoff
 from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
-from anabranch.executor.engines.worth import Worth
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
@@ -35,7 +35,7 @@ _KEPT_TIMES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Both:
+class _EagerAndGraph:
     """The result of eager mode, the seconds of both, and the graph's failure."""
 
     returned: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class Evaluator:
     """Runs one ``EvalStep``; the caller sets modes.
 
     Args:
-        step: what to run.
+        step: the step to run.
         engine: ``"tape"`` runs eagerly.
         compile: compile the graph with Inductor.
         capture_after: as ``Executor``.
@@ -67,7 +67,7 @@ class Evaluator:
         self._step, self._engine, self._compile, self._after, self._name = step, engine, compile, capture_after, name
         pipe = any(isinstance(module, Pipe) for module in step.model.modules())
         self._program = None if engine == "tape" or pipe else EvalProgram(step.model, step.outputs, compile=compile)
-        self._worth = Worth()
+        self._payoff = GraphPayoff()
         self._seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._runs = self._trials = self._misses = 0
         self._on_graph = self._taken = False
@@ -112,13 +112,13 @@ class Evaluator:
         elif self._is_due():
             return self._try(self._program, batch, fetch)
         began = time.perf_counter()
-        if self._worth.wants_to_count:
-            with self._worth.counting(self._step.model):
+        if self._payoff.wants_to_count:
+            with self._payoff.counting(self._step.model):
                 returned = self._eagerly(batch, fetch)
         else:
             returned = self._eagerly(batch, fetch)
         self._seconds.append(time.perf_counter() - began)
-        self._worth.spent(self._seconds[-1])
+        self._payoff.spent(self._seconds[-1])
         return returned
 
     def _is_due(self) -> bool:
@@ -126,7 +126,7 @@ class Evaluator:
             return False
         if self._after is not None:
             return self._runs > self._after
-        return self._worth.pays(self._seconds)
+        return self._payoff.pays(self._seconds)
 
     def _eagerly(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         self._on_graph = False
@@ -162,14 +162,14 @@ class Evaluator:
             pass
         try:
             prepared = program.prepare(batch, fetch.modules)
-        except Raises as error:  # eager mode meets it as well, after what comes before it
+        except Raises as error:  # eager mode raises it too, after the operations before it
             returned = self._eagerly(batch, fetch)
             self._wrong = str(error)
             return returned
         if self._compile or prepared.talks():  # rounds differently, or the other workers would wait for two runs
             prepared.confirm()
             return self._as_graph(program, batch, fetch, may_trace=True)
-        found = self._both(prepared, batch, fetch)
+        found = self._run_both(prepared, batch, fetch)
         if found.failed is not None:
             self._wrong = f"on the last batch {found.failed}; eager mode computed the result; use engine='tape'"
         else:
@@ -188,16 +188,16 @@ class Evaluator:
         if prepared.talks():
             self._refuse("it communicates with the other workers itself, which a trial would repeat")
             return self._eagerly(batch, fetch)
-        found = self._both(prepared, batch, fetch)
+        found = self._run_both(prepared, batch, fetch)
         if found.failed is not None:
             self._refuse(found.failed, final=True)
         else:
             prepared.confirm()
             self._judge(found)
-        self._worth.tried(time.perf_counter() - began - found.eager_seconds)
+        self._payoff.tried(time.perf_counter() - began - found.eager_seconds)
         return found.returned
 
-    def _both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _Both:
+    def _run_both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _EagerAndGraph:
         """Return the eager answer, and whether a graph gives the same."""
         model, answers = self._step.model, Answers()
         before = Snapshot(model, [], prepared.args)
@@ -219,9 +219,9 @@ class Evaluator:
             failed = f"the graph's results are not bitwise those of eager mode: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts
             failed = f"the graph failed but eager mode did not ({type(error).__name__}: {error})"
-        return _Both(returned, eager_seconds, seconds, failed)
+        return _EagerAndGraph(returned, eager_seconds, seconds, failed)
 
-    def _judge(self, found: _Both) -> None:
+    def _judge(self, found: _EagerAndGraph) -> None:
         usual = min([found.eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
         if self._after is None and found.seconds >= usual:
             self._refuse("the graph's results were bitwise equal but not faster")

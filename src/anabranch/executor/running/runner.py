@@ -45,7 +45,7 @@ class StepRunner:
     """Runs one ``TrainStep``.
 
     Args:
-        step: what to run.
+        step: the step to run.
         engine: how its gradients are computed.
         workers: the group to average over; ``None`` trains alone.
 
@@ -69,7 +69,7 @@ class StepRunner:
         self._window_rows = 0.0
         self._broken = False
         self._parameters = list(step.model.parameters())
-        self._held = _held_by(step)
+        self._held = _optimizer_parameters(step)
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -243,7 +243,7 @@ class StepRunner:
             raise
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Run the whole step at once: there is nothing to sum."""
+        """Run the whole step at once: without other workers nothing is summed."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
         for parameter in self._held:
@@ -297,7 +297,7 @@ class StepRunner:
         Raises:
             ValueError: a parameter that is not the model's, or one that others would have to know of.
         """
-        held = _held_by(self.step)
+        held = _optimizer_parameters(self.step)
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         known, now = set(self._parameters), list(self.step.model.parameters())
@@ -364,7 +364,7 @@ class StepRunner:
             return
         assert self._buckets is not None
         divisor = self._window_rows if self._averages else 1.0
-        # Without any rows the sums are all zero, or there are none.
+        # Without any rows the sums are zero or missing.
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
         self._in_window = 0
@@ -528,7 +528,7 @@ class StepRunner:
         self._window_rows = rows
 
 
-def _held_by(step: TrainStep) -> list[Tensor]:
+def _optimizer_parameters(step: TrainStep) -> list[Tensor]:
     """Return the parameters that the optimizers hold, in their order."""
     return [parameter for optimizer in step.optimizers for parameter in parameters_of(optimizer)]
 

@@ -100,7 +100,7 @@ class Calls(msgspec.Struct, eq=False):
     deadline: Deadline | None = None
 
 
-class _Together:
+class _CallsBoundary:
     """The boundary of the calls of one forward; see the module's drawing."""
 
     kind = "experts"
@@ -136,7 +136,7 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
         entry: a leaf towards which the caller's sweep goes, as for ``cross``.
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
-    outputs = iter(cross(_Together(calls), *flat, entry=entry))
+    outputs = iter(cross(_CallsBoundary(calls), *flat, entry=entry))
     return [
         [None if spec is None else next(outputs) for spec in call.schema.output_specs] if call.answered else None
         for call in calls.calls

@@ -1,7 +1,7 @@
 """One client for all modules of a process with the same role, so that they share connections.
 
-A module holds a ``Reach``, not a client: it pickles as the arguments of the client, and creates it at the first use,
-also in a forked child, which must not use its parent's connections.
+A module holds a ``ModuleClient``, not a client: it pickles as the arguments of the client, and creates it at the first
+use, also in a forked child, which must not use its parent's connections.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 from anabranch.transport import Client
 from anabranch.transport.client import ClientOptions
 
-__all__ = ["Reach", "shared_client"]
+__all__ = ["ModuleClient", "shared_client"]
 
 _clients: weakref.WeakValueDictionary[tuple[str, str | None, bool, int], Client] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ def shared_client(
         return client
 
 
-class Reach:
+class ModuleClient:
     """The client of a module, recreated in another process.
 
     Args:
@@ -75,7 +75,7 @@ class Reach:
         self._client = made
         return made
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Reach:
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleClient:
         # Copying a model copies no connection.
         return self
 

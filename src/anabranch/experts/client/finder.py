@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.experts import wire
-from anabranch.experts.client.connections import Reach
+from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema
 from anabranch.transport import Answer, Client, Request
 
-__all__ = ["Avoidance", "ExpertFinder"]
+__all__ = ["ExpertFinder", "FailureBackoff"]
 
 _PATIENCE = 2
 _LONGEST_BREAK = 10.0
 
 
-class Avoidance:
+class FailureBackoff:
     """Avoids experts that failed twice in a row: for half a second, doubling to ten, until they answer again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,22 +52,22 @@ class Avoidance:
 class ExpertFinder:
     """Looks experts up, and remembers their schemas."""
 
-    def __init__(self, directory: DirectoryLike, reach: Reach) -> None:
+    def __init__(self, directory: DirectoryLike, reach: ModuleClient) -> None:
         self.directory = directory
-        self._reach = reach
-        self.avoidance = Avoidance()
+        self._module_client = reach
+        self.backoff = FailureBackoff()
         self._schemas: dict[tuple[str, str], Schema] = {}
         self.any_known: tuple[str, str, Schema] | None = None
         """The uid, endpoint and schema of the expert whose schema was requested last."""
 
-    def __reduce__(self) -> tuple[type[ExpertFinder], tuple[DirectoryLike, Reach]]:
+    def __reduce__(self) -> tuple[type[ExpertFinder], tuple[DirectoryLike, ModuleClient]]:
         # Cached endpoints and schemas may be stale by then.
-        return ExpertFinder, (self.directory, self._reach)
+        return ExpertFinder, (self.directory, self._module_client)
 
     @property
     def client(self) -> Client:
         """The client that sends the requests."""
-        return self._reach.client
+        return self._module_client.client
 
     @property
     def any_schema(self) -> Schema | None:
@@ -100,6 +100,6 @@ class ExpertFinder:
                 schema = self._schemas[uid, endpoint] = Schema.unpack(outcome.payload)
                 self.any_known = uid, endpoint, schema
             except BoundaryError:
-                self.avoidance.failed(uid)
+                self.backoff.failed(uid)
         else:
-            self.avoidance.failed(uid)
+            self.backoff.failed(uid)

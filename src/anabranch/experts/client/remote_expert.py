@@ -17,7 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
-from anabranch.experts.client.connections import Reach
+from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading
@@ -94,15 +94,15 @@ class RemoteExpert(nn.Module):
         self.forward_timeout = forward_timeout
         self.backward_timeout = backward_timeout
         self._where = endpoint_or_directory
-        self._reach = Reach(client, keys=keys, insecure=insecure)
-        self._found = _Found()
+        self._module_client = ModuleClient(client, keys=keys, insecure=insecure)
+        self._found = _KnownExpert()
         self._form: object = None
         self._handle = opaque.handle_of(self)
 
     @property
     def client(self) -> Client:
         """The client that sends its requests in this process."""
-        return self._reach.client
+        return self._module_client.client
 
     def learn_form(self) -> None:
         """Request the nesting of the expert's outputs, for a capture."""
@@ -178,7 +178,7 @@ class RemoteExpert(nn.Module):
         schema = known[1]
         inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
-        there = _There(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
+        there = _ExpertBoundary(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
         crossed = cross(there, *inputs)
         return there.schema, with_leading(crossed, leading)
 
@@ -217,22 +217,22 @@ class RemoteExpert(nn.Module):
         return found[self.uid]
 
 
-class _Found:
+class _KnownExpert:
     """The expert's endpoint and schema, once fetched; a separate object, because a graph outlives the module."""
 
     def __init__(self, known: tuple[str, Schema] | None = None) -> None:
         self.lock = threading.Lock()
         self.known = known
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Found:
-        return _Found(self.known)
+    def __deepcopy__(self, memo: dict[int, object]) -> _KnownExpert:
+        return _KnownExpert(self.known)
 
-    def __reduce__(self) -> tuple[type[_Found], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_KnownExpert], tuple[()]]:
         # The expert may have moved by then, and have another schema.
-        return _Found, ()
+        return _KnownExpert, ()
 
 
-class _There:
+class _ExpertBoundary:
     """The boundary: one call of the expert, looked up once more if it may have moved."""
 
     kind = "expert"

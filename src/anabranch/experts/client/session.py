@@ -20,7 +20,7 @@ from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError,
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.client.calls import expect
-from anabranch.experts.schema import Given, Schema, with_leading
+from anabranch.experts.schema import RowInputs, Schema, with_leading
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
 
@@ -197,7 +197,7 @@ class InferenceSession:
         except NotFound:
             return False  # not served now; the same step may be requested once its server is back
 
-    def _check(self, schema: Schema, given: Given) -> int:
+    def _check(self, schema: Schema, given: RowInputs) -> int:
         """Return the positions of a step that fits the session."""
         length = schema.length_of(given.tensors)
         rows = next(len(tensor) for tensor in given.tensors if tensor is not None)
@@ -213,7 +213,7 @@ class InferenceSession:
         self._rows = rows
         return length
 
-    def _ask(self, endpoint: str, schema: Schema, given: Given, deadline: Deadline) -> list[Tensor]:
+    def _ask(self, endpoint: str, schema: Schema, given: RowInputs, deadline: Deadline) -> list[Tensor]:
         self._where = endpoint, schema
         tensors = [None if tensor is None else tensor.detach() for tensor in given.tensors]
         request = Request(

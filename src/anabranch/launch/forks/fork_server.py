@@ -24,10 +24,10 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 
-from anabranch.launch.forks.fork_messages import receive, send
 from anabranch.launch.forks.forked_process import ForkedProcess
 from anabranch.launch.forks.quick_exit import keep_shared_finalizers, keep_shared_libraries, keep_shared_modules
 from anabranch.launch.forks.title import set_title
+from anabranch.launch.socket_messages import receive, send
 
 __all__ = ["main", "threads"]
 

@@ -16,12 +16,12 @@ from multiprocessing import current_process
 from pathlib import Path
 
 from anabranch.held_error import hold_back_errors
-from anabranch.launch.forks.fork_messages import Message
 from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.forks.thread_limits import limit_threads
 from anabranch.launch.forks.title import set_title
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.supervision.leash import prctl
+from anabranch.launch.socket_messages import Message
+from anabranch.launch.supervision.parent_death import prctl
 from anabranch.spans import record_process
 
 __all__ = ["ForkedProcess", "ignored_signals", "umask"]

@@ -14,10 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 
 from anabranch.deadline import Deadline
-from anabranch.launch.forks.fork_messages import receive, send
 from anabranch.launch.forks.forked_process import ForkedProcess, ignored_signals, umask
 from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
+from anabranch.launch.socket_messages import receive, send
 from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.spans import FOLDER_VARIABLE
 

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anabranch.launch.supervision.leash import prctl
+from anabranch.launch.supervision.parent_death import prctl
 
 __all__ = ["ARGUMENTS_ROOM", "ENVIRONMENT_ROOM", "set_title"]
 

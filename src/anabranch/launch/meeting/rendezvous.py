@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.launch.forks.fork_messages import Message, receive, send
 from anabranch.launch.python_program import PythonProgram
+from anabranch.launch.socket_messages import Message, receive, send
 
 __all__ = ["PROGRAM", "Rendezvous", "expert_mark", "expert_marks"]
 

@@ -15,8 +15,8 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.experts import DirectoryLike, DirectoryServer
 from anabranch.experts.directory import as_directory, within
-from anabranch.launch.forks.fork_messages import Message, receive, send
 from anabranch.launch.meeting.store import host_store
+from anabranch.launch.socket_messages import Message, receive, send
 
 __all__ = ["main"]
 

@@ -36,11 +36,11 @@ class LongWaits:
         self._due_doings: dict[str, float] = {}
         self._due: dict[str, float] = {}  # for each reported process, the wait at which the next line is due
 
-    def moment(self) -> float | None:
+    def next_check(self) -> float | None:
         """Return the time of the next check."""
         return self._next
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Report the waits that have become long."""
         if now < self._next:
             return

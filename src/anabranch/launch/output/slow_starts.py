@@ -27,11 +27,11 @@ class SlowStarts:
         self._next = 0.0
         self._over = False
 
-    def moment(self) -> float | None:
+    def next_check(self) -> float | None:
         """Return the time of the next check; ``None`` if there is none."""
         return None if self._over else self._next
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Report the line if there is one by now."""
         if self._over or now < self._next:
             return

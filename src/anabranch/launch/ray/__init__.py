@@ -1,6 +1,6 @@
 """Jobs on a Ray cluster: the same roles, decisions and exit codes as on one machine. Ray is imported when one is run.
 
-Open ``ray_engine.py`` first; ``seat.py`` runs on the nodes.
+Open ``ray_engine.py`` first; ``role_actor.py`` runs on the nodes.
 """
 
 from __future__ import annotations

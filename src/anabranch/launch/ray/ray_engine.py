@@ -1,13 +1,13 @@
-"""Runs a script as one job on a Ray cluster: each role in its own seat, watched as those of one machine are.
+"""Runs a script as one job on a Ray cluster: each role in its own actor, watched as those of one machine are.
 
 ::
 
-    launcher ── Supervisor, the local engine's ── RemoteProcess ──follow──> Seat (a Ray actor) ── the role's process
-                                                                                 on the node that Ray has chosen
+    launcher ── Supervisor, the local engine's ── RemoteProcess ──follow──> RoleActor (Ray's) ── the role's process
+                                                                                on the node that Ray has chosen
 
 Ray places and connects; data moves over our transport, under certificates made for each attempt, and over
 ``torch.distributed``. An attempt is an epoch: a process of an earlier one that lives on where Ray has lost its node
-has the certificates of another job, and is let in nowhere; and no attempt begins before the leases of seats that were
+has the certificates of another job, and is let in nowhere; and no attempt begins before the leases of actors that were
 lost are over.
 """
 
@@ -36,13 +36,13 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.ray.cluster import RayError, connected, import_ray
 from anabranch.launch.ray.remote_process import RemoteProcess
 from anabranch.launch.ray.resources import Resources, resources_of
-from anabranch.launch.ray.seat import LEASE_SECONDS, Seat, names_of_keys
+from anabranch.launch.ray.role_actor import LEASE_SECONDS, RoleActor, names_of_keys
 from anabranch.launch.supervision.attempts import run_attempts
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
-from anabranch.launch.supervision.worker import Recipe, RoleProcess
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import STATUS_VARIABLE
 from anabranch.transport import make_keys
@@ -130,7 +130,7 @@ class _Attempt:
         self._run_id = uuid.uuid4().hex
         self._stopped: signal.Signals | None = None
         self._begun = False
-        self._seats: dict[tuple[str, int], Any] = {}
+        self._actors: dict[tuple[str, int], Any] = {}
         self._directories: dict[tuple[str, int], str | None] = {}
 
     def run(
@@ -165,32 +165,32 @@ class _Attempt:
             self._place(places)
             self._look_where_storage_is(say)
 
-            def start(recipe: Recipe, restarted: int = 0) -> RemoteProcess:
+            def start(spec: ProcessSpec, restarted: int = 0) -> RemoteProcess:
                 process = RemoteProcess(
-                    recipe,
+                    spec,
                     restarted,
-                    self._seats[recipe.role, recipe.rank],
-                    partial(self._begin, recipe),
+                    self._actors[spec.role, spec.rank],
+                    partial(self._begin, spec),
                     self._get,
-                    partial(self._job_file.seen_elsewhere, recipe.role, recipe.rank),
+                    partial(self._job_file.seen_elsewhere, spec.role, spec.rank),
                 )
                 everyone.append(process)
-                self._job_file.began(recipe.role, recipe.rank, process.pid, recipe.endpoint, elsewhere=True)
+                self._job_file.began(spec.role, spec.rank, process.pid, spec.endpoint, elsewhere=True)
                 return process
 
             has_services = bool(servers or experts)
-            meeting = self._seats["rendezvous", 0]
+            meeting = self._actors["rendezvous", 0]
             directory = str(self._ask(meeting.hold_endpoint.remote())) if has_services else None
             base = {**os.environ, **self._recorded, "TORCHELASTIC_RUN_ID": self._run_id}
             endpoints: list[str] = []
             if directory is not None:
                 endpoints = [
-                    self._ask(self._seats["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
+                    self._ask(self._actors["parameters", shard].hold_endpoint.remote()) for shard in range(servers)
                 ]
                 base = service_environment(endpoints, directory, experts, base=base)
             told = self._ask(meeting.start_rendezvous.remote(directory, {**base, STATUS_VARIABLE: "rendezvous-0"}))
             rendezvous = RemoteProcess(
-                Recipe("rendezvous", 0, PROGRAM, base, log_dir / "rendezvous-0.log"),
+                ProcessSpec("rendezvous", 0, PROGRAM, base, log_dir / "rendezvous-0.log"),
                 0,
                 meeting,
                 lambda: int(told[0]),
@@ -199,10 +199,10 @@ class _Attempt:
             everyone.append(rendezvous)
             self._ask(meeting.wait_until_ready.remote(), 2 * _CALL_SECONDS)  # an import of torch: followed meanwhile
             for shard, endpoint in enumerate(endpoints):
-                state = self._ask(self._seats["parameters", shard].state_folder.remote())
+                state = self._ask(self._actors["parameters", shard].state_folder.remote())
                 services.append(
                     start(
-                        Recipe(
+                        ProcessSpec(
                             "parameters",
                             shard,
                             self._serve(shard, servers, endpoint, state),
@@ -218,7 +218,7 @@ class _Attempt:
                 env = expert_environment(index, experts, workers, run_id=self._run_id, threads=1, base=base)
                 services.append(
                     start(
-                        Recipe(
+                        ProcessSpec(
                             "expert",
                             index,
                             self._program,
@@ -239,7 +239,7 @@ class _Attempt:
                     base=base,
                     experts=experts,
                 )
-                # A rank has its seat, and so its GPU, for itself.
+                # A rank has its actor, and so its GPU, for itself.
                 env |= {
                     "MASTER_ADDR": told[1],
                     "LOCAL_RANK": "0",
@@ -249,7 +249,9 @@ class _Attempt:
                     "TORCHELASTIC_RESTART_COUNT": str(number),
                 }
                 shown = screen if rank == 0 else None
-                running.append(start(Recipe("worker", rank, self._program, env, log_dir / f"worker-{rank}.log", shown)))
+                running.append(
+                    start(ProcessSpec("worker", rank, self._program, env, log_dir / f"worker-{rank}.log", shown))
+                )
             if screen:
                 screen.started()
             supervisor = Supervisor(
@@ -258,7 +260,7 @@ class _Attempt:
                 services=services,
                 rendezvous=rendezvous,
                 start=start,
-                returns=lambda recipe: self._job_file.returns(recipe.role, recipe.rank),
+                returns=lambda spec: self._job_file.returns(spec.role, spec.rank),
                 screen=screen,
                 patience=patience,
                 tell=say,
@@ -290,7 +292,7 @@ class _Attempt:
             raise Stopped(self._stopped)
 
     def _place(self, stack: ExitStack) -> None:
-        """Have Ray keep room for all roles, and put a seat into each place."""
+        """Have Ray keep room for all roles, and put an actor into each place."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -314,12 +316,12 @@ class _Attempt:
         folder = stack.enter_context(PrivateFolder())
         keys = make_keys(folder / "keys", job=self._run_id)
         files = {path.name: path.read_bytes() for path in keys.values()}
-        remote = ray.remote(Seat)
+        remote = ray.remote(RoleActor)
         for index, (role, rank) in enumerate([*places, ("rendezvous", 0)]):
             bundle = 0 if role == "rendezvous" else index
             wanted = {"CPU": 0.125} if role == "rendezvous" else wants[index]
             own = {name: files[name] for name in names_of_keys(_KEYS[role], list(files))}
-            self._seats[role, rank] = remote.options(
+            self._actors[role, rank] = remote.options(
                 num_cpus=wanted.get("CPU", 0.0),
                 num_gpus=wanted.get("GPU", 0.0),
                 resources={name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")},
@@ -331,7 +333,7 @@ class _Attempt:
     def _look_where_storage_is(self, say: Callable[[str], None]) -> None:
         """Let roles run in the launcher's own folder if their node sees it, else in the shipped copy; reports which."""
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            asked = {place: seat.sees.remote(probe.name) for place, seat in self._seats.items()}
+            asked = {place: actor.sees.remote(probe.name) for place, actor in self._actors.items()}
             seen = {place: bool(self._ask(ref, _PLACE_SECONDS)) for place, ref in asked.items()}
         self._directories = {place: os.getcwd() if there else None for place, there in seen.items()}
         blind = [f"{role} {rank}" for (role, rank), there in seen.items() if not there and role != "rendezvous"]
@@ -347,16 +349,16 @@ class _Attempt:
                 "--max-restarts resumes from the script's own checkpoint"
             )
 
-    def _begin(self, recipe: Recipe) -> int:
-        seat, place = self._seats[recipe.role, recipe.rank], (recipe.role, recipe.rank)
-        program = recipe.program
+    def _begin(self, spec: ProcessSpec) -> int:
+        actor, place = self._actors[spec.role, spec.rank], (spec.role, spec.rank)
+        program = spec.program
         if not program.is_module:
             path = Path(program.target).absolute()
             if path.is_relative_to(Path.cwd()):
                 program = replace(program, target=str(path.relative_to(Path.cwd())))
-        apart = recipe.screen is not None
-        environment = {**recipe.environment, STATUS_VARIABLE: f"{recipe.role}-{recipe.rank}"}
-        return int(self._get(seat.start.remote(program, environment, self._directories[place], apart)))
+        apart = spec.screen is not None
+        environment = {**spec.environment, STATUS_VARIABLE: f"{spec.role}-{spec.rank}"}
+        return int(self._get(actor.start.remote(program, environment, self._directories[place], apart)))
 
     def _serve(self, shard: int, shards: int, endpoint: str, state: str) -> PythonProgram:
         arguments = ["serve", "parameters", "--listen", endpoint, "--shard", str(shard), "--shards", str(shards)]
@@ -367,7 +369,7 @@ class _Attempt:
 
     def _is_announced(self, uid: str) -> bool:
         try:
-            return bool(self._get(self._seats["rendezvous", 0].is_announced.remote(uid), LEASE_SECONDS))
+            return bool(self._get(self._actors["rendezvous", 0].is_announced.remote(uid), LEASE_SECONDS))
         except RayError:
             return False
 
@@ -409,17 +411,17 @@ class _Attempt:
         """Bring here what the processes have recorded for the job's trace."""
         if not self._recorded:
             return
-        for seat in self._seats.values():
-            with suppress(Exception):  # a seat that is lost, and what it recorded with it
-                for name, contents in self._get(seat.recorded.remote()).items():
+        for actor in self._actors.values():
+            with suppress(Exception):  # an actor that is lost, and what it recorded with it
+                for name, contents in self._get(actor.recorded.remote()).items():
                     Path(self._recorded[FOLDER_VARIABLE], name).write_bytes(contents)
 
     def _give_back(self) -> None:
-        for seat in self._seats.values():
-            with suppress(Exception):  # a seat that is lost
-                self._ray.get(seat.close.remote(), timeout=5.0)
+        for actor in self._actors.values():
+            with suppress(Exception):  # an actor that is lost
+                self._ray.get(actor.close.remote(), timeout=5.0)
             with suppress(Exception):
-                self._ray.kill(seat)
+                self._ray.kill(actor)
 
 
 def _leave_where_stopped(

@@ -13,9 +13,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from anabranch.launch.job_file import Elsewhere
-from anabranch.launch.ray.seat import LEASE_SECONDS, News
+from anabranch.launch.ray.role_actor import LEASE_SECONDS, RoleEvents
 from anabranch.launch.supervision.outcome import Exit
-from anabranch.launch.supervision.worker import Recipe, RoleProcess
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.status_file import replace_bytes
 
 __all__ = ["RemoteProcess"]
@@ -32,41 +32,41 @@ class _LostExit(Exit):
 
 
 class RemoteProcess(RoleProcess):
-    """A process in a seat; a thread follows the seat, writes what comes to the log and the screen, and sees the end.
+    """A process in an actor; a thread follows the actor, writes what comes to the log and the screen, and sees the end.
 
     Args:
-        recipe: what to start.
+        spec: what to start.
         restarted: how often that was started before.
-        seat: the Ray actor; its methods have ``remote``.
+        actor: the Ray actor; its methods have ``remote``.
         begin: starts the process there and returns its id.
-        fetch: waits for a call's result, as ``ray.get`` does; raises when the seat is lost.
+        fetch: waits for a call's result, as ``ray.get`` does; raises when the actor is lost.
         seen: called with the process's state, on any thread, as often as it is looked at.
 
     Attributes:
-        lost_at: when a seat that was lost was last followed; ``None`` while it is there.
+        lost_at: when an actor that was lost was last followed; ``None`` while it is there.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: ProcessSpec,
         restarted: int,
-        seat: Any,
+        actor: Any,
         begin: Callable[[], int],
         fetch: Callable[[Any, float], Any],
         seen: Callable[[Elsewhere], None] = lambda state: None,
     ) -> None:
-        self._seat = seat
+        self._actor = actor
         self._begin = begin
         self._fetch = fetch
         self._seen = seen
-        self._describe(recipe, restarted)
+        self._describe(spec, restarted)
         self.lost_at: float | None = None
         self._code = -signal.SIGKILL
         self.pid = begin()
         self.pidfd, self._end = os.pipe()
         self._screen: dict[int, int] = {}
-        if recipe.screen is not None:
-            self._screen = {1: os.dup(recipe.screen.stdout), 2: os.dup(recipe.screen.stderr)}
+        if spec.screen is not None:
+            self._screen = {1: os.dup(spec.screen.stdout), 2: os.dup(spec.screen.stderr)}
         elif not restarted:
             self.log.write_bytes(b"")
         self._follower = threading.Thread(target=self._follow, name=f"anabranch-{self.role}-{self.rank}", daemon=True)
@@ -81,11 +81,11 @@ class RemoteProcess(RoleProcess):
         return _LostExit(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     def signal(self, number: signal.Signals) -> None:
-        """Send ``number``; does nothing if the seat is lost."""
+        """Send ``number``; does nothing if the actor is lost."""
         if self.running:
             self.stopped = True
             with suppress(Exception):  # Ray's errors are many, and the follower sees the loss
-                self._seat.signal.remote(int(number))
+                self._actor.signal.remote(int(number))
 
     def reap(self) -> None:
         """Take the exit code of a process that has ended."""
@@ -94,7 +94,7 @@ class RemoteProcess(RoleProcess):
         self.exit_code = self._code
         os.close(self.pidfd)
         if self.lost_at is not None:  # its place is gone with it
-            self.recipe = replace(self.recipe, restarts=None)
+            self.spec = replace(self.spec, restarts=None)
         self._seen("gone")
 
     def abandon(self) -> None:
@@ -121,7 +121,7 @@ class RemoteProcess(RoleProcess):
                 if news.code is not None and not news.output:
                     self._code = news.code
                     return
-        except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the seat is lost
+        except Exception as error:  # noqa: BLE001  of Ray, whose errors are many: the actor is lost
             self.lost_at = followed
             why = str(error).strip().splitlines()
             with suppress(OSError):
@@ -133,7 +133,7 @@ class RemoteProcess(RoleProcess):
                 os.close(descriptor)
             os.close(self._end)
 
-    def _keep_told(self, news: News) -> None:
+    def _keep_told(self, news: RoleEvents) -> None:
         """Write the process's reported status for ``anabranch status``, in times of this machine's clock."""
         for ending, text in news.told.items():
             if ending == ".status":
@@ -141,8 +141,8 @@ class RemoteProcess(RoleProcess):
             with suppress(OSError):  # a full disk, a folder that was removed
                 replace_bytes(self.log.with_suffix(ending), text)
 
-    def _news(self) -> News:
-        found: News = self._fetch(self._seat.follow.remote(), LEASE_SECONDS)
+    def _news(self) -> RoleEvents:
+        found: RoleEvents = self._fetch(self._actor.follow.remote(), LEASE_SECONDS)
         return found
 
 

@@ -20,7 +20,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from anabranch.launch.supervision.leash import prctl
+from anabranch.launch.supervision.parent_death import prctl
 
 __all__ = ["adopt_orphans", "kill_orphans"]
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from anabranch.launch.supervision.presses import TERMINAL, UNKNOWN, Presses
+from anabranch.launch.supervision.stop_requests import TERMINAL, UNKNOWN, StopRequests
 
-__all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "hold_signals", "inherited_mask", "stand_still"]
+__all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "hold_signals", "inherited_mask", "suspend"]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
@@ -52,7 +52,7 @@ class SignalBox:
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._notify, False)
         self._pending: list[tuple[signal.Signals, bool]] = []
-        self._presses = Presses()
+        self._requests = StopRequests()
         self._on_stop: Callable[[signal.Signals, bool], None] | None = None
 
     def put(self, number: int, frame: FrameType | None = None) -> None:
@@ -61,7 +61,7 @@ class SignalBox:
 
     def arrived(self, number: int, sender: int, now: float) -> None:
         """Collect one signal that ``sender`` sent."""
-        again = number in STOPPING and self._presses.is_another(signal.Signals(number), sender, now)
+        again = number in STOPPING and self._requests.is_another(signal.Signals(number), sender, now)
         self._pending.append((signal.Signals(number), again))
         if number in STOPPING and self._on_stop is not None:
             self._on_stop(signal.Signals(number), again)
@@ -170,7 +170,7 @@ def inherited_mask() -> list[int]:
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _held))
 
 
-def stand_still() -> None:
+def suspend() -> None:
     """Stop like the default action of SIGTSTP; returns when the shell lets this process continue (``fg``, ``bg``).
 
     Returns at once if no shell could: the kernel knows, and does nothing.

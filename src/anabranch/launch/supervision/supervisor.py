@@ -37,21 +37,21 @@ from anabranch.launch.output.screen import Screen
 from anabranch.launch.supervision import signals as signal_box
 from anabranch.launch.supervision.outcome import called
 from anabranch.launch.supervision.signals import SignalBox
-from anabranch.launch.supervision.worker import Recipe, RoleProcess
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 
-__all__ = ["Looker", "Patience", "Supervisor"]
+__all__ = ["Monitor", "Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
 
 
-class Looker(Protocol):
+class Monitor(Protocol):
     """A periodic check of the job while it runs."""
 
-    def moment(self) -> float | None:
+    def next_check(self) -> float | None:
         """Return the time of the next check; ``None`` if there is no other."""
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check, if it is time."""
 
 
@@ -135,7 +135,7 @@ class Supervisor:
         start: restarts one.
         returns: called when one has ended that is to be restarted.
         screen: rank 0's output, if it is shown.
-        lookers: report their observations to the user.
+        monitors: report their observations to the user.
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
@@ -152,10 +152,10 @@ class Supervisor:
         *,
         services: MutableSequence[RoleProcess] | None = None,
         rendezvous: RoleProcess | None = None,
-        start: Callable[[Recipe, int], RoleProcess] = RoleProcess,
-        returns: Callable[[Recipe], None] = lambda recipe: None,
+        start: Callable[[ProcessSpec, int], RoleProcess] = RoleProcess,
+        returns: Callable[[ProcessSpec], None] = lambda spec: None,
         screen: Screen | None = None,
-        lookers: Sequence[Looker] = (),
+        monitors: Sequence[Monitor] = (),
         patience: Patience | None = None,
         seconds: float | None = None,
         tell: Callable[[str], None] = lambda line: None,
@@ -173,7 +173,7 @@ class Supervisor:
         self._patience = patience or Patience()
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
-        self._lookers = lookers
+        self._monitors = monitors
         self._failed = False
         self._returning: list[tuple[float, RoleProcess]] = []  # services, and when they are to be restarted
 
@@ -224,18 +224,18 @@ class Supervisor:
     def _on_service_end(self, selector: selectors.BaseSelector, service: RoleProcess) -> None:
         if service.stopped or self._failed or not self._workers.running():
             return
-        recipe, exit_ = service.recipe, service.exit
+        spec, exit_ = service.spec, service.exit
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
             self._tell(exit_.describe())
         elif (pause := self._pause_before(service)) is not None:
-            assert recipe.restarts is not None
+            assert spec.restarts is not None
             when = f" in {pause:g} s" if pause else ""
-            self._tell(f"{exit_.describe()}; restarted{when} ({recipe.restarts.used} of {recipe.restarts.times})")
-            self._returns(recipe)
+            self._tell(f"{exit_.describe()}; restarted{when} ({spec.restarts.used} of {spec.restarts.times})")
+            self._returns(spec)
             self._returning.append((time.monotonic() + pause, service))
             self._bring_back(selector)
-        elif recipe.role == "expert" and (recipe.has_served() or service.restarted):
+        elif spec.role == "expert" and (spec.has_served() or service.restarted):
             service.forgiven = True
             self._tell(f"{exit_.describe()}; the job continues without it")
         else:
@@ -246,10 +246,10 @@ class Supervisor:
 
     def _pause_before(self, service: RoleProcess) -> float | None:
         """Return the seconds to wait before a service is restarted; ``None`` if it is not."""
-        recipe = service.recipe
-        if recipe.restarts is None or not (recipe.has_served() or service.restarted):
+        spec = service.spec
+        if spec.restarts is None or not (spec.has_served() or service.restarted):
             return None
-        return recipe.restarts.take()
+        return spec.restarts.take()
 
     def _bring_back(self, selector: selectors.BaseSelector) -> None:
         """Restart the services whose pause is over, if they are still needed."""
@@ -259,7 +259,7 @@ class Supervisor:
         if self._failed or self.interrupted or not self._workers.running():
             return
         for service in due:
-            successor = self._start(service.recipe, service.restarted + 1)
+            successor = self._start(service.spec, service.restarted + 1)
             self._services[self._services.index(service)] = successor
             self._watch(selector, successor)
 
@@ -313,19 +313,19 @@ class Supervisor:
         seen = f"; meanwhile the output of rank 0 goes to {self._screen.log}" if self._screen else ""
         self._tell(f"the launcher is paused and the job continues{seen}. `fg` brings the screen back")
         with self._screen.unattended() if self._screen else nullcontext():
-            signal_box.stand_still()
+            signal_box.suspend()
 
     def _next_moment(self) -> float | None:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
-        moments += [moment for looker in self._lookers if (moment := looker.moment()) is not None]
+        moments += [moment for monitor in self._monitors if (moment := monitor.next_check()) is not None]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _act(self) -> None:
         now = time.monotonic()
-        for looker in self._lookers:
-            looker.look(now)
+        for monitor in self._monitors:
+            monitor.check(now)
         if self._ends is not None and now >= self._ends and not self.timed_out:
             self.timed_out = True
             self._workers.send(signal.SIGABRT)

@@ -14,13 +14,13 @@ from pathlib import Path
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.supervision import leash
+from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role
 from anabranch.launch.supervision.signals import inherited_mask
 from anabranch.status_file import STATUS_VARIABLE
 
-__all__ = ["Recipe", "RoleProcess"]
+__all__ = ["ProcessSpec", "RoleProcess"]
 
 
 def _never() -> bool:
@@ -28,7 +28,7 @@ def _never() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ProcessSpec:
     """The command and environment of a process of the job, for its first start and for restarts.
 
     Attributes:
@@ -65,7 +65,7 @@ class RoleProcess:
     end.
 
     Args:
-        recipe: what to start.
+        spec: what to start.
         restarted: how often that was started before; its output follows what they wrote.
 
     Attributes:
@@ -79,18 +79,18 @@ class RoleProcess:
         early: whether it ended although there was still something to do for it.
     """
 
-    def __init__(self, recipe: Recipe, restarted: int = 0) -> None:
-        self._describe(recipe, restarted)
+    def __init__(self, spec: ProcessSpec, restarted: int = 0) -> None:
+        self._describe(spec, restarted)
         self.pid = self._start()
         self.pidfd = os.pidfd_open(self.pid)
 
-    def _describe(self, recipe: Recipe, restarted: int) -> None:
+    def _describe(self, spec: ProcessSpec, restarted: int) -> None:
         """Set the facts about a process that are known before it starts."""
-        self.recipe = recipe
+        self.spec = spec
         self.restarted = restarted
-        self.role = recipe.role
-        self.rank = recipe.rank
-        self.log = recipe.log
+        self.role = spec.role
+        self.rank = spec.rank
+        self.log = spec.log
         self.exit_code: int | None = None
         self.ended_at = 0.0
         self.stopped = False
@@ -98,9 +98,9 @@ class RoleProcess:
         self.early = False
 
     def _start(self) -> int:
-        recipe, screen = self.recipe, self.recipe.screen
+        spec, screen = self.spec, self.spec.screen
         environment = {
-            **recipe.environment,
+            **spec.environment,
             "TORCHELASTIC_RESTART_COUNT": str(self.restarted),
             STATUS_VARIABLE: str(self.log.absolute().with_suffix("")),
         }
@@ -109,16 +109,16 @@ class RoleProcess:
         # Appending, so that a log that is emptied meanwhile continues at its beginning.
         with self.log.open("ab") as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
-            stdin = shared if recipe.stdin is None else recipe.stdin
+            stdin = shared if spec.stdin is None else spec.stdin
             stdout = screen.stdout if screen else file.fileno()
             stderr = screen.stderr if screen else file.fileno()
-            if recipe.server is not None:
+            if spec.server is not None:
                 name = f"{self.role}-{self.rank}"
-                return recipe.server.fork(name, recipe.program, environment, stdin, stdout, stderr)
+                return spec.server.fork(name, spec.program, environment, stdin, stdout, stderr)
             blocked = ",".join(map(str, inherited_mask()))
-            leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), blocked, *recipe.program.command]
+            tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), blocked, *spec.program.command]
             process = subprocess.Popen(
-                leashed, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+                tied, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
         process.returncode = 0  # reaped by `reap`, which has a pidfd; it need not be by this object
         return process.pid

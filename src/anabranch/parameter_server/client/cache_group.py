@@ -24,14 +24,14 @@ from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.row_step import move_rows
 from anabranch.tables.table_group import side_by_side
 
-__all__ = ["CacheGroup", "Caches", "CachesOneByOne", "Question"]
+__all__ = ["CacheGroup", "CacheQuery", "Caches", "CachesOneByOne"]
 
 Array = NDArray[Any]
 Ids = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CacheQuery:
     """The request to the servers that a read needs before it can be answered.
 
     Attributes:
@@ -50,17 +50,17 @@ class Question:
 class Caches(Protocol):
     """The caches of several tables; ``RowCache`` describes each method for one."""
 
-    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
         """Return the first half of ``read``: the request to make. No other call may come between it and ``answer``."""
 
-    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
         """Return the second half: the rows of all ids wanted, and the gradients evicted meanwhile."""
 
-    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+    def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
         """Return the request to make during ``step`` so that the next one, which wants these ids, need not."""
 
-    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        """Store the rows that ``ahead`` requested; returns the gradients evicted for them."""
+    def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        """Store the rows that ``start_prefetch`` requested; returns the gradients evicted for them."""
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         """Take the gradients of distinct ids; returns those that are due at the servers."""
@@ -78,7 +78,7 @@ class Caches(Protocol):
         """Counters since each was created."""
 
 
-class _Far:
+class _FetchedRows:
     """The source of one ``RowCache``, with rows fetched before the cache requests them."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class CachesOneByOne:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._caches: dict[str, tuple[RowCache, _Far]] = {}
+        self._caches: dict[str, tuple[RowCache, _FetchedRows]] = {}
 
     def add(
         self,
@@ -122,7 +122,7 @@ class CachesOneByOne:
     ) -> None:
         """Add a table. ``rule`` gives its optimizer and ``step`` the step in which own writes are applied."""
         held = rule().row_width(width) if self._cache.push_bound else width
-        far = _Far()
+        far = _FetchedRows()
 
         def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
             return move_rows(rows, grads, rule(), step() + 1, squares)
@@ -130,18 +130,18 @@ class CachesOneByOne:
         move = own if self._cache.push_bound else None
         self._caches[name] = RowCache(self._cache, width, dtype, far, move=move, held=held, kind=kind), far
 
-    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
         stale = {name: self._caches[name][0].stale(ids, step, training=training) for name, ids in wanted.items()}
         asked = {name: some for name, some in stale.items() if len(some[0])}
-        return Question(
+        return CacheQuery(
             {name: ids for name, (ids, _) in asked.items()},
             {name: known for name, (_, known) in asked.items()},
             {},
             (wanted, step, training),
         )
 
-    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        wanted, step, training = cast("tuple[Ids, int, bool]", question.state)
+    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        wanted, step, training = cast("tuple[Ids, int, bool]", query.state)
         rows = {}
         for name, ids in wanted.items():
             cache, far = self._caches[name]
@@ -154,20 +154,24 @@ class CachesOneByOne:
         left = {name: self._caches[name][1].left() for name in names}
         return {name: due for name, due in left.items() if due is not None}
 
-    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
-        found = {name: self._caches[name][0].ahead(ids, step, training=training) for name, ids in wanted.items()}
+    def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
+        found = {
+            name: self._caches[name][0].start_prefetch(ids, step, training=training) for name, ids in wanted.items()
+        }
         asked = {name: some for name, some in found.items() if len(some[0])}
         ids = {name: some for name, (some, _) in asked.items()}
-        return Question(ids, {name: known for name, (_, known) in asked.items()}, {}, (wanted, step, training))
+        return CacheQuery(ids, {name: known for name, (_, known) in asked.items()}, {}, (wanted, step, training))
 
-    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        wanted, step, training = cast("tuple[Ids, int, bool]", question.state)
+    def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        wanted, step, training = cast("tuple[Ids, int, bool]", query.state)
         nothing = torch.empty(0, dtype=torch.int64)
         for name, ids in wanted.items():
             cache = self._caches[name][0]
-            asked, known = question.ids.get(name, nothing), question.known.get(name, nothing)
+            asked, known = query.ids.get(name, nothing), query.known.get(name, nothing)
             came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held))
-            cache.take_in(ids if training else asked, asked, known, came.positions, came.versions, came.rows, step)
+            cache.finish_prefetch(
+                ids if training else asked, asked, known, came.positions, came.versions, came.rows, step
+            )
         return self._left(wanted)
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
@@ -209,8 +213,8 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
-    """The state that ``CacheGroup.ahead`` hands to ``take_in``."""
+class _Prefetch:
+    """The state that ``CacheGroup.start_prefetch`` hands to ``finish_prefetch``."""
 
     names: list[str]
     members: Array
@@ -292,7 +296,7 @@ class CacheGroup:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
         names, members, starts = self._lookups(wanted)
         ids = side_by_side([wanted[name] for name in names])
         count = len(ids)
@@ -307,15 +311,15 @@ class CacheGroup:
         total = ask_starts[-1]
         state = _Asked(names, members, starts, step, slots, known, asks[:total], asked[:total], ask_starts, rows)
         questions = ids.index_select(0, torch.from_numpy(state.asks))
-        return Question(
+        return CacheQuery(
             _parts(names, questions, ask_starts),
             _parts(names, torch.from_numpy(state.asked), ask_starts),
             self._left(names, members, leaving, step),
             state,
         )
 
-    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        asked = question.state
+    def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        asked = query.state
         assert isinstance(asked, _Asked)
         names = asked.names
         if len(asked.asks):
@@ -365,12 +369,12 @@ class CacheGroup:
 
     # --- reading ahead ----------------------------------------------------------------------------------------------
 
-    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+    def start_prefetch(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery:
         names, members, starts = self._lookups(wanted)
         ids = side_by_side([wanted[name] for name in names])
         asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
         ask_starts = np.zeros(len(names) + 1, np.int64)
-        self._kernels.ahead(
+        self._kernels.start_prefetch(
             self._held, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0,
             self._cache.push_bound > 0, self._spare, asks, asked, ask_starts,
         )  # fmt: skip
@@ -379,12 +383,14 @@ class CacheGroup:
         some, known = ids.index_select(0, torch.from_numpy(asks[:total])), asked[:total]
         if not training:  # evaluation does not count as a use of cached rows
             ids, starts = some, ask_starts
-        state = _Ahead(names, members, ids, starts, step, some, known, ask_starts)
-        return Question(_parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state)
+        state = _Prefetch(names, members, ids, starts, step, some, known, ask_starts)
+        return CacheQuery(
+            _parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state
+        )
 
-    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        asked = question.state
-        assert isinstance(asked, _Ahead)
+    def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        asked = query.state
+        assert isinstance(asked, _Prefetch)
         leaving = self._room(len(asked.wanted), len(asked.names))
         self._kernels.admit(
             self._held, *self._policy, self._width, asked.members, asked.wanted.numpy(), asked.starts, asked.step + 1,
@@ -399,7 +405,7 @@ class CacheGroup:
                 self._kernels.mark(self._held, *pushed)
         came = self._side_by_side(asked.names, found)
         dirty = np.empty((len(came[-1]), 3), np.int64)
-        again = self._kernels.take_in(
+        again = self._kernels.finish_prefetch(
             self._held, self._width, self._stateless, asked.members, asked.step, asked.ids.numpy(), asked.asked,
             asked.ask_starts, *came, dirty,
         )  # fmt: skip

@@ -601,11 +601,11 @@ class ParameterClient:
         assert self._worker is not None
         worker = self._worker
         self._torn, self._calls.rolled_back = None, False
-        for ledger in self._calls.ledgers.values():
-            ledger.life = 0
+        for pushes in self._calls.acknowledged.values():
+            pushes.life = 0
         lives = self._calls.lives()
         for endpoint, life in zip(self._calls.endpoints, lives, strict=True):
-            self._calls.ledgers[endpoint].life = unpack(life.payload, int)
+            self._calls.acknowledged[endpoint].life = unpack(life.payload, int)
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
 

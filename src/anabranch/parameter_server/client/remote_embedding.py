@@ -140,7 +140,7 @@ class RemoteEmbedding(nn.Module):
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
             )
         client = self._link.client or self._connect(self._rule)
-        source = self._link.source = _Alone(self.name, client, self)
+        source = self._link.source = _DirectSource(self.name, client, self)
         return source
 
     def _connect(self, rule: RowOptimizer) -> ParameterClient:
@@ -212,7 +212,7 @@ def _link_again(token: str | None) -> _Link:
     return link
 
 
-class _Alone:
+class _DirectSource:
     """The table of a module outside any step: reads the present values, pushes at once."""
 
     def __init__(self, name: str, client: ParameterClient, module: nn.Module) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import NotFound
 from anabranch.events import report
-from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, CachesOneByOne, Question
+from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery, Caches, CachesOneByOne
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
@@ -97,18 +97,13 @@ class RemoteTables:
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
-        self._coming: tuple[list[tuple[Caches, Question]], Future[dict[str, Pulled]]] | None = None
+        self._coming: tuple[list[tuple[Caches, CacheQuery]], Future[dict[str, Pulled]]] | None = None
         self._leaves: _Push | None = None  # the push that is in flight, or has failed
 
     @property
     def names(self) -> list[str]:
         """The tables, in the order in which they were adopted."""
         return list(self._sources)
-
-    @property
-    def prefetching(self) -> bool:
-        """True if rows of the next step have been requested: they are in flight, or wait for it to begin."""
-        return self._coming is not None
 
     def spec(self, name: str) -> TableSpec:
         """Return the servers' spec of one table."""
@@ -257,7 +252,7 @@ class RemoteTables:
         self._between = between
         self._reads = 0
         for source in self._sources.values():
-            source.at_hand = None
+            source.expected = None
             source.seen.clear()
             if training:
                 source.gradients.clear()
@@ -280,7 +275,7 @@ class RemoteTables:
         found = self._distinct(wanted)
         if found:
             for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
-                self._sources[name].at_hand = found[name], rows
+                self._sources[name].expected = found[name], rows
 
     def read_together(self, wanted: Mapping[str, Tensor]) -> None:
         """Read the rows of lookups that follow at once, of all tables together: one message per shard.
@@ -291,7 +286,7 @@ class RemoteTables:
             wanted: ids by table; ids outside a table are left to the lookup that names them.
         """
         distinct = {name: unique_of(ids.detach().cpu().reshape(-1))[0] for name, ids in wanted.items()}
-        missing = [name for name, ids in distinct.items() if self._sources[name]._expected(ids) is None]
+        missing = [name for name, ids in distinct.items() if self._sources[name]._expected_rows(ids) is None]
         if len(missing) < 2:
             return
         limits = {name: self._sources[name].spec.rows for name in missing}
@@ -301,7 +296,7 @@ class RemoteTables:
                 given = wanted[name].detach().cpu().long().reshape(-1)
                 found[name] = Distinct(given, *unique_of(given))
         for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
-            self._sources[name].at_hand = found[name], rows
+            self._sources[name].expected = found[name], rows
 
     def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
         """Return the distinct ids of fixed tables, unless they are known from asking ahead."""
@@ -315,20 +310,20 @@ class RemoteTables:
         """Return the rows of distinct ids of several tables, through the caches: one message per shard."""
         if self._cache is None:
             return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
-        questions: list[tuple[Caches, Question]] = []
+        queries: list[tuple[Caches, CacheQuery]] = []
         left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
-            questions.append((caches, caches.ask(some, self._step, training=self._training)))
-            self._leave(questions[-1][1].leaving)
-        asked = {name: some for _, question in questions for name, some in question.ids.items()}
-        known = {name: some for _, question in questions for name, some in question.known.items()}
+            queries.append((caches, caches.ask(some, self._step, training=self._training)))
+            self._leave(queries[-1][1].leaving)
+        asked = {name: some for _, query in queries for name, some in query.ids.items()}
+        known = {name: some for _, query in queries for name, some in query.known.items()}
         # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
         back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
         found = self._pull_many(asked, known) if asked else {}
         rows: dict[str, Tensor] = {}
-        for caches, question in questions:
-            came, leaving = caches.answer(question, found)
+        for caches, query in queries:
+            came, leaving = caches.answer(query, found)
             self._leave(leaving)
             rows |= came
         return rows
@@ -359,16 +354,16 @@ class RemoteTables:
             name: self._ahead[name].ids if name in self._ahead else torch.unique(ids.detach().cpu().long().reshape(-1))
             for name, ids in wanted.items()
         }
-        questions = [
-            (caches, caches.ahead(some, self._step, training=self._training))
+        queries = [
+            (caches, caches.start_prefetch(some, self._step, training=self._training))
             for caches, some in self._by_cache(distinct)
         ]
-        asked = {name: ids for _, question in questions for name, ids in question.ids.items()}
-        known = {name: versions for _, question in questions for name, versions in question.known.items()}
+        asked = {name: ids for _, query in queries for name, ids in query.ids.items()}
+        known = {name: versions for _, query in queries for name, versions in query.known.items()}
         if asked:
             if self._fetcher is None:
                 self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="anabranch-prefetch")
-            self._coming = (questions, self._fetcher.submit(self._fetch, asked, known))
+            self._coming = (queries, self._fetcher.submit(self._fetch, asked, known))
 
     def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Pulled]:
         report("tables.prefetch", tables=list(asked))
@@ -378,10 +373,10 @@ class RemoteTables:
         """Put prefetched rows into the caches."""
         if self._coming is None:
             return
-        (questions, future), self._coming = self._coming, None
+        (queries, future), self._coming = self._coming, None
         came = self._client.wait_for(future, "pull", step=self._step)
-        for caches, question in questions:
-            self._leave(caches.take_in(question, came))
+        for caches, query in queries:
+            self._leave(caches.finish_prefetch(query, came))
         # Evicted rows may be read again this step: push their gradients now.
         self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
@@ -529,14 +524,14 @@ class RemoteTables:
 
     def drop_caches(self) -> None:
         """Forget all cached and prefetched rows and messages in flight: the servers' rows have been replaced."""
-        self.come_to_rest()
+        self.wait_until_quiet()
         self._leaves = self._coming = None
         for caches, _ in self._caches:
             caches.drop()
         for source in self._sources.values():
             source.leaving.clear()
 
-    def come_to_rest(self) -> None:
+    def wait_until_quiet(self) -> None:
         """Wait until no message is in flight, whatever its outcome: before the servers' rows are replaced."""
         ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
         ways += [] if self._coming is None else [self._coming[1]]
@@ -594,14 +589,14 @@ class _Source:
     held: int  # numbers per row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
-    at_hand: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
+    expected: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what lookups of this step have read
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        if self.at_hand is not None and ids.device.type == "cpu":
-            inverse = self.at_hand[0].of(ids)
+        if self.expected is not None and ids.device.type == "cpu":
+            inverse = self.expected[0].of(ids)
             if inverse is not None:
-                return self.at_hand[0].ids, inverse
+                return self.expected[0].ids, inverse
         return unique_of(ids)
 
     def read(self, ids: Tensor) -> Tensor:
@@ -609,18 +604,18 @@ class _Source:
             for known, rows in self.seen:
                 if torch.equal(known, ids):
                     return rows
-            expected = self._expected(ids)
+            expected = self._expected_rows(ids)
             rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
             if self.tables.keeps_reads:
                 self.seen.append((ids, rows))
             self.tables._count_read()
             return rows
 
-    def _expected(self, ids: Tensor) -> Tensor | None:
+    def _expected_rows(self, ids: Tensor) -> Tensor | None:
         """Return the rows of ``ids``, if the step has read them all."""
-        if self.at_hand is None:
+        if self.expected is None:
             return None
-        known, rows = self.at_hand[0].ids, self.at_hand[1]
+        known, rows = self.expected[0].ids, self.expected[1]
         if ids is known:
             return rows
         if not len(known):

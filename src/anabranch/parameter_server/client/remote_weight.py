@@ -169,7 +169,7 @@ def _distinct_rows(
         def leave(grad: Tensor) -> None:
             source.take_gradient(*_without(wanted, grad, place))
 
-        rows = cast(Tensor, _Leave.apply(entry, rows, leave))  # type: ignore[no-untyped-call]
+        rows = cast(Tensor, _PulledRows.apply(entry, rows, leave))  # type: ignore[no-untyped-call]
     return rows, inverse, place
 
 
@@ -195,7 +195,7 @@ def _without(ids: Tensor, grads: Tensor, place: int | None) -> tuple[Tensor, Ten
     return ids[kept], grads[kept]
 
 
-class _Leave(torch.autograd.Function):
+class _PulledRows(torch.autograd.Function):
     """Pulled rows: the identity in forward; backward passes on their gradient, with duplicates already merged."""
 
     @staticmethod
@@ -220,8 +220,8 @@ class RemoteWeight(Tensor):
 
     source: WeightSource
     table: Table
-    rows: _Whole
-    bags: _Whole
+    rows: _WholeLookup
+    bags: _WholeLookup
     rows_handle: str
     bags_handle: str
 
@@ -230,8 +230,8 @@ class RemoteWeight(Tensor):
         made = torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
         made.source = source
         made.table = Table(source.name, shape[1], dtype)
-        made.rows = _Whole(made, _embedding)
-        made.bags = _Whole(made, _embedding_bag)
+        made.rows = _WholeLookup(made, _embedding)
+        made.bags = _WholeLookup(made, _embedding_bag)
         made.rows_handle, made.bags_handle = opaque.handle_of(made.rows), opaque.handle_of(made.bags)
         return made
 
@@ -268,7 +268,7 @@ class RemoteWeight(Tensor):
         return f"RemoteWeight({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class _Whole:
+class _WholeLookup:
     """A lookup in the table of ``weight``, without the weight among its arguments."""
 
     def __init__(self, weight: RemoteWeight, look_up: Callable[..., Tensor]) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost, RolledBack
+from anabranch.parameter_server.expected_state import AcknowledgedPushes, ExpectedState
 from anabranch.parameter_server.messages import IN_BODY, ExportMessage
-from anabranch.parameter_server.standing import Ledger, Standing
 from anabranch.transport import Answer, Client, Request, pack, unpack
 
 __all__ = ["ShardCalls"]
@@ -32,7 +32,7 @@ class ShardCalls:
         look_every: seconds until the first call.
 
     Attributes:
-        ledgers: for each endpoint, the places of this client's pushes in the shard's log.
+        acknowledged: for each endpoint, the places of this client's pushes in the shard's log.
         rolled_back: true once a shard has said that it lost pushes of this client, until it is set back.
     """
 
@@ -46,7 +46,7 @@ class ShardCalls:
     ) -> None:
         self._client, self.endpoints, self.timeout = client, list(endpoints), timeout
         self._watch, self._look_every = watch, look_every
-        self.ledgers = {endpoint: Ledger() for endpoint in endpoints}
+        self.acknowledged = {endpoint: AcknowledgedPushes() for endpoint in endpoints}
         self.rolled_back = False
         self._noting = threading.Lock()
 
@@ -65,13 +65,13 @@ class ShardCalls:
         step: int | None = None,
         once: bool | None = None,
     ) -> Request:
-        """Return a request to one shard, with this client's standing there."""
+        """Return a request to one shard, with this client's expected state there."""
         numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
         endpoint = self.endpoints[shard]
-        ledger = self.ledgers[endpoint]
-        standing = Standing(self._client.epoch, ledger.newest, ledger.life, shard, self.shards).encode()
+        pushes = self.acknowledged[endpoint]
+        expected = ExpectedState(self._client.epoch, pushes.newest, pushes.life, shard, self.shards).encode()
         return Request(
-            endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step,
+            endpoint, verb, tensors=tensors, payload=payload, schema=expected, once=numbered, step=step,
             role="parameters",
         )  # fmt: skip
 
@@ -101,28 +101,28 @@ class ShardCalls:
         asked = list(requests)
         for request, outcome in zip(asked, self._client.gather(asked, deadline), strict=True):
             if isinstance(outcome, Exception):
-                failures.append(self._told(request, outcome))
+                failures.append(self._note_loss(request, outcome))
                 continue
             assert outcome is not None
             if request.verb == "push" and outcome.payload:
                 with self._noting:
-                    self.ledgers[request.endpoint].add(unpack(outcome.payload, int))
+                    self.acknowledged[request.endpoint].add(unpack(outcome.payload, int))
             answers.append(outcome)
         return answers, failures
 
-    def _told(self, request: Request, error: Exception) -> Exception:
+    def _note_loss(self, request: Request, error: Exception) -> Exception:
         """Return the error to raise; if a shard has lost pushes, forget their places."""
         if isinstance(error, RolledBack):
-            said = Standing.decode(request.schema)
+            said = ExpectedState.decode(request.schema)
             assert said is not None
             with self._noting:
                 self.rolled_back = True
-                ledger = self.ledgers[request.endpoint]
+                pushes = self.acknowledged[request.endpoint]
                 held = 0 if error.lost is None else said.pushes - error.lost
-                gone = ledger.cut(held)
+                gone = pushes.cut(held)
                 if error.lost is not None:
                     error.lost = gone
-                ledger.life = 0
+                pushes.life = 0
         return error
 
     def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:

@@ -31,7 +31,7 @@ _ROWS, _WIDTH = 64, 2
 _done: set[tuple[object, ...]] = set()
 
 
-class _Nobody:
+class _NullClient:
     """A client without shards: every row is zeros and has just changed."""
 
     worker = None
@@ -84,7 +84,7 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     if kind in _done or kernels() is kernels("plain"):
         return
     tables = RemoteTables(
-        cast(ParameterClient, _Nobody(dtype)),
+        cast(ParameterClient, _NullClient(dtype)),
         cache=Cache(cache.policy, 8, min(cache.pull_bound, 1), min(cache.push_bound, 1)),
     )
     modules = [RemoteEmbedding(name, _ROWS, _WIDTH, dtype=dtype) for name in ("first", "second")]

@@ -12,17 +12,17 @@ from anabranch.transport.directory.redis_address import is_redis_url
 from anabranch.transport.directory.redis_directory import RedisDirectory
 from anabranch.transport.replicas import Replicas
 
-__all__ = ["Announces", "ServedDirectory", "named_directory"]
+__all__ = ["Announcer", "ServedDirectory", "named_directory"]
 
 
-class Announces(Protocol):
+class Announcer(Protocol):
     """The interface of a directory that a server needs."""
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """Announces that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """Announces that ``endpoint`` no longer serves ``uids``."""
+        """Announce that ``endpoint`` no longer serves ``uids``."""
 
 
 class ServedDirectory:
@@ -42,11 +42,11 @@ class ServedDirectory:
         self._client = Client(role="parameters", keys=keys, insecure=insecure, transport=transport)
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """Announces that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Announce that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
         self._tell("directory.announce", (list(uids), endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """Announces that ``endpoint`` no longer serves ``uids``."""
+        """Announce that ``endpoint`` no longer serves ``uids``."""
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:

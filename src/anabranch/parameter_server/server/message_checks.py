@@ -63,7 +63,7 @@ def check_pull(
     if not known:
         return ids, None
     if tensors[1].dtype != torch.int16 or tensors[1].shape != (known,):
-        raise SchemaError(f"int16 ages of {known} known rows expected, got {_told(tensors[1])}")
+        raise SchemaError(f"int16 ages of {known} known rows expected, got {_shape_and_dtype(tensors[1])}")
     return ids, tensors[1]
 
 
@@ -98,7 +98,7 @@ def _check_numbers(contents: ShardContents, message: PushMessage, tensors: Seque
     if sums:
         squares = tensors[1]
         if squares.dtype != torch.bfloat16 or squares.shape != (sums,):
-            raise SchemaError(f"bfloat16 squares of {sums} sums expected, got {_told(squares)}")
+            raise SchemaError(f"bfloat16 squares of {sums} sums expected, got {_shape_and_dtype(squares)}")
         if not bool((squares >= 0).all()) or not all_finite([squares]):
             raise NonFinite("squares are finite numbers >= 0; nothing was changed")
     return flat
@@ -134,5 +134,5 @@ def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
         raise SchemaError(f"{values!r} is not an optimizer: {error}") from None
 
 
-def _told(tensor: Tensor) -> str:
+def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"

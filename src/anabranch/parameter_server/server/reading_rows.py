@@ -21,7 +21,7 @@ __all__ = ["certain_bytes", "read"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _ReplyBuffer:
     """Memory for the values of an answer: flat tensors as they are sent, and each part's share of them."""
 
     flat: list[Tensor]
@@ -120,7 +120,7 @@ def _since(contents: ShardContents, message: PullMessage, ages: Tensor | None) -
     return dict(zip((part.name for part in message.parts), torch.split(steps, known), strict=True))
 
 
-def _fill(contents: ShardContents, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
+def _fill(contents: ShardContents, room: _ReplyBuffer, message: PullMessage, ids: Sequence[Tensor]) -> None:
     """Read everything requested, with as few copies as possible, into ``room``."""
     wanted: dict[str, Tensor] = {}
     places: dict[str, Tensor] = {}
@@ -140,7 +140,7 @@ def _fill(contents: ShardContents, room: _Room, message: PullMessage, ids: Seque
             group.pull(everyone, [len(wanted[name]) for name in names], out=flat)
 
 
-def _room(contents: ShardContents, message: PullMessage) -> _Room:
+def _room(contents: ShardContents, message: PullMessage) -> _ReplyBuffer:
     shares = shares_of(contents, message)
     flat = [torch.empty(size, dtype=dtype) for dtype, size in expected(shares)]
-    return _Room(flat, split(flat, shares))
+    return _ReplyBuffer(flat, split(flat, shares))

@@ -514,7 +514,7 @@ class Shard:
                 return {"clocks": [], "lag": None}
             return {"clocks": list(self._job.clocks), "lag": self._job.consistency.lag}
 
-    def stands_at(self) -> int:
+    def current_step(self) -> int:
         """Return the step that every worker of the job has pushed; without a job, the highest step of any table."""
         with self._state:
             if self._job is not None:

@@ -23,6 +23,7 @@ from anabranch.choices import choice
 from anabranch.deadline import check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
+from anabranch.parameter_server.expected_state import ExpectedState
 from anabranch.parameter_server.messages import (
     IN_BODY,
     BarrierMessage,
@@ -37,12 +38,11 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.server.announcing import Announces, named_directory
-from anabranch.parameter_server.server.durable.durability import Durability, Keeper
+from anabranch.parameter_server.server.announcing import Announcer, named_directory
+from anabranch.parameter_server.server.durable.durability import Durability, ShardPersistence
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
-from anabranch.parameter_server.standing import Standing
 from anabranch.periodic import Periodic
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
@@ -97,7 +97,7 @@ class ParameterServer:
         listen: str | None = None,
         durability: Durability = "none",
         checkpoint_dir: str | os.PathLike[str] | None = None,
-        directory: Announces | str | None = None,
+        directory: Announcer | str | None = None,
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
@@ -131,10 +131,10 @@ class ParameterServer:
         self._joined: dict[int, bytes] = {}
         self._checkpoint_seconds = checkpoint_seconds
         self._pool = KernelThreads(threads)
-        self._keeper = Keeper(durability, own, repair=repair)
+        self._persistence = ShardPersistence(durability, own, repair=repair)
         # If anything fails before the block is entered, the directory is released.
         self._giving_back = ExitStack()
-        self._giving_back.callback(self._keeper.close)
+        self._giving_back.callback(self._persistence.close)
         with self._giving_back:
             self._start(shard, shards, listen, memory_map_dir, checkpoint_dir, keys, insecure, heartbeat, transport)
             self._giving_back = self._giving_back.pop_all()
@@ -155,10 +155,10 @@ class ParameterServer:
         if scratch is not None:
             Path(scratch).mkdir(parents=True, exist_ok=True)
         self._shard = Shard(
-            shard, shards, pool=self._pool, journal=self._keeper.journal, take_back=self._keeper.take_back,
+            shard, shards, pool=self._pool, journal=self._persistence.journal, take_back=self._persistence.take_back,
             scratch=scratch,
         )  # fmt: skip
-        self._done = self._keeper.start(self._shard)
+        self._done = self._persistence.start(self._shard)
         compile_kernels()
         self._server = Server(
             self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
@@ -199,7 +199,7 @@ class ParameterServer:
 
     def checkpoint(self) -> None:
         """Write the shard's state now, if ``durability`` keeps any."""
-        self._keeper.checkpoint()
+        self._persistence.checkpoint()
 
     def __enter__(self) -> ParameterServer:
         try:
@@ -212,8 +212,8 @@ class ParameterServer:
     def _open(self) -> None:
         self._stack.callback(self._pool.close)
         self._stack.enter_context(self._giving_back)
-        if not self._keeper.has_checkpoint:
-            self._keeper.checkpoint()
+        if not self._persistence.has_checkpoint:
+            self._persistence.checkpoint()
         self._stack.enter_context(self._server)
         every = {"saver": (self._checkpoint_if_possible, self._checkpoint_seconds)}
         if self._directory is not None:
@@ -231,13 +231,13 @@ class ParameterServer:
                 self._try("withdraw", lambda directory: directory.withdraw(self._uids, self.endpoint))
             if kind is None:
                 self._server.drain(self._server.drain_seconds)
-                self._keeper.checkpoint()
+                self._persistence.checkpoint()
         finally:
             self._stack.__exit__(kind, error, trace)
 
     def _checkpoint_if_possible(self) -> None:
         try:
-            self._keeper.checkpoint()
+            self._persistence.checkpoint()
             self._said = ""
         except BaseException as error:  # noqa: BLE001 - the shard still serves; its log, or the next try, keeps the state
             report("parameter_server.checkpoint_failed", error=str(error))
@@ -251,7 +251,7 @@ class ParameterServer:
         except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("parameter_server.announce_failed", error)
 
-    def _try(self, what: str, ask: Callable[[Announces], None]) -> None:
+    def _try(self, what: str, ask: Callable[[Announcer], None]) -> None:
         assert self._directory is not None
         try:
             ask(self._directory)
@@ -262,14 +262,14 @@ class ParameterServer:
 
     def _verbs(self) -> list[Verb]:
         def done(call: Call) -> None:
-            call.reply(payload=pack(self._keeper.place(call.identity)))
+            call.reply(payload=pack(self._persistence.place(call.identity)))
 
         def changing(name: str, kind: type[_M], run: Callable[[_M, Call], object]) -> Verb:
-            check = self._standing(self._checks(name))
+            check = self._with_expected_state(self._checks(name))
             return Verb(name, self._changing(kind, run), check=check, once=True, again=done, roles=_WORKERS)
 
         def asking(name: str, handler: Callable[[Call], None], check: _Check = _no_tensors) -> Verb:
-            return Verb(name, handler, check=self._standing(check), roles=_WORKERS)
+            return Verb(name, handler, check=self._with_expected_state(check), roles=_WORKERS)
 
         shard = self._shard
 
@@ -292,47 +292,47 @@ class ParameterServer:
             asking("statistics", self._statistics),
         ]
 
-    def _standing(self, check: _Check) -> _Check:
+    def _with_expected_state(self, check: _Check) -> _Check:
         """Return the check, once this is the shard that the client means and it has all acknowledged pushes."""
 
         def checks(header: RequestHeader) -> None:
-            standing = Standing.decode(header.schema)
-            if standing is not None:
-                self._check_place(standing)
-                self._keeper.check(standing)
+            expected = ExpectedState.decode(header.schema)
+            if expected is not None:
+                self._check_place(expected)
+                self._persistence.check(expected)
             check(header)
 
         return checks
 
-    def _check_place(self, standing: Standing) -> None:
+    def _check_place(self, expected: ExpectedState) -> None:
         """Raise ``SchemaError`` if the client addresses another shard."""
-        if not standing.shards or (standing.shard, standing.shards) == self._place:
+        if not expected.shards or (expected.shard, expected.shards) == self._place:
             return
         shard, shards = self._place
         cure = "name the endpoints in the order of their shards"
-        if standing.shards < shards:
-            cure = f"the client names {standing.shards} of {shards} endpoints: name all, in the order of their shards"
-        elif standing.shards > shards:
+        if expected.shards < shards:
+            cure = f"the client names {expected.shards} of {shards} endpoints: name all, in the order of their shards"
+        elif expected.shards > shards:
             cure = (
-                f"the client names {standing.shards} endpoints: start each server with its --shard and --shards "
-                f"{standing.shards}, or name {shards}"
+                f"the client names {expected.shards} endpoints: start each server with its --shard and --shards "
+                f"{expected.shards}, or name {shards}"
             )
-        raise SchemaError(f"endpoint {standing.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
+        raise SchemaError(f"endpoint {expected.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
     def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
         def handle(call: Call) -> None:
             message = unpack(call.payload, kind)
             try:
-                with self._keeper.asked_by(call.identity):
+                with self._persistence.asked_by(call.identity):
                     run(message, call)
-                    place = self._keeper.place()
+                    place = self._persistence.place()
             except (NotFound, NonFinite, SchemaError):
                 raise
             except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
                 raise SchemaError(f"{call.verb}: {error}") from error
             except (MemoryError, OverflowError) as error:
                 raise Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}") from error
-            self._keeper.commit(call.deadline)
+            self._persistence.commit(call.deadline)
             call.reply(payload=pack(place))
 
         return handle
@@ -344,7 +344,7 @@ class ParameterServer:
             if verb not in kinds:
                 return
             message = unpack(header.payload, kinds[verb])
-            self._check_joined(message.rank, Standing.decode(header.schema))
+            self._check_joined(message.rank, ExpectedState.decode(header.schema))
             check_kinds(message)
             count = sum(part.count for part in message.parts)
             expected = [(torch.int64, count)]
@@ -367,10 +367,10 @@ class ParameterServer:
         self._shard.join(message)
         self._joined[message.rank] = call.identity[0]
 
-    def _check_joined(self, rank: int, standing: Standing | None) -> None:
+    def _check_joined(self, rank: int, expected: ExpectedState | None) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
         joined = self._joined.get(rank)  # none after a restart of the server
-        if standing is not None and joined is not None and standing.epoch != joined:
+        if expected is not None and joined is not None and expected.epoch != joined:
             raise SchemaError(
                 f"another client has joined this server as worker {rank} since, so its parameters are those of another "
                 "Executor or job; close one Executor before the next is made, and give each job its own servers"
@@ -396,7 +396,7 @@ class ParameterServer:
         _reply_at_length(call, pack(self._shard.describe()))
 
     def _life(self, call: Call) -> None:
-        call.reply(payload=pack(self._keeper.life))
+        call.reply(payload=pack(self._persistence.life))
 
     def _statistics(self, call: Call) -> None:
         _reply_at_length(call, pack(self._shard.statistics()))

@@ -94,7 +94,7 @@ def _use(
 
 
 @_kernel
-def ahead(
+def start_prefetch(
     held: Any,
     members: Any,
     ids: Any,
@@ -301,7 +301,7 @@ def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
 
 
 @_kernel
-def take_in(
+def finish_prefetch(
     held: Any,
     width: int,
     stateless: bool,
@@ -316,7 +316,7 @@ def take_in(
     came: Any,
     dirty: Any,
 ) -> int:
-    """``RowCache.take_in`` of ids that were admitted; ``dirty`` and the result are as in ``answer``."""
+    """``RowCache.finish_prefetch`` of ids that were admitted; ``dirty`` and the result are as in ``answer``."""
     again = 0
     for k in range(members.size):
         t, p = U(members[k]), came_starts[k]

@@ -11,11 +11,11 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, Overloaded, PeerLost, ProtocolError, RemoteError, Unauthorized
 from anabranch.transport.directory.redis_address import PASSWORD_VARIABLE
 
-__all__ = ["errors_told"]
+__all__ = ["translated_errors"]
 
 
 @contextmanager
-def errors_told(url: str, operation: str, deadline: Deadline) -> Iterator[None]:
+def translated_errors(url: str, operation: str, deadline: Deadline) -> Iterator[None]:
     """Replace an error of the package ``redis`` in the block with one of anabranch's."""
     from redis import exceptions
 
@@ -37,34 +37,34 @@ def _table(exceptions: Any) -> Sequence[tuple[tuple[type, ...], _Make]]:
     return [
         (
             (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError),
-            _telling(
+            _raising(
                 Unauthorized,
                 "Redis rejected this user or password ({}); put them into the URL, redis://USER:PASSWORD@HOST, or the "
                 f"password into {PASSWORD_VARIABLE}",
             ),
         ),
-        ((exceptions.BusyLoadingError,), _telling(Overloaded, "Redis is still loading its data ({}); try again later")),
+        ((exceptions.BusyLoadingError,), _raising(Overloaded, "Redis is still loading its data ({}); try again later")),
         (
             (exceptions.ConnectionError,),
-            _telling(
+            _raising(
                 PeerLost, "no Redis server answers there ({}); start redis-server, or give the address of a running one"
             ),
         ),
-        ((exceptions.OutOfMemoryError,), _telling(Overloaded, "Redis is out of memory ({}); raise its maxmemory")),
+        ((exceptions.OutOfMemoryError,), _raising(Overloaded, "Redis is out of memory ({}); raise its maxmemory")),
         (
             (exceptions.ReadOnlyError,),
-            _telling(RemoteError, "this Redis is a replica, which is read-only ({}); name the primary"),
+            _raising(RemoteError, "this Redis is a replica, which is read-only ({}); name the primary"),
         ),
         (
             (exceptions.AskError, exceptions.ClusterError),
-            _telling(RemoteError, "this Redis is a member of a cluster ({}); name one that is not"),
+            _raising(RemoteError, "this Redis is a member of a cluster ({}); name one that is not"),
         ),
-        ((exceptions.InvalidResponse,), _telling(ProtocolError, "the server there is not Redis ({}); check the port")),
-        ((exceptions.RedisError,), _telling(RemoteError, "Redis answered with an error: {}")),
+        ((exceptions.InvalidResponse,), _raising(ProtocolError, "the server there is not Redis ({}); check the port")),
+        ((exceptions.RedisError,), _raising(RemoteError, "Redis answered with an error: {}")),
     ]
 
 
-def _telling(kind: type[BoundaryError], text: str) -> _Make:
+def _raising(kind: type[BoundaryError], text: str) -> _Make:
     def make(said: str, url: str, operation: str, deadline: Deadline) -> BoundaryError:
         return kind(text.format(said), peer=url, operation=operation, elapsed=deadline.elapsed())
 

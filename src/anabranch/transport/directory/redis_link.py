@@ -19,7 +19,7 @@ from typing import Any
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, PeerLost, ProtocolError
 from anabranch.transport.directory.redis_address import is_loopback, parse_url, shown_url
-from anabranch.transport.directory.redis_errors import errors_told
+from anabranch.transport.directory.redis_errors import translated_errors
 
 __all__ = ["RedisLink", "Script"]
 
@@ -95,7 +95,7 @@ class RedisLink:
         connection = self._take()
         connection.call.deadline = deadline
         try:
-            with errors_told(self.url, operation, deadline):
+            with translated_errors(self.url, operation, deadline):
                 if not self._is_checked:
                     _check_version(connection, self.url)
                     self._is_checked = True

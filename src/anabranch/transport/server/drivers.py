@@ -34,7 +34,7 @@ from anabranch.transport.failures import note_failure
 from anabranch.transport.network.streams import Listener, Stream
 from anabranch.transport.server.connection import Answer, Connection, ConnectionState
 
-__all__ = ["AcceptLoop", "Host", "ThreadOfItsOwn"]
+__all__ = ["AcceptLoop", "DedicatedThread", "Host"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch.transport")
@@ -246,7 +246,7 @@ class AcceptLoop:
             self._poller.unregister(connection.descriptor)
             connection.registered = 0
             try:
-                ThreadOfItsOwn(self._server, connection, self).start()
+                DedicatedThread(self._server, connection, self).start()
             except (OSError, RuntimeError) as error:
                 # No descriptor or thread is left: this client's connection is lost, the others are still served.
                 self._note_want(error)
@@ -331,7 +331,7 @@ class AcceptLoop:
         return not crowd
 
 
-class ThreadOfItsOwn:
+class DedicatedThread:
     """A thread that drives one connection until it ends or rests."""
 
     alone = True

@@ -29,7 +29,7 @@ from anabranch.errors import NotFound, Overloaded, PeerLost, ProtocolError, Sche
 from anabranch.events import report
 from anabranch.status_file import status_file
 from anabranch.transport.failures import note_failure
-from anabranch.transport.frame import Beat, FailureFrame, Limits, RequestHeader, encode
+from anabranch.transport.frame import FailureFrame, Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
 from anabranch.transport.network.sockets import SocketTransport
 from anabranch.transport.network.streams import Peer, Stream, Transport
@@ -451,7 +451,7 @@ class Server:
             self._errors[failure.code] += 1
 
     def _beat_all(self) -> None:
-        frame = encode(Beat())
+        frame = encode(Heartbeat())
         # Twice as often as promised: a late beat on a busy machine must not look like a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
             try:

@@ -32,16 +32,16 @@ from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.events import fault_point, report
+from anabranch.parameter_server.expected_state import ExpectedState
 from anabranch.parameter_server.server.durable.acknowledged import Acknowledged
 from anabranch.parameter_server.server.durable.log_format import Record
 from anabranch.parameter_server.server.durable.ownership import DirectoryContents, Ownership
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.parameter_server.server.shard import Shard
-from anabranch.parameter_server.standing import Standing
 from anabranch.transport.server.once import RequestIdentity
 
-__all__ = ["Durability", "Keeper"]
+__all__ = ["Durability", "ShardPersistence"]
 
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
@@ -54,7 +54,7 @@ _ADOPTED = "adopted"
 _CHOICES = "restore its files from a copy, or start with --repair, which continues with what is left"
 
 
-class Keeper:
+class ShardPersistence:
     """Keeps one shard's state in a directory, which it owns until ``close``.
 
     Args:
@@ -268,25 +268,25 @@ class Keeper:
         """Return the place of ``identity``'s push among its client's, from 1; by default of this thread's last push."""
         return cast(int, self._asking.place) if identity is None else self._done.place(identity)
 
-    def check(self, standing: Standing) -> None:
+    def check(self, expected: ExpectedState) -> None:
         """Raise if the shard holds fewer of a client's pushes than it acknowledged.
 
         Raises:
             RolledBack: some of its pushes are lost; gives their number.
         """
-        holds = self._done.pushes(standing.epoch)
-        if holds is None and standing.pushes:
-            holds = self._adopt(standing)
-        lost = max(standing.pushes - (holds or 0), 0)
-        if lost or (standing.life and standing.life != self._life):
+        holds = self._done.pushes(expected.epoch)
+        if holds is None and expected.pushes:
+            holds = self._adopt(expected)
+        lost = max(expected.pushes - (holds or 0), 0)
+        if lost or (expected.life and expected.life != self._life):
             others = "" if lost else ", but pushes of other workers are"
             raise RolledBack(
                 f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
-                f"lost{others}; it is at step {self._shard.stands_at()} of its life {self._life:x}",
+                f"lost{others}; it is at step {self._shard.current_step()} of its life {self._life:x}",
                 lost=lost,
             )
 
-    def _adopt(self, standing: Standing) -> int:
+    def _adopt(self, expected: ExpectedState) -> int:
         """Return the count of a forgotten client, as the client reports it.
 
         Raises:
@@ -295,19 +295,19 @@ class Keeper:
         if self._done.doubtful:
             raise RolledBack(
                 "this shard came back without changes that it had acknowledged, and too many other clients have pushed "
-                f"since this one did: it is unknown how many of its {standing.pushes} pushes are lost; it is at "
-                f"step {self._shard.stands_at()} of its life {self._life:x}",
+                f"since this one did: it is unknown how many of its {expected.pushes} pushes are lost; it is at "
+                f"step {self._shard.current_step()} of its life {self._life:x}",
                 lost=None,
             )
         with self._shard.locked():
-            holds = self._done.pushes(standing.epoch)
+            holds = self._done.pushes(expected.epoch)
             if holds is None:
                 # Under "checkpoint" a count logged after it would hide the loss of pushes that came after it.
                 if self._log is not None and self._durability == "log":
-                    self._position = self._log.append(Record(_ADOPTED, b"", standing.epoch, standing.pushes), ())
-                self._done.adopt(standing.epoch, standing.pushes)
+                    self._position = self._log.append(Record(_ADOPTED, b"", expected.epoch, expected.pushes), ())
+                self._done.adopt(expected.epoch, expected.pushes)
                 self._touched += 1
-                holds = standing.pushes
+                holds = expected.pushes
             return holds
 
     def commit(self, deadline: Deadline) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from anabranch.transport.beats import Beats, Identity, _process_status
+from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats, _process_status
 from waiting import wait_until
 
 
@@ -66,14 +66,16 @@ def test_an_identity_survives_its_text() -> None:
 
 def test_a_running_peer_is_never_lost(child: subprocess.Popen[bytes]) -> None:
     clock = Clock()
-    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, clock=clock) as beats:
+    with ProcessHeartbeats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, clock=clock) as beats:
         for clock.now in (0.0, 10.0, 1000.0):
             assert beats.lost() == {}
 
 
 def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subprocess.Popen[bytes]) -> None:
     clock = Clock()
-    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock) as beats:
+    with ProcessHeartbeats(
+        {0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock
+    ) as beats:
         child.send_signal(signal.SIGSTOP)
         wait_for_state(child.pid, "Tt")
         assert beats.lost() == {}
@@ -83,9 +85,11 @@ def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subproc
         assert beats.lost() == {1: "its process is stopped"}
 
 
-def test_a_peer_that_goes_on_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
+def test_a_peer_that_resumes_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
     clock = Clock()
-    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock) as beats:
+    with ProcessHeartbeats(
+        {0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock
+    ) as beats:
         child.send_signal(signal.SIGSTOP)
         wait_for_state(child.pid, "Tt")
         assert beats.lost() == {}
@@ -100,7 +104,7 @@ def test_a_peer_that_goes_on_in_time_is_not_lost(child: subprocess.Popen[bytes])
 
 
 def test_a_dead_peer_is_lost_at_once_even_before_it_is_buried(child: subprocess.Popen[bytes]) -> None:
-    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0) as beats:
+    with ProcessHeartbeats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0) as beats:
         child.kill()
         wait_for_state(child.pid, "ZX")
         assert beats.lost() == {1: "its process has ended"}
@@ -112,7 +116,7 @@ def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(ch
     clock, here = Clock(), Identity.of_this_process()
     with subprocess.Popen(["true"]) as other:  # has ended, and is no more, when this is left
         gone = identity_of(other.pid)
-    with Beats({0: here, 1: identity_of(child.pid), 2: gone}, 0, heartbeat=1.0, clock=clock) as beats:
+    with ProcessHeartbeats({0: here, 1: identity_of(child.pid), 2: gone}, 0, heartbeat=1.0, clock=clock) as beats:
         child.send_signal(signal.SIGSTOP)
         wait_for_state(child.pid, "Tt")
         assert beats.lost() == {}
@@ -125,7 +129,7 @@ def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(ch
 
 def test_another_process_under_the_number_of_a_dead_peer_is_not_taken_for_it(child: subprocess.Popen[bytes]) -> None:
     earlier = Identity(Identity.of_this_process().host, child.pid, "12345")
-    with Beats({0: Identity.of_this_process(), 1: earlier}, 0) as beats:
+    with ProcessHeartbeats({0: Identity.of_this_process(), 1: earlier}, 0) as beats:
         assert beats.gone() == {1: "its process has ended"}
 
 
@@ -133,7 +137,9 @@ def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
     clock, store = Clock(), MemoryStore()
     store.values["anabranch/beat/1"] = "0"
     elsewhere = Identity("another host", 1, "1")
-    beats = Beats({0: Identity.of_this_process(), 1: elsewhere}, 0, store=store, heartbeat=0.01, clock=clock)
+    beats = ProcessHeartbeats(
+        {0: Identity.of_this_process(), 1: elsewhere}, 0, store=store, heartbeat=0.01, clock=clock
+    )
     with beats:
         assert store.beaten.acquire(timeout=60)
         clock.now = 0.02
@@ -150,4 +156,4 @@ def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
 
 def test_peers_elsewhere_need_a_store() -> None:
     with pytest.raises(ValueError, match="rank 1 runs on another host"):
-        Beats({0: Identity.of_this_process(), 1: Identity("another host", 1, "1")}, 0)
+        ProcessHeartbeats({0: Identity.of_this_process(), 1: Identity("another host", 1, "1")}, 0)

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-__all__ = ["Beats", "Identity", "Store"]
+__all__ = ["Identity", "ProcessHeartbeats", "Store"]
 
 _STOPPED = frozenset("Tt")
 _GONE = frozenset("ZXx")
@@ -82,7 +82,7 @@ def _process_status(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-class Beats:
+class ProcessHeartbeats:
     """Watches the other ranks of a group; a context manager.
 
     Args:
@@ -125,7 +125,9 @@ class Beats:
             self._near[peer] = who
             return
         if self._store is None:
-            raise ValueError(f"rank {peer} runs on another host; give Beats the job's store to receive its beats")
+            raise ValueError(
+                f"rank {peer} runs on another host; give ProcessHeartbeats the job's store to receive its beats"
+            )
         self._far.append(peer)
         if self._thread is None:
             self._beat(0)
@@ -185,7 +187,7 @@ class Beats:
             self._thread.join(2 * self.heartbeat + 1.0)
             self._thread = None
 
-    def __enter__(self) -> Beats:
+    def __enter__(self) -> ProcessHeartbeats:
         return self
 
     def __exit__(self, *_: object) -> None:

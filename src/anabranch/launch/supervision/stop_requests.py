@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["BURST_SECONDS", "ECHO_SECONDS", "Presses", "TERMINAL", "UNKNOWN"]
+__all__ = ["BURST_SECONDS", "ECHO_SECONDS", "StopRequests", "TERMINAL", "UNKNOWN"]
 
 ECHO_SECONDS = 0.5
 """A signal that another process sends within this time of the first is its echo."""
@@ -24,13 +24,13 @@ TERMINAL = 0
 UNKNOWN = -1
 
 
-class Presses:
+class StopRequests:
     """The signals received so far.
 
-    >>> presses = Presses()
-    >>> presses.is_another(signal.SIGINT, TERMINAL, 0.0), presses.is_another(signal.SIGINT, 4711, 0.1)
+    >>> requests = StopRequests()
+    >>> requests.is_another(signal.SIGINT, TERMINAL, 0.0), requests.is_another(signal.SIGINT, 4711, 0.1)
     (False, False)
-    >>> presses.is_another(signal.SIGINT, TERMINAL, 0.1)
+    >>> requests.is_another(signal.SIGINT, TERMINAL, 0.1)
     True
     """
 

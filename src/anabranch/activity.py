@@ -19,10 +19,10 @@ from pathlib import Path
 
 from anabranch.status_file import STATUS_VARIABLE
 
-__all__ = ["Doing", "during", "read_doing"]
+__all__ = ["Activity", "during", "read_activity"]
 
 
-class Doing(IntEnum):
+class Activity(IntEnum):
     """Work that may last."""
 
     NOTHING = 0
@@ -38,21 +38,21 @@ class Doing(IntEnum):
 
 
 _WORDS = {
-    Doing.NOTHING: "",
-    Doing.FETCHING: "is fetching a batch from its loader",
-    Doing.CAPTURING: "is capturing a step as a graph, once for each kind of batch",
-    Doing.COMPILING: "is compiling the kernels of tables, once on this machine",
-    Doing.CONNECTING: "is connecting to the other workers",
+    Activity.NOTHING: "",
+    Activity.FETCHING: "is fetching a batch from its loader",
+    Activity.CAPTURING: "is capturing a step as a graph, once for each kind of batch",
+    Activity.COMPILING: "is compiling the kernels of tables, once on this machine",
+    Activity.CONNECTING: "is connecting to the other workers",
 }
 _RECORD = struct.Struct("<qdB")  # pid, time.monotonic(), what
 _file: tuple[int, str, mmap.mmap] | None = None
 
 
 @contextmanager
-def during(what: Doing) -> Iterator[None]:
+def during(what: Activity) -> Iterator[None]:
     """Leave ``what`` while the block runs on the main thread.
 
-    >>> with during(Doing.FETCHING):
+    >>> with during(Activity.FETCHING):
     ...     batch = next(iter([1]))
     """
     file = _mapped()
@@ -67,13 +67,13 @@ def during(what: Doing) -> Iterator[None]:
         file[: _RECORD.size] = before
 
 
-def read_doing(path: Path, pid: int | None) -> tuple[Doing, float]:
+def read_activity(path: Path, pid: int | None) -> tuple[Activity, float]:
     """Return a process's activity and its seconds so far; nothing if the file belongs to another process."""
     with suppress(OSError, struct.error, ValueError):
         owner, since, what = _RECORD.unpack(path.read_bytes())
         if owner == pid:
-            return Doing(what), max(0.0, time.monotonic() - since)
-    return Doing.NOTHING, 0.0
+            return Activity(what), max(0.0, time.monotonic() - since)
+    return Activity.NOTHING, 0.0
 
 
 def _mapped() -> mmap.mmap | None:

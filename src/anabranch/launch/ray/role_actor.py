@@ -1,7 +1,7 @@
-"""``Seat``: a role's place on a node of the Ray cluster; it starts the role there as one machine does, a process.
+"""``RoleActor``: starts a role on a node of the Ray cluster, as a process, like the launcher on one machine.
 
 Runs inside a Ray actor, and is an ordinary class. The launcher *follows* it: each call brings the output since the last
-one, and renews the seat's lease. A seat that is not followed kills its process when the lease is over: Ray may have
+one, and renews the actor's lease. An actor that is not followed kills its process when the lease is over: Ray may have
 given up a node that lives on, and the launcher starts a successor no sooner than that.
 """
 
@@ -23,17 +23,17 @@ from anabranch.launch.job_status import process_state
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.supervision import leash
+from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.spans import FOLDER_VARIABLE
 from anabranch.status_file import STATUS_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["LEASE_SECONDS", "News", "Seat", "names_of_keys"]
+__all__ = ["LEASE_SECONDS", "RoleActor", "RoleEvents", "names_of_keys"]
 
 LEASE_SECONDS = 20.0
-"""Seconds after which a seat that nobody follows kills its process."""
+"""Seconds after which an actor that nobody follows kills its process."""
 
 _MOST_BYTES = 1 << 20
 _CHUNK = 1 << 16
@@ -47,8 +47,8 @@ _OF_THE_NODE = (
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """Events in a seat since the last request.
+class RoleEvents:
+    """Events in an actor since the last request.
 
     Attributes:
         output: pieces of output, each with its stream (1 or 2).
@@ -66,8 +66,8 @@ class News:
     stopped: bool = False
 
 
-class Seat:
-    """One role's place.
+class RoleActor:
+    """The Ray actor of one role.
 
     Args:
         keys: the files of the role's certificates, by name.
@@ -119,12 +119,12 @@ class Seat:
         return pid, self._host, self._rendezvous.port
 
     def wait_until_ready(self) -> None:
-        """Return when the directory of this seat answers, or will not; follow the seat meanwhile."""
+        """Return when the directory of this actor answers, or will not; follow the actor meanwhile."""
         assert self._rendezvous is not None, "started"
         self._rendezvous.wait_until_ready()
 
     def is_announced(self, uid: str) -> bool:
-        """Tell whether somebody serves ``uid``, by the directory of this seat."""
+        """Tell whether somebody serves ``uid``, by the directory of this actor."""
         return self._rendezvous is not None and self._rendezvous.is_announced(uid)
 
     def start(self, program: PythonProgram, environment: Mapping[str, str], directory: str | None, apart: bool) -> int:
@@ -143,10 +143,10 @@ class Seat:
         return self._begin(program, environment, directory, None, apart)
 
     def state_folder(self) -> str:
-        """Return a folder that lives as long as the seat."""
+        """Return a folder that lives as long as the actor."""
         return str(self._folder / "state")
 
-    def follow(self) -> News:
+    def follow(self) -> RoleEvents:
         """Return the news since the last call; waits a moment for some."""
         with self._changed:
             self._followed = time.monotonic()
@@ -155,10 +155,10 @@ class Seat:
             self._changed.notify_all()
             running = self._running
             stopped = running is not None and process_state(running.pid) == "stopped"
-            return News(output, self._code, self._newly_told(), time.monotonic(), stopped)
+            return RoleEvents(output, self._code, self._newly_told(), time.monotonic(), stopped)
 
     def recorded(self) -> dict[str, bytes]:
-        """Return the files that the processes of this seat have recorded for a trace, by name."""
+        """Return the files that the processes of this actor have recorded for a trace, by name."""
         return {path.name: path.read_bytes() for path in self._folder.glob("*.spans")}
 
     def _newly_told(self) -> dict[str, bytes]:
@@ -209,7 +209,7 @@ class Seat:
         started = threading.Event()
         failed: list[OSError] = []
         self._code, self._running, self._followed = None, None, time.monotonic()
-        command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), "", *program.command]
+        command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *program.command]
 
         def live() -> None:
             # The kernel ties the process to the thread that has started it: this one lives as long.

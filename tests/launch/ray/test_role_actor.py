@@ -1,4 +1,4 @@
-"""A seat without Ray: a process that is followed, signalled, and killed when nobody follows it."""
+"""An actor without Ray: a process that is followed, signalled, and killed when nobody follows it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.ray import seat as seat_module
-from anabranch.launch.ray.seat import Seat
+from anabranch.launch.ray import role_actor as role_actor_module
+from anabranch.launch.ray.role_actor import RoleActor
 from waiting import wait_until
 
-ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "seat-test"}
+ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "actor-test"}
 
 
 @pytest.fixture
-def seat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seat]:
-    monkeypatch.setattr(seat_module, "_ANSWER_SECONDS", 0.05)
-    made = Seat({"authority.pem": b"public", "worker.pem": b"secret"}, "127.0.0.1")
+def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[RoleActor]:
+    monkeypatch.setattr(role_actor_module, "_ANSWER_SECONDS", 0.05)
+    made = RoleActor({"authority.pem": b"public", "worker.pem": b"secret"}, "127.0.0.1")
     yield made
     made.close()
 
@@ -31,17 +31,17 @@ def _program(folder: Path, source: str) -> PythonProgram:
     return PythonProgram("role.py")
 
 
-def _follow_to_the_end(seat: Seat) -> tuple[dict[int, bytes], int]:
+def _follow_to_the_end(actor: RoleActor) -> tuple[dict[int, bytes], int]:
     said: dict[int, bytes] = {}
     while True:
-        news = seat.follow()
+        news = actor.follow()
         for stream, data in news.output:
             said[stream] = said.get(stream, b"") + data
         if news.code is not None and not news.output:
             return said, news.code
 
 
-def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(seat: Seat, tmp_path: Path) -> None:
+def test_a_role_has_its_keys_and_its_output_and_exit_code_are_reported(actor: RoleActor, tmp_path: Path) -> None:
     program = _program(
         tmp_path,
         "import os, sys\n"
@@ -50,52 +50,50 @@ def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(seat: Seat, 
         "print('trouble', file=sys.stderr)\n"
         "sys.exit(3)\n",
     )
-    seat.start(program, ENVIRONMENT, str(tmp_path), True)
-    assert _follow_to_the_end(seat) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
+    actor.start(program, ENVIRONMENT, str(tmp_path), True)
+    assert _follow_to_the_end(actor) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
 
 
-def test_a_process_that_is_frozen_on_its_node_is_told_so_until_it_goes_on(seat: Seat, tmp_path: Path) -> None:
-    pid = seat.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
-    assert not seat.follow().stopped
+def test_a_process_frozen_on_its_node_is_reported_until_it_resumes(actor: RoleActor, tmp_path: Path) -> None:
+    pid = actor.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
+    assert not actor.follow().stopped
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: seat.follow().stopped)
+    wait_until(lambda: actor.follow().stopped)
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not seat.follow().stopped)
+    wait_until(lambda: not actor.follow().stopped)
 
 
-def test_a_process_that_nobody_follows_is_killed_when_the_lease_is_over(
+def test_a_process_that_is_not_followed_is_killed_at_the_end_of_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat_module, "LEASE_SECONDS", 0.2)
-    with closing(Seat({}, "127.0.0.1")) as short:
+    monkeypatch.setattr(role_actor_module, "LEASE_SECONDS", 0.2)
+    with closing(RoleActor({}, "127.0.0.1")) as short:
         pid = short.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
         wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> None:
-    with closing(Seat({}, "127.0.0.1")) as seat:
+def test_closing_kills_the_process_and_its_children(tmp_path: Path) -> None:
+    with closing(RoleActor({}, "127.0.0.1")) as actor:
         source = (
             "import subprocess, sys, time\n"
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
             "print(child.pid, flush=True)\n"
             "time.sleep(600)\n"
         )
-        pid = seat.start(_program(tmp_path, source), ENVIRONMENT, str(tmp_path), False)
+        pid = actor.start(_program(tmp_path, source), ENVIRONMENT, str(tmp_path), False)
         output: list[tuple[int, bytes]] = []
-        wait_until(lambda: output.extend(seat.follow().output) or output)
+        wait_until(lambda: output.extend(actor.follow().output) or output)
         child = int(output[0][1])
     assert not Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(seat: Seat, tmp_path: Path) -> None:
+def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(actor: RoleActor, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"node 127\.0\.0\.1 has no 'train\.py'.*shared storage"):
-        seat.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)
+        actor.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)
 
 
-def test_what_a_process_tells_of_itself_comes_once_and_what_it_has_recorded_when_asked(
-    seat: Seat, tmp_path: Path
-) -> None:
+def test_a_process_s_status_is_sent_once_and_its_recording_on_request(actor: RoleActor, tmp_path: Path) -> None:
     program = _program(
         tmp_path,
         "import os, pathlib, sys\n"
@@ -106,22 +104,22 @@ def test_what_a_process_tells_of_itself_comes_once_and_what_it_has_recorded_when
         "import time; time.sleep(600)\n",
     )
     environment = {**ENVIRONMENT, "ANABRANCH_STATUS": "worker-0", "ANABRANCH_TRACE": "/on/another/machine"}
-    seat.start(program, environment, str(tmp_path), True)
+    actor.start(program, environment, str(tmp_path), True)
     told: list[dict[str, bytes]] = []
     said: list[tuple[int, bytes]] = []
     while not said:
-        news = seat.follow()
+        news = actor.follow()
         said += news.output
         told += [news.told] if news.told else []
-    told += [more] if (more := seat.follow().told) else []
+    told += [more] if (more := actor.follow().told) else []
     assert told == [{".status": b"{}"}]
-    assert seat.recorded() == {"worker-0.7.spans": b"spans"}
+    assert actor.recorded() == {"worker-0.7.spans": b"spans"}
 
 
 def test_a_process_that_starts_late_is_given_a_whole_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(seat_module.time, "monotonic", lambda: clock[0])
-    with closing(Seat({}, "127.0.0.1")) as seat:
-        clock[0] = 2 * seat_module.LEASE_SECONDS
-        seat.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
-        assert seat._followed == clock[0]
+    monkeypatch.setattr(role_actor_module.time, "monotonic", lambda: clock[0])
+    with closing(RoleActor({}, "127.0.0.1")) as actor:
+        clock[0] = 2 * role_actor_module.LEASE_SECONDS
+        actor.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
+        assert actor._followed == clock[0]

@@ -1,4 +1,4 @@
-"""``Standing``, in every request: the shard that a client expects at an endpoint, and the pushes it expects there.
+"""``ExpectedState``, in every request: the shard that a client expects at an endpoint, and the pushes it expects there.
 
 The shard compares. A server that is another shard refuses the request, so endpoints in the wrong order split no table.
 One that holds fewer pushes was restarted without changes that it had acknowledged, and raises ``RolledBack``.
@@ -10,13 +10,13 @@ import struct
 from bisect import insort
 from dataclasses import dataclass
 
-__all__ = ["Ledger", "Standing"]
+__all__ = ["AcknowledgedPushes", "ExpectedState"]
 
 _FORM = struct.Struct("<16sQQII")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ExpectedState:
     """The facts about the client in one request.
 
     Attributes:
@@ -34,22 +34,22 @@ class Standing:
     shards: int = 0
 
     def encode(self) -> bytes:
-        """Return the standing as 40 bytes."""
+        """Return the state as 40 bytes."""
         return _FORM.pack(self.epoch, self.pushes, self.life, self.shard, self.shards)
 
     @classmethod
-    def decode(cls, memory: bytes) -> Standing | None:
-        """Decode the bytes of ``encode``; ``None`` for a request without a standing."""
+    def decode(cls, memory: bytes) -> ExpectedState | None:
+        """Decode the bytes of ``encode``; ``None`` for a request without one."""
         return cls(*_FORM.unpack(memory)) if len(memory) == _FORM.size else None
 
 
-class Ledger:
+class AcknowledgedPushes:
     """The places of one client's pushes that one shard has acknowledged.
 
-    >>> ledger = Ledger()
+    >>> pushes = AcknowledgedPushes()
     >>> for place in (1, 2, 4, 5):  # nobody ever heard of the third
-    ...     ledger.add(place)
-    >>> ledger.newest, ledger.cut(2), ledger.newest
+    ...     pushes.add(place)
+    >>> pushes.newest, pushes.cut(2), pushes.newest
     (5, 2, 2)
     """
 
