@@ -94,16 +94,27 @@ def _shared() -> frozenset[str]:
 
 
 def _is_ours(name: str) -> bool:
-    """Return True for a file of /dev/shm that is mapped here, or in no process at all, so not another process's."""
-    path = f"/dev/shm/{name}"
-    if os.path.isdir(path):  # somebody's temporary directory
+    """Return True for a file of /dev/shm that is mapped here, or in no process at all, so not another process's.
+
+    Files are compared by number: a semaphore is mapped under the temporary name that it had while it was made.
+    """
+    path = Path("/dev/shm", name)
+    if path.is_dir():  # somebody's temporary directory
         return False
-    users = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if path in (process / "maps").read_text():
-                users.add(process.name)
-    return os.path.exists(path) and (not users or str(os.getpid()) in users)
+    try:
+        number = str(path.stat().st_ino)
+    except FileNotFoundError:
+        return False
+    users = {process.name for process in Path("/proc").glob("[0-9]*") if number in _shared_files_of(process)}
+    return path.exists() and (not users or str(os.getpid()) in users)
+
+
+def _shared_files_of(process: Path) -> set[str]:
+    """Return the numbers of the files in /dev/shm that a process has mapped."""
+    with suppress(OSError):  # ended, or another user's
+        lines = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+        return {fields[4] for fields in lines if len(fields) == 6 and fields[5].startswith("/dev/shm/")}
+    return set()
 
 
 def _children() -> frozenset[int]:
