@@ -121,6 +121,7 @@ class Saver:
     def save(self, path: Place, *, wait: bool = True) -> None:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
+        self._check_known("save")
         if self.remote is not None:
             self.remote.settle()
             if self._stages > 1:
@@ -308,6 +309,11 @@ class Saver:
             return [data]
         return self._workers.gather_bytes(data, operation="save")
 
+    def _check_known(self, operation: str) -> None:
+        """Raise ``BoundaryError`` if the others may be in the middle of a run: these messages would meet its own."""
+        for runner in self._runners.values():
+            runner.check_known(operation)
+
     # Loading.
 
     def resume(self, path: Place) -> bool:
@@ -320,6 +326,7 @@ class Saver:
 
     def _load_chosen(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
+        self._check_known("load")
         if self.remote is not None:
             self.remote.tables.come_to_rest()  # before any worker replaces what is on the servers
         chosen: Checkpoint | None = None
