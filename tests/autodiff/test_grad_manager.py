@@ -5,8 +5,11 @@ from __future__ import annotations
 import _thread
 import concurrent.futures
 import gc
+import sys
 import threading
 import weakref
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +134,74 @@ def test_leftovers_of_an_interrupted_sweep_are_not_in_the_next_one(monkeypatch: 
     with manager:
         manager.backward(x.sum())
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+def _interrupted_at(line: int, act: Any) -> bool:
+    """Call ``act`` with Ctrl-C at that line of the package; return False if it has fewer."""
+    left = line
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if "anabranch" not in frame.f_code.co_filename:
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+@pytest.mark.parametrize("times", [0, 1, 10])
+def test_an_interrupt_at_any_line_adds_all_gradients_or_none(times: int) -> None:
+    """An earlier ``.grad`` was lost between the hook that sets it aside and the one that puts it back."""
+    kept: list[object] = []  # or a finalizer would run in a traced line, and swallow the interrupt
+    line = 1
+    while True:
+        a, b, c = (torch.tensor([k, k + 1.0], requires_grad=True) for k in (1.0, 3.0, 5.0))
+        manager = ab.GradManager().attach([a, b, c], lambda tensor, grad: grad * times if times else None)
+        kept += [a, b, c, manager]
+        a.grad, c.grad = torch.ones(2), torch.ones(2).mul_(2)
+        before = [a.grad.clone(), torch.zeros(2), c.grad.clone()]
+        after = [old + max(1, times) * (a * b * c / x).detach() for old, x in zip(before, (a, b, c), strict=True)]
+        with manager:
+            product = (a * b * c).sum()
+            came = _interrupted_at(line, lambda run=manager.backward, product=product: run(product))
+        found = [torch.zeros(2) if x.grad is None else x.grad.clone() for x in (a, b, c)]
+        assert [x.tolist() for x in found] in ([x.tolist() for x in before], [x.tolist() for x in after]), line
+        product = (a * 2).sum()
+        product.backward()  # a backward that is not the manager's is left alone
+        assert a.grad.tolist() == (found[0] + 2).tolist()
+        if not came:
+            break
+        line += 1
+    assert line > 60
+
+
+def test_a_hook_of_the_users_that_raises_leaves_every_grad_as_it_was() -> None:
+    """The earlier ``.grad`` had been set aside by then, and was lost."""
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    manager = ab.GradManager().attach([x, y], lambda tensor, grad: None)
+    for _ in range(2):
+        with manager:
+            manager.backward((x * y).sum())
+    before = x.grad, y.grad, x.grad.tolist(), y.grad.tolist()
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise ArithmeticError("no")
+
+    x.register_hook(refuse)
+    with pytest.raises(ArithmeticError), manager:
+        manager.backward((x * y).sum())
+    assert (x.grad is before[0], y.grad is before[1]) == (True, True)
+    assert (x.grad.tolist(), y.grad.tolist()) == before[2:]
 
 
 def test_an_unreached_parameter_gets_no_callback_and_no_grad() -> None:

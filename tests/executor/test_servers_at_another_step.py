@@ -23,12 +23,12 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()  # type: ignore[no-any-return]
 
 
-def executor_of(clip: float | None, consistency: str) -> ab.Executor:
+def executor_of(clip: float | None, consistency: str, accumulate: int = 1) -> ab.Executor:
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     steps = {
-        "train": ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=clip),
+        "train": ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=clip, accumulate=accumulate),
         "look": ab.EvalStep(model, lambda m, x: {"out": m(x)}),
     }
     return ab.Executor(steps, "PS", engine="tape", consistency=consistency)
@@ -68,6 +68,22 @@ def test_after_a_push_without_an_answer_only_a_checkpoint_goes_on(
                 go_on()
         executor.load(tmp_path)
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
+
+
+def test_a_checkpoint_of_an_open_window_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor_of(None, "ssp:0", accumulate=2) as executor:
+        executor.run("train", X)
+        executor.save(tmp_path)
+        expected = [executor.run("train", X)["loss"] for _ in range(3)]
+        assert executor._remote is not None
+        client = executor._remote.client
+        with monkeypatch.context() as patch:
+            late = unanswered(client.push_many, ab.DeadlineExceeded("no answer"), arrives=True)
+            patch.setattr(client, "push_many", late)
+            with pytest.raises(ab.DeadlineExceeded):
+                executor.run("train", X)
+        executor.load(tmp_path)
+        assert [executor.run("train", X)["loss"] for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

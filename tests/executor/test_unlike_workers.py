@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -291,3 +292,73 @@ def test_workers_that_are_in_different_runs_say_so() -> None:
     assert "the workers are in different runs" in first["said"][0]
     assert second["said"][0] == "this batch is bad, here"
     assert "the workers are in different runs" in second["said"][1]
+
+
+def test_an_interrupt_behind_the_first_message_of_a_run_is_no_crash_of_the_next(tmp_path: Path) -> None:
+    """Ctrl-C came once the header was on its way: the next run's messages met the failed one's, and gloo aborted."""
+    source = """
+        import json, sys, torch
+        from torch import nn
+        import anabranch as ab
+        from anabranch.collectives import Workers
+
+        rank = ab.job().rank
+        model = nn.Linear(2, 1).bfloat16()  # whose buckets would round the header, so it has a message of its own
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        start, said = Workers.start_all_reduce, []
+
+        def interrupted(workers, tensor, *, operation="", **keywords):
+            start(workers, tensor, operation=operation, **keywords)
+            if operation == "all_reduce of rows and loss":
+                raise KeyboardInterrupt
+
+        executor = ab.Executor(step, comm_mode="AllReduce", timeout=5)
+        batch = torch.ones(2, 2, dtype=torch.bfloat16)
+        executor.run(batch=batch)
+        if rank == 0:
+            Workers.start_all_reduce = interrupted
+        calls = [lambda: executor.run(batch=batch)] * 2
+        calls += [lambda: executor.save(sys.argv[1]), lambda: executor.load(sys.argv[1])]
+        for call in calls if rank == 0 else calls[:1]:
+            try:
+                call()
+            except (KeyboardInterrupt, ab.BoundaryError) as error:
+                said.append(f"{type(error).__name__} {error}")
+            Workers.start_all_reduce = start
+        print(json.dumps({"said": said}), flush=True)
+    """
+    result = LocalJob(2).run_source(source, str(tmp_path / "saved"))
+    first, second = result.results
+    assert first is not None, result.logs
+    assert second is not None, result.logs
+    interrupt, *others = first["said"]
+    assert interrupt.startswith("KeyboardInterrupt")
+    assert [word in text for word, text in zip(("run", "save", "load"), others, strict=True)] == [True] * 3
+    assert all("failed in the middle of its communication" in text for text in others)
+    assert second["said"][0].startswith(("PeerLost", "DeadlineExceeded"))
+    assert not (tmp_path / "saved").exists()
+
+
+def test_workers_that_load_are_in_the_same_run_again(tmp_path: Path) -> None:
+    """One had called a run that failed before its first message, and its number of runs stayed ahead for good."""
+    source = """
+        import json, sys, torch
+        from torch import nn
+        import anabranch as ab
+
+        rank = ab.job().rank
+        model = nn.Linear(2, 1)
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, comm_mode="AllReduce", timeout=50) as executor:
+            executor.save(sys.argv[1])
+            if rank == 1:
+                try:
+                    executor.run(batch=torch.ones(2, 3))
+                except RuntimeError:
+                    pass
+            executor.load(sys.argv[1])
+            executor.run(batch=torch.ones(2, 2))
+            print(json.dumps({"steps": executor.step}))
+    """
+    results = LocalJob(2).run_source(source, str(tmp_path / "saved")).check().results
+    assert list(results) == [{"steps": 1}] * 2

@@ -194,8 +194,8 @@ class GradManager:
     ) -> None:
         """Sweeps back from ``y``, runs the callbacks, then accumulates into ``.grad``, and ends the session.
 
-        When a callback raises, the sweep ends there, no ``.grad`` is changed, futures returned so far are cancelled or
-        waited for briefly, and the exception continues to the caller.
+        When a callback or a hook raises, or Ctrl-C interrupts, the sweep ends there, no ``.grad`` is changed, futures
+        returned so far are cancelled or waited for briefly, and the exception continues to the caller.
 
         Args:
             y: the roots, ones that require no gradient are ignored; ``None`` for a rank that has none.
@@ -224,27 +224,54 @@ class GradManager:
             self.release()
 
     def _run_hooked(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
+        earlier: dict[int, Tensor] = {}
         for reference in self._watched.values():
             leaf = reference()
             if leaf is not None and leaf.grad is not None:
                 self._set_grad_aside(leaf)
+                earlier[id(leaf)] = leaf.grad
         sweep = self._sweep
-        sweep.begin()
+        added: list[tuple[Tensor, Tensor]] = []
+        version: int | None = None
         try:
+            sweep.begin()
             run_sweep(roots, gradients, retain, create)
             sweep.end()
             final = self._resolve() if sweep.replaced else cast("list[Tensor]", sweep.values)
             if sweep.set_aside:
-                for tensor, value in zip(sweep.tensors, final, strict=True):
-                    _accumulate(tensor, sweep.set_aside.get(id(tensor)), value, create)
+                added = self._assign(final, create)
+                version = _version(added)
+                _add(added)
             else:
                 for tensor, value in zip(sweep.tensors, final, strict=True):
                     tensor.grad = value
         except BaseException as error:
+            if version is None or version == _version(added):  # nothing was added yet
+                self._put_back(earlier)
             abandon(sweep.values, error)
             raise
         finally:
             sweep.clear()
+
+    def _put_back(self, earlier: dict[int, Tensor]) -> None:
+        """Leave every watched leaf with the ``.grad`` of before the sweep, wherever between (1) and (3) it ended."""
+        for key, reference in self._watched.items():
+            leaf = reference()
+            if leaf is not None:
+                leaf.grad = earlier.get(key)
+
+    def _assign(self, final: Sequence[Tensor], create: bool) -> list[tuple[Tensor, Tensor]]:
+        """Write gradients to ``.grad``; return those to be added in place, each after what it is added to."""
+        added: list[tuple[Tensor, Tensor]] = []
+        for tensor, value in zip(self._sweep.tensors, final, strict=True):
+            before = self._sweep.set_aside.get(id(tensor))
+            if before is None:
+                tensor.grad = value
+            elif create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
+                tensor.grad = value + before  # the sum itself is differentiated, or a sparse side forbids it
+            else:
+                added.append((before, value))
+        return added
 
     def _set_grad_aside(self, leaf: Tensor) -> None:
         slot = self._slots[id(leaf)]
@@ -332,15 +359,15 @@ def _release(members: Sequence[GradManager]) -> None:
         member.release()
 
 
-def _accumulate(tensor: Tensor, before: Tensor | None, value: Tensor, create: bool) -> None:
-    """As torch accumulates: in place, unless the sum itself is differentiated or a sparse side forbids it."""
-    if before is None:
-        tensor.grad = value
-    elif create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
-        tensor.grad = value + before
-    else:
-        with torch.no_grad():
-            before.add_(value)
+def _add(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add in place, in one call: an interrupt comes before or after all of it. None of them requires a gradient."""
+    if pairs:
+        torch._foreach_add_([before for before, _ in pairs], [value for _, value in pairs])
+
+
+def _version(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """Return a number that ``_add`` changes."""
+    return pairs[0][0]._version if pairs else 0
 
 
 def _forgetter(manager: weakref.ref[GradManager], key: int) -> Callable[[weakref.ref[Tensor]], None]:

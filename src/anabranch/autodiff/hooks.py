@@ -8,7 +8,8 @@ Modules have ``record_outputs``. A leaf's gradient passes three places::
 At (1), a tensor hook, it is the engine's own buffer, which two tensors may share. At (2) torch steals the buffer, or
 copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` takes it at (3), out of ``.grad``, at no
 cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
-set aside at (1), or (2) would add to it. Results of operations have (1) alone.
+set aside at (1), or (2) would add to it. If the sweep ends between (1) and (3), by an interrupt or another's hook, its
+owner puts it back. Results of operations have (1) alone.
 
 Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the

@@ -68,6 +68,7 @@ class StepRunner:
         self._in_window = 0
         self._window_rows = 0.0
         self._broken = False
+        self._started = False
         self._parameters = list(step.model.parameters())
         self._held = _optimizer_parameters(step)
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
@@ -147,7 +148,7 @@ class StepRunner:
         assert self._buckets is not None
         weight = rows if self._averages else 1.0
         started: list[Totals] = []
-        with self._window_kept_whole(started):
+        with self._window_kept_whole():
             ran = self._differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
@@ -197,6 +198,7 @@ class StepRunner:
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             vote = self.engine.vote()
         share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
+        self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
@@ -218,9 +220,8 @@ class StepRunner:
 
     def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
         assert self._buckets is not None
-        with self._window_kept_whole([]) as started:
-            started.append(self._start_run(None, 0.0, active=active))
-            total = started[0].wait_for()
+        with self._window_kept_whole():
+            total = self._start_run(None, 0.0, active=active).wait_for()
             if not total.active:
                 return None
             self._buckets.launch_rest()
@@ -230,12 +231,13 @@ class StepRunner:
         return StepOutput(self._loss_of(total), {})
 
     @contextmanager
-    def _window_kept_whole(self, started: list[Totals]) -> Iterator[list[Totals]]:
-        """Discard the open window if the block fails after a run has ``started``, so that no partial sums remain."""
+    def _window_kept_whole(self) -> Iterator[None]:
+        """Discard the open window if the block fails after its run has started, so that no partial sums remain."""
+        self._started = False
         try:
-            yield started
+            yield
         except BaseException as error:
-            if started:
+            if self._started:
                 self._broken = self._workers is not None
                 if self._in_window:
                     error.add_note(f"the {self._in_window} runs accumulated before this one are discarded with it")
@@ -264,17 +266,25 @@ class StepRunner:
             self._step_schedulers()
         return ran
 
-    def _begin_run(self) -> None:
-        self._calls += 1
-        if self.remote is not None:
-            self.remote.part.check_whole()
+    def check_known(self, operation: str) -> None:
+        """Raise ``BoundaryError`` if an earlier run ended where nobody knows what the others, or the servers, have."""
         if self._broken:
             raise BoundaryError(
                 "an earlier run failed in the middle of its communication, so this worker no longer knows the state "
                 "of the others; restart the job from its last checkpoint",
-                operation="run",
+                operation=operation,
                 step=self.runs,
             )
+        if self.remote is not None and operation != "load":
+            self.remote.part.check_whole()
+
+    def _begin_run(self) -> None:
+        self._calls += 1
+        self.check_known("run")
+        self._clear_for_run()
+
+    def _clear_for_run(self) -> None:
+        """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self._in_window == 0:
             if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
@@ -518,10 +528,10 @@ class StepRunner:
         """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
         self.runs = runs
         self.steps = steps
-        self._broken = False
+        self._calls = 0  # on all workers: one of them may have been interrupted before it began a run
         self._in_window = 0
         if in_window:
-            self._begin_run()
+            self._clear_for_run()
             assert self._buckets is not None
             self._buckets.restore_sums(sums)
         self._in_window = in_window

@@ -122,6 +122,7 @@ class Saver:
     def save(self, path: Place, *, wait: bool = True) -> None:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
+        self._check_known("save")
         if self.remote is not None:
             self.remote.settle()
             if self._stages > 1:
@@ -309,6 +310,11 @@ class Saver:
             return [data]
         return self._workers.gather_bytes(data, operation="save")
 
+    def _check_known(self, operation: str) -> None:
+        """Raise ``BoundaryError`` if the others may be in the middle of a run: these messages would meet its own."""
+        for runner in self._runners.values():
+            runner.check_known(operation)
+
     # Loading.
 
     def resume(self, path: Place) -> bool:
@@ -321,6 +327,7 @@ class Saver:
 
     def _load_chosen(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
+        self._check_known("load")
         if self.remote is not None:
             self.remote.tables.wait_until_quiet()  # before any worker replaces what is on the servers
         chosen: Checkpoint | None = None
