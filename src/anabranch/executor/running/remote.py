@@ -309,7 +309,7 @@ class RemotePart:
         """
         self.check_unchanged()
         self.tables.flush()
-        self.client.wait_for_turn(self.clock)  # refused if another client has taken this worker's place
+        self.client.check_joined()
 
     def read(self) -> dict[Tensor, ParameterState]:
         """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""

@@ -609,6 +609,10 @@ class ParameterClient:
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
 
+    def check_joined(self) -> None:
+        """Raise ``SchemaError`` if another client has joined the shards as this worker since."""
+        self.wait_for_turn(0)  # which every worker may read at
+
     def wait_for_turn(self, step: int) -> None:
         """Wait until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
         message = pack(PullMessage([], False, 0, *self._turn(step)))
