@@ -56,10 +56,10 @@ def test_the_second_run_asks_nobody() -> None:
     answers = Answers()
     with answers.noted():
         first = far(1.0)()
-    with answers.given_again():
+    with answers.replayed():
         assert torch.equal(far(1.0)(), first)
     assert asked == [2.0]
-    with pytest.raises(AnswersDiffer), answers.given_again():
+    with pytest.raises(AnswersDiffer), answers.replayed():
         far(3.0)()
 
 
@@ -69,7 +69,7 @@ def test_what_another_thread_crosses_meanwhile_is_no_part_of_it() -> None:
     with answers.noted():
         far(1.0)()
         elsewhere(far(5.0))
-    with answers.given_again():
+    with answers.replayed():
         far(1.0)()
         elsewhere(far(7.0))
     assert asked == [2.0, 10.0, 14.0]
@@ -83,7 +83,7 @@ def test_threads_that_help_the_run_are_part_of_it() -> None:
     answers = Answers()
     with answers.noted():
         first = run()
-    with answers.given_again():
+    with answers.replayed():
         assert all(map(torch.equal, run(), first))
     assert sorted(asked) == [0.0, 2.0, 4.0, 6.0]
 
@@ -106,7 +106,7 @@ def test_a_backward_on_another_thread_has_the_answers_of_its_forward() -> None:
     answers = Answers()
     with answers.noted():
         first = run()
-    with answers.given_again():
+    with answers.replayed():
         assert torch.equal(run(), first)
     assert (asked, backwards) == ([2.0], ["asked"])
     run()  # outside of the block nothing is kept

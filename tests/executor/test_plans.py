@@ -16,8 +16,8 @@ import anabranch as ab
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.plan import Plan, PlanRow, choose
 from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
-from anabranch.executor.plan.look import Look, LookedUp, look_at
 from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
+from anabranch.executor.plan.step_survey import StepSurvey, TableLookups, survey_step
 from anabranch.executor.routes import Place
 
 # Powers of two, so that sums are exact.
@@ -45,13 +45,15 @@ def head(place: Place) -> RowsHeld:
     return RowsHeld("head", (3,), torch.float32, place, nn.Parameter(torch.zeros(3)), optimizer="SGD")
 
 
-def look(read: int = 10, moved: int = 9, seconds: float = 8.0) -> Look:
-    return Look(seconds, {"table": LookedUp(20, read, moved)})
+def survey(read: int = 10, moved: int = 9, seconds: float = 8.0) -> StepSurvey:
+    return StepSurvey(seconds, {"table": TableLookups(20, read, moved)})
 
 
-def planned(*holdings: RowsHeld, looks: list[Look | None] | None = None, rank: int = 0, **facts: Any) -> Plan:
+def planned(*holdings: RowsHeld, surveys: list[StepSurvey | None] | None = None, rank: int = 0, **facts: Any) -> Plan:
     facts = {"mean": False, **facts}
-    return plan_of("PS", holdings, StepFacts("train", **facts), MACHINE, looks or [look(), look()], rank, servers=1)
+    return plan_of(
+        "PS", holdings, StepFacts("train", **facts), MACHINE, surveys or [survey(), survey()], rank, servers=1
+    )
 
 
 def test_what_is_summed_costs_its_bytes_and_a_latency_a_bucket() -> None:
@@ -91,8 +93,8 @@ def test_rows_on_servers_are_read_and_moved_by_their_number() -> None:
 
 
 def test_the_slowest_worker_makes_the_time_and_ones_own_batch_the_bytes() -> None:
-    looks: list[Look | None] = [look(), look(read=100, moved=50, seconds=9.0)]
-    first, second = (planned(table(Place.ROWS), looks=looks, rank=rank) for rank in range(2))
+    surveys: list[StepSurvey | None] = [survey(), survey(read=100, moved=50, seconds=9.0)]
+    first, second = (planned(table(Place.ROWS), surveys=surveys, rank=rank) for rank in range(2))
     assert first.step_seconds == second.step_seconds
     assert first.parts["compute"] == 9.0
     assert (first.bytes["servers"], second.bytes["servers"]) == (19 * 20, 150 * 20)
@@ -112,14 +114,16 @@ def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved() 
 
 def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with() -> None:
     dynamic = RowsHeld("users", (-1, 4), torch.float32, Place.ROWS, looked_up=True)
-    looks: list[Look | None] = [Look(1.0, {"table": LookedUp(20, 10, 9), "users": LookedUp(5, 5, 5)})]
-    plan = planned(table(Place.ROWS), dynamic, looks=looks)
+    surveys: list[StepSurvey | None] = [
+        StepSurvey(1.0, {"table": TableLookups(20, 10, 9), "users": TableLookups(5, 5, 5)})
+    ]
+    plan = planned(table(Place.ROWS), dynamic, surveys=surveys)
     assert [row.bytes for row in plan.rows] == [10 * 20 + 9 * 24, (5 + 5) * 24]
 
 
 def test_sparse_gradients_travel_as_long_as_the_longest_workers() -> None:
-    looks: list[Look | None] = [look(moved=3), look(moved=9)]
-    plan = planned(table(Place.WORKERS, sparse=True), looks=looks)
+    surveys: list[StepSurvey | None] = [survey(moved=3), survey(moved=9)]
+    plan = planned(table(Place.WORKERS, sparse=True), surveys=surveys)
     assert plan.bytes["workers"] == 64 + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
 
 
@@ -128,7 +132,7 @@ def test_a_frozen_table_is_read_and_not_moved() -> None:
 
 
 def test_without_a_batch_a_plan_says_what_it_leaves_out() -> None:
-    plan = planned(table(Place.ROWS), head(Place.WORKERS), looks=[None, None])
+    plan = planned(table(Place.ROWS), head(Place.WORKERS), surveys=[None, None])
     assert plan.bytes["workers"] == 52
     assert [row.bytes for row in plan.rows] == [None, 20]
     assert "without a batch" in str(plan)
@@ -143,8 +147,8 @@ def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
 def test_the_cheapest_plan_is_taken_and_the_reason_names_the_others(quick: str) -> None:
     rows = 1 if quick == "Hybrid" else 90
     plans: Any = {
-        "AllReduce": planned(table(Place.WORKERS), looks=[look(rows, rows)] * 2),
-        "Hybrid": planned(table(Place.ROWS), looks=[look(rows, rows)] * 2),
+        "AllReduce": planned(table(Place.WORKERS), surveys=[survey(rows, rows)] * 2),
+        "Hybrid": planned(table(Place.ROWS), surveys=[survey(rows, rows)] * 2),
     }
     other = next(mode for mode in plans if mode != quick)
     choice = choose(plans)
@@ -204,8 +208,8 @@ def step_of(model: nn.Module) -> ab.TrainStep:
 
 def test_a_look_counts_ids_and_leaves_padding_out_of_what_moves() -> None:
     model = Model()
-    found = look_at(step_of(model), IDS, {model.table.weight: "table", model.bags.weight: "bags"})
-    assert found.tables == {"table": LookedUp(4, 2, 1), "bags": LookedUp(8, 4, 4)}
+    found = survey_step(step_of(model), IDS, {model.table.weight: "table", model.bags.weight: "bags"})
+    assert found.tables == {"table": TableLookups(4, 2, 1), "bags": TableLookups(8, 4, 4)}
     assert found.seconds > 0
 
 
@@ -216,7 +220,7 @@ def test_a_look_leaves_everything_as_it_was() -> None:
     seen: list[bool] = []
     model.register_forward_hook(lambda module, *_: seen.append(module.training))
     model.head.bias.register_post_accumulate_grad_hook(lambda _: pytest.fail("a gradient was handed to a hook"))
-    look_at(step_of(model), IDS, {model.table.weight: "table"})
+    survey_step(step_of(model), IDS, {model.table.weight: "table"})
     assert seen == [True] * 4  # as a step would run it
     assert not model.training
     assert torch.equal(random, torch.get_rng_state())
@@ -232,8 +236,8 @@ def test_a_look_at_lookups_by_function_sees_their_ids() -> None:
         lambda model, ids: F.embedding(input=ids, weight=model[0].weight, padding_idx=3).sum(),
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    found = look_at(step, torch.tensor([3, 4, 4]), {model[0].weight: "0.weight"})
-    assert found.tables == {"0.weight": LookedUp(3, 2, 1)}
+    found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: "0.weight"})
+    assert found.tables == {"0.weight": TableLookups(3, 2, 1)}
 
 
 def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
@@ -245,7 +249,7 @@ def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
         lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=True).sum(),
         torch.optim.SGD(layer.parameters(), lr=0.1),
     )
-    assert look_at(step, torch.ones(2, 3), {}).seconds > 0
+    assert survey_step(step, torch.ones(2, 3), {}).seconds > 0
     assert layer.weight.grad is None
 
 
@@ -328,9 +332,9 @@ def test_a_plan_names_experts_and_leaves_them_as_they_are() -> None:
 
 def test_a_plan_needs_a_training_step() -> None:
     model = nn.Linear(2, 1)
-    look = ab.EvalStep(model, lambda model, x: {"y": model(x)})
-    with ab.Executor({"look": look}) as executor, pytest.raises(ValueError, match="step 'look' trains nothing"):
-        executor.plan("look")
+    step = ab.EvalStep(model, lambda model, x: {"y": model(x)})
+    with ab.Executor({"validate": step}) as executor, pytest.raises(ValueError, match="step 'validate' trains nothing"):
+        executor.plan("validate")
 
 
 def test_auto_alone_is_no_question(capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +362,7 @@ def _table() -> nn.Module:
     return nn.Sequential(ab.RemoteEmbedding("ids", 10, 2, optimizer=optimizer), nn.Linear(2, 1))
 
 
-def piped(look: bool) -> list[Tensor]:
+def piped(survey: bool) -> list[Tensor]:
     """Losses, gradients, state and the next random numbers after four steps of a pipe, with a plan in their middle."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -369,7 +373,7 @@ def piped(look: bool) -> list[Tensor]:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(pipe.parameters()))
         with ab.Executor(step) as executor:
             losses = [executor.run(batch=(x, y))["loss"] for _ in range(2)]
-            if look:
+            if survey:
                 executor.plan(batch=(x, y))
             gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
             losses += [executor.run(batch=(x, y))["loss"] for _ in range(2)]
@@ -377,7 +381,7 @@ def piped(look: bool) -> list[Tensor]:
 
 
 def test_a_pipe_is_planned_and_trains_as_if_it_had_not_been() -> None:
-    seen, unseen = piped(look=True), piped(look=False)
+    seen, unseen = piped(survey=True), piped(survey=False)
     assert len(seen) == len(unseen) > 20
     assert all(map(torch.equal, seen, unseen))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.graph.dynamo import slowness
+from anabranch.graph.dynamo import slow_capture
 
 
 class Passed:
@@ -30,7 +30,7 @@ def test_a_slow_capture_says_once_what_is_being_captured(
     engine: Any, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Passed.asked = []
-    monkeypatch.setattr(slowness, "_start_timer", Passed)
+    monkeypatch.setattr(slow_capture, "_start_timer", Passed)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     with (
@@ -49,6 +49,6 @@ def test_a_slow_capture_says_once_what_is_being_captured(
 
 def test_a_quick_capture_says_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     told: list[int] = []
-    with slowness.told_if_slow(lambda: told.append(1)):
+    with slow_capture.log_if_slow(lambda: told.append(1)):
         pass
     assert not told

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from anabranch.graph.dynamo.front import Front, TracedCall, mark
+from anabranch.graph.dynamo.front import DynamoFront, TracedCall, mark
 
 
 def told_elsewhere() -> bool:
@@ -30,7 +30,7 @@ def test_a_capture_is_seen_in_its_own_thread_alone() -> None:
     def function(x: Tensor) -> Tensor:
         return mark("y", x * (2 if torch.compiler.is_compiling() else 1))
 
-    Front(function, make).run((), torch.ones(2))
+    DynamoFront(function, make).run((), torch.ones(2))
     assert seen == [False]
 
 
@@ -44,7 +44,7 @@ def test_a_compilation_of_the_users_own_is_announced_as_ever() -> None:
         return lambda *args: [torch.ones(())]
 
     def capture() -> None:
-        Front(lambda x: mark("y", x + 1), make).run((), torch.ones(2))
+        DynamoFront(lambda x: mark("y", x + 1), make).run((), torch.ones(2))
 
     def announce() -> None:
         with torch.compiler._compile_session_context():

@@ -40,9 +40,9 @@ def test_gradients_added_inside_the_multiplication_are_those_of_autograd(
     inside = []
     quick = weight_split._without_matrix
 
-    def counting(meeting: weight_split._Meeting) -> list[Tensor]:
-        left = quick(meeting)
-        inside.append(len(meeting.leaves) - len(left))
+    def counting(split_point: weight_split._SplitPoint) -> list[Tensor]:
+        left = quick(split_point)
+        inside.append(len(split_point.leaves) - len(left))
         return left
 
     monkeypatch.setattr(weight_split, "_without_matrix", counting)

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from anabranch.autodiff.boundary.answers import answered_by, answers_of_thread
+from anabranch.autodiff.boundary.answers import current_answers, replay_from
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 
 __all__ = ["run_at_once"]
@@ -48,7 +48,7 @@ def run_at_once(
                 error.add_note(describe(index))
                 errors.append(error)
 
-    modes, streams, answers = ThreadModes.take(), current_streams(), answers_of_thread()
+    modes, streams, answers = ThreadModes.take(), current_streams(), current_answers()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def work_elsewhere(number: int) -> None:
@@ -57,7 +57,7 @@ def run_at_once(
             with (
                 modes.entered(),
                 on_streams(streams),
-                answered_by(answers),
+                replay_from(answers),
                 saved_tensors_hooks(*hooks) if hooks else nullcontext(),
             ):
                 work()

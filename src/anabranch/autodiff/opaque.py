@@ -21,7 +21,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from anabranch.errors import AnabranchError, SchemaError
 
 __all__ = [
-    "Whole",
+    "OpaqueCallable",
     "beside",
     "call",
     "failures_noted",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class Whole(Protocol):
+class OpaqueCallable(Protocol):
     """Something whose calls stay whole."""
 
     def call_whole(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
@@ -71,11 +71,11 @@ def fill(form: Any, outputs: Sequence[Tensor]) -> Any:
     return form
 
 
-_owners: weakref.WeakValueDictionary[str, Whole] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[str, OpaqueCallable] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def handle_of(owner: Whole) -> str:
+def handle_of(owner: OpaqueCallable) -> str:
     """Return a text by which ``call`` finds ``owner`` as long as it lives."""
     handle = f"{type(owner).__name__}.{next(_numbers)}"
     _owners[handle] = owner

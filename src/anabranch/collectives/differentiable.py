@@ -89,7 +89,7 @@ def send(tensor: Tensor, rank: int, *, timeout: float = _TIMEOUT) -> Tensor:
     """
     _check_peer("send", rank)
     _check_sendable(tensor)
-    return _send(tensor, _Line(rank, timeout))
+    return _send(tensor, _PeerChannel(rank, timeout))
 
 
 def recv(rank: int, token: Tensor | None = None, *, timeout: float = _TIMEOUT) -> Tensor:
@@ -112,7 +112,7 @@ def recv(rank: int, token: Tensor | None = None, *, timeout: float = _TIMEOUT) -
         DeadlineExceeded, PeerLost: nothing came.
     """
     _check_peer("recv", rank)
-    received = _receive(_Line(rank, timeout), token)
+    received = _receive(_PeerChannel(rank, timeout), token)
     if received is None:
         raise ProtocolError("received 'no gradient' where a tensor was expected", peer=f"rank {rank}", operation="recv")
     return received
@@ -219,7 +219,7 @@ _HEADER = 5 + _MOST_DIMENSIONS
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _PeerChannel:
     """To or from which rank, and how long to wait for it."""
 
     rank: int
@@ -285,7 +285,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _send(tensor: Tensor, line: _Line) -> Tensor:
+def _send(tensor: Tensor, line: _PeerChannel) -> Tensor:
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         line.post(tensor, wants_gradient=False, operation="send")
         return torch.zeros(())
@@ -293,7 +293,7 @@ def _send(tensor: Tensor, line: _Line) -> Tensor:
     return boundary_exit(token)
 
 
-def _receive(line: _Line, token: Tensor | None = None) -> Tensor | None:
+def _receive(line: _PeerChannel, token: Tensor | None = None) -> Tensor | None:
     message = line.take("recv")
     if message is None:
         return None
@@ -304,21 +304,21 @@ def _receive(line: _Line, token: Tensor | None = None) -> Tensor | None:
     return cast(Tensor, received)
 
 
-class _LineContext(FunctionCtx):
-    line: _Line
+class _PeerChannelContext(FunctionCtx):
+    line: _PeerChannel
     device: torch.device
     needs_input_grad: tuple[bool, ...]
 
 
 class _Send(Function):
     @staticmethod
-    def forward(ctx: _LineContext, tensor: Tensor, entry: Tensor, line: _Line) -> Tensor:
+    def forward(ctx: _PeerChannelContext, tensor: Tensor, entry: Tensor, line: _PeerChannel) -> Tensor:
         ctx.line, ctx.device = line, tensor.device
         line.post(tensor, wants_gradient=True, operation="send")
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: _LineContext, _: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: _PeerChannelContext, _: Tensor) -> tuple[Tensor | None, None, None]:
         grad = _receive(ctx.line)
         return None if grad is None else grad.to(ctx.device), None, None
 
@@ -326,14 +326,16 @@ class _Send(Function):
 class _Receive(Function):
     @staticmethod
     def forward(
-        ctx: _LineContext, token: Tensor | None, entry: Tensor, message: _Message, line: _Line
+        ctx: _PeerChannelContext, token: Tensor | None, entry: Tensor, message: _Message, line: _PeerChannel
     ) -> tuple[Tensor, Tensor]:
         ctx.line = line
         ctx.set_materialize_grads(False)
         return message.tensor, torch.zeros(())
 
     @staticmethod
-    def backward(ctx: _LineContext, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(
+        ctx: _PeerChannelContext, grad: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
         if grad is None:
             ctx.line.post(None, wants_gradient=False, operation="recv.backward")
         else:

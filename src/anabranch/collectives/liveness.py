@@ -138,7 +138,7 @@ def peers_of_job() -> Peers:
 # Messages between two ranks: gloo breaks the connection when a wait for one is given up, so a thread waits to the end.
 
 
-class _Mover:
+class _MessageThread:
     """A thread that moves one message at a time."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Mover:
             del move, future
 
 
-_idle: list[_Mover] = []
+_idle: list[_MessageThread] = []
 _T = TypeVar("_T")
 
 
@@ -191,7 +191,7 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
         return found[0]
     with _lock:
         mover = _idle.pop() if _idle else None
-    mover = mover or _Mover()
+    mover = mover or _MessageThread()
     future = mover.begin(move)
     given_back = False
 

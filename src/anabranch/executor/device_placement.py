@@ -27,9 +27,9 @@ class DevicePlacement:
     """The modules named in ``devices`` moved there, until it is closed.
 
     Args:
-        models: whose modules are meant.
+        models: contain the modules.
         devices: device by a module's qualified name; of names that are in one another each counts for its own part.
-        optimizers: whose state moves along.
+        optimizers: their state moves along.
 
     Raises:
         ValueError: a name that no model has, or a parameter that two modules on unlike devices share.

@@ -39,7 +39,7 @@ from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching
 from anabranch.executor.plan import ModeChoice, Plan, Planner
 from anabranch.executor.plan.auto import agreed, check_auto, modes_possible, tell
-from anabranch.executor.plan.pipe_look import check_planned
+from anabranch.executor.plan.pipe_survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.running.fetching import Fetch
@@ -343,7 +343,7 @@ class Executor:
         if batch is None and name in self._batches.loaders:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])
-        with self._failures_told():
+        with self._reporting_failures():
             return self._planner.plans(name, step, batch, {self.comm_mode: self._routes})[self.comm_mode]
 
     def _look_first(self, *, auto: bool, cache: Cache | None) -> None:
@@ -588,7 +588,7 @@ class Executor:
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
         self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
-        with self._failures_told():
+        with self._reporting_failures():
             self._saver.save(folder, wait=wait)
         if wait:
             self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
@@ -604,7 +604,7 @@ class Executor:
         self._settle_saves()
 
     def _settle_saves(self, leave: int = 0) -> None:
-        with self._failures_told():
+        with self._reporting_failures():
             done = self._saver.settle(Deadline.after(self._timeout), leave=leave)
         for one in done:
             self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
@@ -621,7 +621,7 @@ class Executor:
         self._check_open()
         folder = as_place(path)
         self._settle_saves()
-        with self._failures_told():
+        with self._reporting_failures():
             self._saver.load(folder)
         self._watching.loaded(self.step, folder)
 
@@ -634,7 +634,7 @@ class Executor:
         self._check_open()
         folder = as_place(path)
         self._settle_saves()
-        with self._failures_told():
+        with self._reporting_failures():
             found = self._saver.resume(folder)
         if found:
             self._watching.loaded(self.step, folder)
@@ -742,7 +742,7 @@ class Executor:
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
         everyone = self._grid or self._workers
-        with self._failures_told():
+        with self._reporting_failures():
             self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)
         return self._recording(self._trace)
 
@@ -759,13 +759,13 @@ class Executor:
     def _end_trace(self, *, clean: bool) -> None:
         trace, self._trace = self._trace, None
         if trace is not None and clean:
-            with self._failures_told():
+            with self._reporting_failures():
                 trace.finish(self.step)
         elif trace is not None:
             trace.give_up(self.step)
 
     @contextmanager
-    def _failures_told(self) -> Iterator[None]:
+    def _reporting_failures(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""``check_alike``: workers that would train apart, or whose buckets do not fit, are refused before the first step.
+"""``check_alike``: before the first step, refuses workers that would train differently or with other buckets.
 
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
 are. Each worker describes its models and optimizers in lines of text; the lines are exchanged once and compared.
@@ -30,7 +30,7 @@ _MANY = 64  # numbers of a tensor that is compared by value
 
 
 def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
-    """Exchange what every worker has made, and compare it with rank 0's.
+    """Exchange descriptions of every worker's steps, and compare them with rank 0's.
 
     Raises:
         ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or optimizers of what is
@@ -52,7 +52,7 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
-    """Copy rank 0's parameters over everyone's, except for tables, whose rows come from the servers."""
+    """Copy rank 0's parameters to all workers, except for tables, whose rows come from the servers."""
     by_row = {route.tensor for route in routes.at(Place.ROWS)}
     unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
     with torch.no_grad():

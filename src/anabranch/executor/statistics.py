@@ -48,7 +48,7 @@ class Statistics:
         run_seconds: seconds inside ``run``.
         wait_seconds: of these, seconds spent waiting for other workers in collectives.
         load_seconds: of these, seconds spent waiting for batches.
-        tables: what lives on the servers, by name.
+        tables: the tables and parameters on the servers, by name.
     """
 
     steps: int = 0

@@ -378,7 +378,7 @@ def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[
 def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
     """Every model and every loss that is a module once, by the prefix of its tensors' names.
 
-    The only model has none, the only loss has ``loss.``.
+    A single model has no prefix, a single loss has ``loss.``.
     """
     models: dict[str, nn.Module] = {}
     losses: dict[str, nn.Module] = {}

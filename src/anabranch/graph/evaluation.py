@@ -13,8 +13,8 @@ from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_kinds import kind_of
-from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark
-from anabranch.graph.dynamo.guards.weak_references import let_go_of_tensors
+from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, mark
+from anabranch.graph.dynamo.guards.weak_references import release_tensors
 from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
@@ -79,7 +79,7 @@ class EvalProgram:
         compile: bool = False,  # noqa: A002
     ) -> None:
         self.model, self._compile = model, compile
-        self._front = Front(_marked(outputs), self._make, what="the evaluation")
+        self._front = DynamoFront(_marked(outputs), self._make, what="the evaluation")
         self._recorder = OutputRecorder()
         self._preparing = self._may_trace = False
         self._kinds: set[object] = set()
@@ -144,7 +144,7 @@ class EvalProgram:
                     raise CaptureError("the tensors that the model holds change from run to run; use engine='tape'")
                 with undisturbed():
                     forward = _Forward(mine, call, args)
-                let_go_of_tensors(call)
+                release_tensors(call)
                 known.insert(0, forward)
             mine._last = forward.graph
             if not (forward.confirmed or mine._may_trace):

@@ -64,13 +64,11 @@ class Graph(OperationGraph):
             self._program = generate(lowered.fx, dict(lowered.shared()))
         return self._program
 
-    def telling_program(self, told: Mapping[str, Callable[[object], None]]) -> Program:
-        """Return a program that passes each output in ``told`` to its callback at the line where it is final, in that
-        order.
-        """
+    def program_with_callbacks(self, callbacks: Mapping[str, Callable[[object], None]]) -> Program:
+        """Return a program that passes each output to its callback at the line where it is final, in that order."""
         lowered = lower(self)
         results = dict(zip(lowered.outputs, lowered.results, strict=True))
-        calls = [(node, call) for name, call in told.items() if isinstance(node := results[name], fx.Node)]
+        calls = [(node, call) for name, call in callbacks.items() if isinstance(node := results[name], fx.Node)]
         return generate(lowered.fx, dict(lowered.shared()), calls)
 
     def memory_plan(self) -> MemoryPlan:

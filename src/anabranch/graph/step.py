@@ -25,14 +25,14 @@ from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.batch_kinds import kind_of
-from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark, mistake
+from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, mark, mistake
 from anabranch.graph.dynamo.guards.changed_objects import changed_objects
-from anabranch.graph.dynamo.guards.weak_references import let_go_of_tensors
+from anabranch.graph.dynamo.guards.weak_references import release_tensors
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.joint import Joint, JointKey
 from anabranch.graph.step_state import Between, Gate, Pass, SparseGradients, StepState
-from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss
+from anabranch.graph.trace.backward import GradientListener, Gradients, check_loss
 from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.graph.trace.optimizer_contents import held_by
 from anabranch.tensors import Structure, flatten
@@ -54,7 +54,7 @@ class _Task:
     extra: Structure
     leaves: Sequence[object]
     begin: Callable[[Sequence[str]], None] | None
-    arrivals: Arrivals | None
+    listener: GradientListener | None
     may_trace: bool = True
     only_prepare: bool = False
     results: dict[str, object] | None = None
@@ -160,7 +160,7 @@ class StepProgram(StepState):
             gate=gate,
             activation_budget=activation_budget,
         )
-        self._front = Front(_evaluated(loss), self._make)
+        self._front = DynamoFront(_evaluated(loss), self._make)
         self._front.when_slow = when_slow
         self._recorder = OutputRecorder()
         self._task: _Task | None = None
@@ -213,7 +213,7 @@ class StepProgram(StepState):
         self,
         batch: Structure,
         fetch: Sequence[str] = (),
-        arrivals: Arrivals | None = None,
+        listener: GradientListener | None = None,
         *,
         may_trace: bool = True,
     ) -> Gradients:
@@ -222,10 +222,10 @@ class StepProgram(StepState):
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            arrivals: called with the loss and each dense gradient the moment it is final, while backward continues.
+            listener: called with the loss and each dense gradient the moment it is final, while backward continues.
             may_trace: as for ``run``.
         """
-        task = _Task(self._key(False, (), ()), (), (), None, arrivals)
+        task = _Task(self._key(False, (), ()), (), (), None, listener)
         found, outputs = self._through_front(task, batch, tuple(fetch), may_trace)
         assert task.joint is not None
         assert task.results is not None
@@ -376,7 +376,7 @@ class _Programs:
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         task.joint = joint
-        task.results = joint.run(args, task.leaves, task.begin, task.arrivals, task.later)
+        task.results = joint.run(args, task.leaves, task.begin, task.listener, task.later)
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:
@@ -398,7 +398,7 @@ class _Programs:
             )
         task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
-        let_go_of_tensors(self._call)
+        release_tensors(self._call)
         self._joints.append(joint)
         return joint
 

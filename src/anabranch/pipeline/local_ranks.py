@@ -65,11 +65,11 @@ class LocalEngine:
         """Return the value itself: only one process gives it."""
         return value
 
-    def say(self, word: object) -> None:
+    def put_note(self, word: object) -> None:
         """Keep a value until the end of the turn."""
         self._word = word
 
-    def heard(self) -> dict[int, object]:
+    def notes(self) -> dict[int, object]:
         """Return this process's message."""
         return {0: self._word}
 

@@ -401,14 +401,14 @@ class Pipe(nn.Module):
         with self._turn("step") as turn:
             call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False), rows)
             mine = call.loss()
-            turn.say([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
+            turn.put_note([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
         if call.records:
             deliver(call.leaves, grads)
-        heard = sorted(cast("dict[int, list[object]]", turn.heard()).items())
+        notes = sorted(cast("dict[int, list[object]]", turn.notes()).items())
         if mine is None:
-            number, dtype = cast("tuple[float, str]", next(said[0] for _, said in heard if said[0] is not None))
+            number, dtype = cast("tuple[float, str]", next(said[0] for _, said in notes if said[0] is not None))
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
-        return Shared(mine, rows, [said[1] for _, said in heard])
+        return Shared(mine, rows, [said[1] for _, said in notes])
 
     @contextmanager
     def _turn(self, operation: str) -> Iterator[Turn]:

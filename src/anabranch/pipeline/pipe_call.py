@@ -148,10 +148,10 @@ class Turn(Protocol):
     def spread(self, value: Structure, source: int) -> Structure:
         """Return the value that rank ``source`` gives, on every rank."""
 
-    def say(self, word: object) -> None:
+    def put_note(self, word: object) -> None:
         """Leaves a plain value for all ranks, sent with the end of the turn."""
 
-    def heard(self) -> dict[int, object]:
+    def notes(self) -> dict[int, object]:
         """Return each rank's message at the end of the turn."""
 
 

@@ -431,11 +431,11 @@ class RankTurn:
         self._wait(lambda: source in engine.inbox.spread, "output", [source])
         return cast(list[Packet], engine.inbox.spread[source])[0].structure()
 
-    def say(self, word: object) -> None:
+    def put_note(self, word: object) -> None:
         """Leaves a plain value for all ranks, sent with the end of the turn."""
         self._word = word
 
-    def heard(self) -> dict[int, object]:
+    def notes(self) -> dict[int, object]:
         """Return each rank's message at the end of the turn."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}

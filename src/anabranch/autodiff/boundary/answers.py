@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.types import Boundary, Crossed
 
-__all__ = ["Answers", "AnswersDiffer", "answered_by", "answers_of_thread", "inside_a_boundary"]
+__all__ = ["Answers", "AnswersDiffer", "current_answers", "inside_a_boundary", "replay_from"]
 
 
 class AnswersDiffer(Exception):
@@ -47,7 +47,7 @@ class Answers:
             yield
 
     @contextmanager
-    def given_again(self) -> Iterator[None]:
+    def replayed(self) -> Iterator[None]:
         """Answer the crossings of a block with the recorded answers; nothing is sent.
 
         Raises:
@@ -63,7 +63,7 @@ class Answers:
     def _during(self, *, replaying: bool) -> Iterator[None]:
         self.active, self.replaying = True, replaying
         try:
-            with answered_by(self):
+            with replay_from(self):
                 yield
         finally:
             self.active = False
@@ -134,13 +134,13 @@ class _OfThread(threading.local):
 _own = _OfThread()
 
 
-def answers_of_thread() -> Answers | None:
+def current_answers() -> Answers | None:
     """Return those of the calling thread; ``None`` without any, and in the middle of a boundary."""
     return None if _own.depth else _own.answers
 
 
 @contextmanager
-def answered_by(answers: Answers | None) -> Iterator[None]:
+def replay_from(answers: Answers | None) -> Iterator[None]:
     """Have the calling thread's crossings noted or answered until the block ends."""
     before, _own.answers = _own.answers, answers
     try:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary.answers import Answers, answers_of_thread, inside_a_boundary
+from anabranch.autodiff.boundary.answers import Answers, current_answers, inside_a_boundary
 from anabranch.autodiff.boundary.types import Boundary, Crossed, Form
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
@@ -154,7 +154,7 @@ class _Crossing(torch.autograd.Function):
         ctx: _CrossingContext, entry: Tensor, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.wants = ctx.needs_input_grad[3:]
-        ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, answers_of_thread()
+        ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, current_answers()
         crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
         ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
@@ -194,7 +194,7 @@ class _CrossingContext(FunctionCtx):
 
 def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
     """Cross, forward; the outputs, in order, have their own memory, which their readers may reuse."""
-    answers = answers_of_thread()
+    answers = current_answers()
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)
     with inside_a_boundary():
@@ -221,7 +221,7 @@ def run_backward(
     ``answers`` are those of the forward: autograd runs the backward of CUDA tensors on its own threads.
     """
     if answers is None or not answers.active:
-        answers = answers_of_thread()
+        answers = current_answers()
     if answers is not None and answers.replaying:
         return answers.replay_backward(boundary, gradients, wants)
     with inside_a_boundary():

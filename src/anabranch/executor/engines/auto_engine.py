@@ -26,9 +26,9 @@ from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
+from anabranch.executor.engines.graph_payoff import GraphPayoff
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
-from anabranch.executor.engines.worth import Worth
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import StepProgram
@@ -54,7 +54,7 @@ class AutoEngine:
     """Runs one ``TrainStep`` on the tape, and as a graph once that has been shown to be equal and faster.
 
     Args:
-        step: what to run.
+        step: the step to run.
         compile: compile the graph with Inductor, which rounds differently: results are then compared approximately.
         capture_after: try a graph after exactly this many runs, and keep it if it is bitwise equal, even if slower;
             ``None`` keeps it only if it is faster.
@@ -73,7 +73,7 @@ class AutoEngine:
         self._tape = TapeEngine(step)
         self._graph: GraphEngine | None = None
         self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
-        self._worth = Worth()
+        self._payoff = GraphPayoff()
         self._on_graph = False
         self._taken = False
         self._update_checked = False
@@ -211,13 +211,13 @@ class AutoEngine:
         if self._tries_now():
             return trial()
         began = time.perf_counter()
-        if self._worth.wants_to_count:
-            with self._worth.counting(self._step.model):
+        if self._payoff.wants_to_count:
+            with self._payoff.counting(self._step.model):
                 ran = on_tape()
         else:
             ran = on_tape()
         self._tape_seconds.append(time.perf_counter() - began)
-        self._worth.spent(self._tape_seconds[-1])
+        self._payoff.spent(self._tape_seconds[-1])
         return ran
 
     def _tries_now(self) -> bool:
@@ -236,9 +236,9 @@ class AutoEngine:
             return False
         if self._after is not None:
             return self._runs + ahead > self._after
-        if not self._worth.pays(self._tape_seconds):
-            if self._worth.known and not self._taken:
-                self._why = self._worth.reason(self._tape_seconds)
+        if not self._payoff.pays(self._tape_seconds):
+            if self._payoff.known and not self._taken:
+                self._why = self._payoff.reason(self._tape_seconds)
             return False
         return True
 
@@ -288,7 +288,7 @@ class AutoEngine:
         with one_at_a_time:  # PyTorch's tracers patch modules for the whole process
             prepared = self._prepare(batch, fetch, whole=whole)
             if prepared is None:
-                self._worth.tried(time.perf_counter() - began)
+                self._payoff.tried(time.perf_counter() - began)
                 return on_tape()
             if whole and not prepared.joint.captures_update:
                 return self._try_gradients(prepared, batch, fetch)
@@ -306,7 +306,7 @@ class AutoEngine:
             else:
                 prepared.confirm()
                 self._judge(seconds, tape_seconds)
-            self._worth.tried(time.perf_counter() - began - tape_seconds)
+            self._payoff.tried(time.perf_counter() - began - tape_seconds)
             return ran
 
     def _try_gradients(self, prepared: Prepared, batch: Structure, fetch: Fetch) -> StepOutput:
@@ -350,11 +350,11 @@ class AutoEngine:
                 self._refuse(f"the update cannot be a graph ({type(error).__name__}: {error})", final=True)
             else:
                 self._judge(tape_seconds + found[0], tape_seconds)
-        self._worth.tried(spent)
+        self._payoff.tried(spent)
         return ran
 
     def _prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared | None:
-        """Return a graph that may be tried on this batch, or record why there is none."""
+        """Return a graph that may be tried on this batch, or record the reason for none."""
         try:
             prepared = (self._graph or self._make_graph()).prepare(batch, fetch, whole=whole)
         except CaptureError as error:
@@ -431,7 +431,7 @@ class AutoEngine:
         after = Snapshot(step.model, step.optimizers, since=before)
 
         def run() -> Mapping[str, object]:
-            graph.program.note_update()  # what was restored is not a change
+            graph.program.note_update()  # restoring state is not a change
             graph.update()
             return {}
 

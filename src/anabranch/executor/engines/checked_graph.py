@@ -63,7 +63,7 @@ class CheckedGraph(GraphEngine):
         try:
             prepared = self.prepare(batch, fetch, whole=False)
         except (ValueError, TypeError, Raises) as error:
-            return self._told_by_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin))
+            return self._from_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin))
         if prepared.talks():
             return self._at_once(prepared, lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
@@ -83,7 +83,7 @@ class CheckedGraph(GraphEngine):
         try:
             prepared = self.prepare(batch, fetch, whole=True)
         except (ValueError, TypeError, Raises) as error:
-            return self._told_by_the_tape(error, lambda: self._tape.step(batch, fetch))
+            return self._from_the_tape(error, lambda: self._tape.step(batch, fetch))
         if prepared.talks():
             return self._at_once(prepared, lambda: super(CheckedGraph, self).step(batch, fetch))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
@@ -97,7 +97,7 @@ class CheckedGraph(GraphEngine):
         self._program.finish(prepared)
         return ran
 
-    def _told_by_the_tape(self, mistake: Exception, run: Callable[[], StepOutput]) -> StepOutput:
+    def _from_the_tape(self, mistake: Exception, run: Callable[[], StepOutput]) -> StepOutput:
         """Let the tape raise the user's mistake in its place; if it does not, the next run is refused."""
         ran = run()
         self._refused = f"the step cannot be captured: {mistake}; use engine='tape'"

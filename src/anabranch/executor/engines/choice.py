@@ -74,11 +74,11 @@ class EngineChoice:
             return TapeEngine(step)
         if self.engine == "auto":
             return AutoEngine(step, compile=self.compile, capture_after=self.capture_after, name=name)
-        # Inductor's kernels round differently: there is nothing to compare bit for bit.
+        # Inductor's kernels round differently: a bitwise comparison would fail.
         if self.compile:
             return GraphEngine(step, compile=True, name=name, tape=TapeEngine(step))
         return CheckedGraph(step, name=name)
 
     def evaluator_for(self, name: str, step: EvalStep) -> Evaluator:
-        """Return what runs an evaluation."""
+        """Return the evaluator of an evaluation step."""
         return Evaluator(step, self.engine, compile=self.compile, capture_after=self.capture_after, name=name)

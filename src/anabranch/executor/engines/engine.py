@@ -15,7 +15,7 @@ from anabranch.tensors import Structure
 __all__ = ["Engine", "Ready", "StepOutput", "loss_and_returned"]
 
 Ready: TypeAlias = "Callable[[Tensor, Tensor], Tensor | None]"
-"""``ready(parameter, gradient)`` takes a final gradient; what it returns stands for the gradient from then on."""
+"""``ready(parameter, gradient)`` takes a final gradient and returns the tensor that replaces it."""
 
 _NOTHING: Mapping[str, Tensor] = {}
 
@@ -27,7 +27,7 @@ class StepOutput:
     Attributes:
         loss: a tensor of no dimensions.
         returned: the step's other results.
-        nonfinite: the parameters whose gradients are not finite, so that nothing was updated.
+        nonfinite: the parameters with gradients that are not finite; nothing was updated.
     """
 
     loss: Tensor

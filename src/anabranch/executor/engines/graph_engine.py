@@ -2,7 +2,7 @@
 
 ::
 
-    nobody to sum with    batch ─> [forward, backward, clipping, optimizers: one graph] ─> loss
+    a single worker       batch ─> [forward, backward, clipping, optimizers: one graph] ─> loss
     else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
                                          └ gradient final ─> bucket ─> all_reduce ┘
 
@@ -27,7 +27,7 @@ from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
-from anabranch.graph.dynamo.slowness import PATIENCE
+from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.run.joint import leave_gradient
 from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Between, Prepared, SparseGradients
@@ -45,7 +45,7 @@ class GraphEngine:
     """Differentiates one ``TrainStep`` as a captured graph.
 
     Args:
-        step: what to run.
+        step: the step to run.
         compile: compile the graph with Inductor.
         leaves_gradients: leave them in ``.grad``, as the tape does.
         name: of the step, for the log.
@@ -115,10 +115,10 @@ class GraphEngine:
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
-        arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
+        listener = _RunListener(self._parameters, self._attached, self._ready, begin, fetch)
         try:
             with spans.span("forward and backward", "compute"):
-                found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
+                found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
         except GraphRaised:
             if self._errors_to is None:
                 raise
@@ -127,11 +127,11 @@ class GraphEngine:
             assert self._errors_to is not None
             return self._errors_to.differentiate(batch, fetch, begin)
         for name, lookups in found.sparse.items():
-            arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
+            listener.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Return the whole step as one graph, except for what sparse tables need between gradients and optimizers."""
+        """Return the whole step as one graph, except for the work of sparse tables between gradients and optimizers."""
         try:
             return self._step_on_graph(batch, fetch)
         except GraphRaised:
@@ -238,7 +238,7 @@ class GraphEngine:
         return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned), nonfinite)
 
 
-class _Arrivals:
+class _RunListener:
     """Passes on the events of a running backward graph, after a final check of the names to fetch."""
 
     def __init__(

@@ -38,7 +38,7 @@ class Snapshot:
         optimizers: their states.
         others: further tensors.
         since: the snapshot at the step's beginning, for one at its end. Only gradients that were there then are kept
-            with what is in them: a step adds to those. Others may be in a collective's hands by now.
+            with their contents: a step adds to those. A collective may be using the others by now.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Snapshot:
         return {parameter: copy for parameter, (_, copy) in self._kept.items()}
 
     def gradients_after(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the gradients that there are now, apart from what ``restore`` writes into."""
+        """Return the present gradients, separate from the tensors that ``restore`` writes to."""
         found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         return {p: gradient.clone() if p in self._kept else gradient for p, gradient in found.items()}
 
@@ -148,7 +148,7 @@ def check_gradients(
         rows: the graph's of sparse tables, by name.
         seen: the tape's.
         parameters: by name.
-        before: what the tape's were added to.
+        before: the gradients that the tape's were added to.
     """
     for name, gradient in found.items():
         expected, earlier = seen.get(parameters[name]), before.get(parameters[name])
@@ -202,7 +202,7 @@ def repeat(
         for _ in range(most):
             before.restore()
             began = time.perf_counter()
-            with answers.given_again():
+            with answers.replayed():
                 results = run()
             best = min(best, time.perf_counter() - began)
             check(results)

@@ -1,4 +1,4 @@
-"""The batch of a run that is given none: the next of its step's loader, over epochs that all workers share."""
+"""The batch of a run without one: the next of its step's loader, in epochs that all workers share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Batches:
 
     Args:
         dataloaders: an iterable of batches for each.
-        workers: the group, in which each worker has loaders of its own.
+        workers: the group, in which each worker has its own loaders.
         together: whether the workers run the same steps, so that an epoch ends when every worker's loader has ended;
-            else each worker has epochs of its own.
+            else each worker has its own epochs.
         prefetch: fetch the next batch while a step runs.
     """
 
@@ -64,7 +64,7 @@ class Batches:
         """Return the next batch of a training step's loader; ``None`` while it has ended and another worker's has
         not.
 
-        ``at_end`` is called between two epochs of a worker that has epochs of its own.
+        ``at_end`` is called between two epochs of a worker with its own epochs.
         """
         loader = self._loader(name)
         batch = self._take(loader)

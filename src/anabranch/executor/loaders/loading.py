@@ -73,7 +73,7 @@ class BoundLoader:
 
     Args:
         loader: any iterable of batches; an iterator has one epoch. Samplers of a ``DataLoader`` that have a
-            ``set_epoch`` are told each epoch after the first.
+            ``set_epoch`` get the number of each epoch after the first.
         rank: this worker's.
         world_size: the number of workers.
         prefetch: fetch the next batch while the step runs.
@@ -389,7 +389,7 @@ def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
 
 
 def _leaves(batch: Structure) -> list[object]:
-    """Return the leaves of a batch whose memory could be written to."""
+    """Return the leaves of a batch with writable memory."""
     leaves, _ = flatten(batch)
     return [
         leaf

@@ -106,7 +106,7 @@ class StatefulPosition:
 
     def snapshot(self) -> State:
         """Return a copy of the loader's state, which the loader may continue to change."""
-        # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
+        # Before the first epoch no state has to be kept, and some loaders start their workers when asked for it.
         return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
 
     def state(self, batches: int, snapshot: State) -> State:

@@ -48,7 +48,7 @@ _PURE = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One operation's result: which, of what, and which of its outputs."""
+    """One operation's result: the operation, its arguments, and the index of the output."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -61,7 +61,7 @@ class _NoRecipe(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Remembers the pure operations that run in its block, and what others make."""
+    """Records the pure operations that run in its block, and the results of others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class StepRecord:
         rows: rows of this worker's batch.
         seconds: of the run that ended with the step.
         learning_rates: those that the step was taken with, one per parameter group, in the optimizers' order.
-        values: what ``run`` returns: ``"loss"`` and what was fetched, as tensors, on their device.
+        values: the result of ``run``: ``"loss"`` and the fetched values, as tensors, on their device.
     """
 
     step: int

@@ -21,13 +21,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from anabranch import spans
 from anabranch.trace_file import check_trace_path, read_part, write_trace
 
-__all__ = ["Everyone", "RunTrace", "nested_in"]
+__all__ = ["RunTrace", "WorkerGroup", "nested_in"]
 
 _ROUNDS = 8
 _MARK = "anabranch clock"
 
 
-class Everyone(Protocol):
+class WorkerGroup(Protocol):
     """The workers of a job."""
 
     rank: int
@@ -58,7 +58,7 @@ class RunTrace:
     """
 
     def __init__(
-        self, path: object, steps: object, *, operators: object, first: int, everyone: Everyone | None
+        self, path: object, steps: object, *, operators: object, first: int, everyone: WorkerGroup | None
     ) -> None:
         self._everyone = everyone
         self._first = first
@@ -153,7 +153,7 @@ class RunTrace:
         if found is None:
             return []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what else it could have recorded
+            warnings.simplefilter("ignore")  # the profiler warns about events that it cannot record
             found.stop()
             return list(found.events() or ())  # type: ignore[no-untyped-call]
 

@@ -93,7 +93,7 @@ class SinkFeed:
         spacing: seconds between two recorded steps; by default every step is recorded, unless they are very fast.
 
     Attributes:
-        idle: whether there is no sink to feed.
+        idle: true without sinks.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import Protocol, TextIO, TypeVar, cast, overload
 from anabranch.deadline import minutes_and_seconds
 from anabranch.status_file import PROGRESS_VARIABLE, StatusFile
 
-__all__ = ["Progress", "Text"]
+__all__ = ["Progress", "TextStream"]
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,7 @@ _CLEAR = "\r\x1b[K"
 _COLUMNS = 80
 
 
-class Text(Protocol):
+class TextStream(Protocol):
     """The part of a text file that progress is written to."""
 
     def write(self, text: str, /) -> int: ...
@@ -82,7 +82,9 @@ class Progress:
         clock: seconds.
     """
 
-    def __init__(self, shown: bool, stream: Text | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, shown: bool, stream: TextStream | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._shown = shown
         self._stream = stream
         self._clock = clock
@@ -189,13 +191,13 @@ class Progress:
             self._next = now + _REPEAT
             self._write(f"{line}\n")
 
-    def _out(self) -> Text:
+    def _out(self) -> TextStream:
         if self._stream is not None:
             return self._stream
         return self._replaced["stderr"][0] if "stderr" in self._replaced else sys.stderr
 
     def _terminal(self) -> bool:
-        out = cast("Text | None", self._out())
+        out = cast("TextStream | None", self._out())
         return not self._style and out is not None and out.isatty()
 
     def _columns(self) -> int:
@@ -205,7 +207,7 @@ class Progress:
             return _COLUMNS
 
     def _write(self, text: str) -> None:
-        out = cast("Text | None", self._out())
+        out = cast("TextStream | None", self._out())
         if out is None:
             return
         try:

@@ -39,7 +39,7 @@ class Watching:
 
     Args:
         sinks: get numbers and events, once ``begin`` has said on which rank this is.
-        prefixed: whether a step's name is a prefix of its metrics, because there are several steps.
+        prefixed: metrics begin with their step's name, because the executor has several steps.
 
     Attributes:
         callbacks: get records.

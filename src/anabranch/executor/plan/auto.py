@@ -1,4 +1,4 @@
-"""``comm_mode="auto"``: which modes there are to choose from, and one choice for all workers."""
+"""``comm_mode="auto"``: the possible modes, and one choice for all workers."""
 
 from __future__ import annotations
 

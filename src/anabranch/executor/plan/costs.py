@@ -23,9 +23,9 @@ from torch import Tensor
 
 from anabranch.collectives.buckets import bucket_bytes, carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
-from anabranch.executor.plan.look import Look, LookedUp, StageLook
 from anabranch.executor.plan.machine_profile import LinkSpeed, Profile
 from anabranch.executor.plan.step_plan import Plan, PlanRow
+from anabranch.executor.plan.step_survey import StageSurvey, StepSurvey, TableLookups
 from anabranch.executor.routes import Place
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.tensors import Compression
@@ -36,7 +36,7 @@ __all__ = ["RowsHeld", "StepFacts", "plan_of"]
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
 _SHORT_ID, _LONG_ID = 4, 8
 _ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
-# In copies of the same bytes: a gradient filled with zeros, put into a bucket, weighed and divided; a look for NaN.
+# In copies of the same bytes: a gradient filled with zeros, put into a bucket, weighed and divided; a check for NaN.
 _FILL, _COPY, _SCALE, _LOOK = 0.5, 1.0, 1.0, 0.5
 _MAPPED = 32 << 20  # bytes above which C's allocator gives memory back at once, and takes new pages the next time
 _SCATTER = 4.0  # rows added to others, in any order
@@ -127,7 +127,7 @@ def plan_of(
     holdings: Sequence[RowsHeld],
     facts: StepFacts,
     profile: Profile,
-    looks: Sequence[Look | None],
+    surveys: Sequence[StepSurvey | None],
     rank: int,
     *,
     servers: int = 0,
@@ -139,19 +139,19 @@ def plan_of(
         holdings: the parameters.
         facts: of the step.
         profile: of the machine.
-        looks: each worker's batch; ``None`` of one that has seen none.
-        rank: whose bytes the plan says.
-        servers: how many there are.
+        surveys: each worker's survey of its batch; ``None`` for a worker that has had no batch.
+        rank: the plan gives this worker's bytes.
+        servers: their number.
     """
     total = _Sum()
-    seen = [look for look in looks if look is not None]
-    mine = looks[rank]
-    total.add("compute", facts.accumulate * max((look.seconds for look in seen), default=0.0))
-    staged = any(look.stages for look in seen)
+    seen = [survey for survey in surveys if survey is not None]
+    mine = surveys[rank]
+    total.add("compute", facts.accumulate * max((survey.seconds for survey in seen), default=0.0))
+    staged = any(survey.stages for survey in seen)
     if staged:
         sent = 0 if mine is None else facts.accumulate * mine.sent
-        total.add("pipeline", facts.accumulate * max(look.waiting for look in seen), sent)
-    rows = [*_workers_rows(holdings, facts, profile, looks, rank, total)]
+        total.add("pipeline", facts.accumulate * max(survey.waiting for survey in seen), sent)
+    rows = [*_workers_rows(holdings, facts, profile, surveys, rank, total)]
     rows += _servers_rows(holdings, facts, profile, seen, mine, total)
     _add_updates(holdings, profile, seen, total)
     rows += [_stays(held) for held in holdings if held.name not in {row.name for row in rows}]
@@ -160,17 +160,17 @@ def plan_of(
     rows += _expert_rows(facts, mine, seen, total)
     notes = []
     if staged:
-        look = mine or seen[0]
-        rows += [_row_of_stage(stage, facts) for stage in look.stages]
-        notes.append(f"pipeline: waits for other stages; the schedule alone idles ranks {look.idle:.0%} of the time")
+        survey = mine or seen[0]
+        rows += [_row_of_stage(stage, facts) for stage in survey.stages]
+        notes.append(f"pipeline: waits for other stages; the schedule alone idles ranks {survey.idle:.0%} of the time")
     if mine is None:
         notes.append("without a batch, compute time and table lookups are not included")
     if facts.caches and any(held.place is Place.ROWS for held in holdings):
         notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
-    return Plan(facts.name, comm_mode, len(looks), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
+    return Plan(facts.name, comm_mode, len(surveys), servers, tuple(rows), total.bytes, total.seconds, tuple(notes))
 
 
-def _row_of_stage(stage: StageLook, facts: StepFacts) -> PlanRow:
+def _row_of_stage(stage: StageSurvey, facts: StepFacts) -> PlanRow:
     seconds = facts.accumulate * stage.seconds
     return PlanRow(stage.name, (stage.parameters,), stage.place, "pipeline", facts.accumulate * stage.sent, seconds)
 
@@ -179,10 +179,10 @@ def _stays(held: RowsHeld) -> PlanRow:
     return PlanRow(held.name, held.shape, held.place.value, "", 0, 0.0)
 
 
-def _most(looks: Sequence[Look], held: RowsHeld) -> LookedUp:
+def _most(surveys: Sequence[StepSurvey], held: RowsHeld) -> TableLookups:
     """Return the largest lookups of a table on any worker."""
-    found = [look.tables[held.name] for look in looks if held.name in look.tables] or [LookedUp(0, 0, 0)]
-    return LookedUp(
+    found = [survey.tables[held.name] for survey in surveys if held.name in survey.tables] or [TableLookups(0, 0, 0)]
+    return TableLookups(
         max(one.ids for one in found), max(one.read for one in found), max(one.moved for one in found)
     )  # fmt: skip
 
@@ -194,16 +194,16 @@ def _workers_rows(
     holdings: Sequence[RowsHeld],
     facts: StepFacts,
     profile: Profile,
-    looks: Sequence[Look | None],
+    surveys: Sequence[StepSurvey | None],
     rank: int,
     total: _Sum,
 ) -> list[PlanRow]:
-    seen = [look for look in looks if look is not None]
+    seen = [survey for survey in surveys if survey is not None]
     here = [held for held in holdings if held.trained and not held.place.served]
     for held in here:
         _add_gradient(held, facts, profile, _most(seen, held), total)
     link = profile.workers
-    if len(looks) == 1 or link is None or all(held.place is Place.HERE for held in holdings):
+    if len(surveys) == 1 or link is None or all(held.place is Place.HERE for held in holdings):
         return []
     rows, summed = [], [held for held in here if held.place is Place.WORKERS]
     dense = {held.name: held.tensor for held in summed if not held.sparse and held.tensor is not None}
@@ -221,9 +221,9 @@ def _workers_rows(
         if held.sparse:
             longest = max(1, _most(seen, held).moved)
             size = sparse_bytes(longest, held.width, summing_dtype(torch.empty(0, dtype=held.dtype)))
-            seconds = link.cost(size * (len(looks) - 1), messages=2) + _SPARSE * size * len(looks) * profile.copy
+            seconds = link.cost(size * (len(surveys) - 1), messages=2) + _SPARSE * size * len(surveys) * profile.copy
             total.add("workers", seconds, size)
-            known = looks[rank] is not None
+            known = surveys[rank] is not None
             rows.append(PlanRow(held.name, held.shape, held.place.value, "workers", size if known else None, seconds))
         else:
             size = (held.numel + 2) * summing_dtype(torch.empty(0, dtype=held.dtype)).itemsize
@@ -232,7 +232,7 @@ def _workers_rows(
     return rows
 
 
-def _add_gradient(held: RowsHeld, facts: StepFacts, profile: Profile, most: LookedUp, total: _Sum) -> None:
+def _add_gradient(held: RowsHeld, facts: StepFacts, profile: Profile, most: TableLookups, total: _Sum) -> None:
     """Add the extra cost of a table's gradient, and the check of any gradient for NaN."""
     row = held.width * held.dtype.itemsize
     if held.looked_up and held.sparse:
@@ -245,13 +245,13 @@ def _add_gradient(held: RowsHeld, facts: StepFacts, profile: Profile, most: Look
         total.add("optimizers", _LOOK * size * profile.copy)
 
 
-def _add_updates(holdings: Sequence[RowsHeld], profile: Profile, looks: Sequence[Look], total: _Sum) -> None:
+def _add_updates(holdings: Sequence[RowsHeld], profile: Profile, surveys: Sequence[StepSurvey], total: _Sum) -> None:
     for held in holdings:
         update = None if held.optimizer is None else profile.updates.get(held.optimizer)
         if update is None or held.place.served or not held.trained:
             continue
         if held.sparse:
-            count = _SPARSE * sum(look.tables[held.name].moved for look in looks if held.name in look.tables)
+            count = _SPARSE * sum(survey.tables[held.name].moved for survey in surveys if held.name in survey.tables)
         else:
             count = float(held.numel)
         elements = count * (held.width if held.sparse else 1)
@@ -265,8 +265,8 @@ def _servers_rows(
     holdings: Sequence[RowsHeld],
     facts: StepFacts,
     profile: Profile,
-    looks: Sequence[Look],
-    mine: Look | None,
+    surveys: Sequence[StepSurvey],
+    mine: StepSurvey | None,
     total: _Sum,
 ) -> list[PlanRow]:
     served = [held for held in holdings if held.place.served]
@@ -276,9 +276,9 @@ def _servers_rows(
     rows = []
     for held in served:
         if held.place is Place.ROWS:
-            rows.append(_row_of_table(held, facts, profile, looks, mine, total, pushes_short=short))
+            rows.append(_row_of_table(held, facts, profile, surveys, mine, total, pushes_short=short))
         elif held.place is Place.WHOLE_TABLE:
-            rows.append(_row_of_whole_table(held, profile, looks, mine, total))
+            rows.append(_row_of_whole_table(held, profile, surveys, mine, total))
         else:
             rows.append(_row_of_whole(held, profile, total))
     total.add("servers", _latency(served, facts, profile))
@@ -308,8 +308,8 @@ def _row_of_table(
     held: RowsHeld,
     facts: StepFacts,
     profile: Profile,
-    looks: Sequence[Look],
-    mine: Look | None,
+    surveys: Sequence[StepSurvey],
+    mine: StepSurvey | None,
     total: _Sum,
     *,
     pushes_short: bool,
@@ -324,13 +324,13 @@ def _row_of_table(
     def push(count: int) -> int:
         return size(count, short=pushes_short)
 
-    most = _most(looks, held)
+    most = _most(surveys, held)
     moved = most.moved if held.trained else 0
     row = held.width * held.dtype.itemsize
     seconds = facts.accumulate * (_cost(profile.pull, read(most.read), most.read) + profile.distinct * most.ids)
     seconds += _cost(profile.push, push(moved), moved)
     total.add("tables", facts.accumulate * _SCATTER * most.ids * row * profile.copy)
-    here = None if mine is None else mine.tables.get(held.name, LookedUp(0, 0, 0))
+    here = None if mine is None else mine.tables.get(held.name, TableLookups(0, 0, 0))
     nbytes = None
     if here is not None:
         nbytes = facts.accumulate * read(here.read) + (push(here.moved) if held.trained else 0)
@@ -347,14 +347,14 @@ def _row_of_whole(held: RowsHeld, profile: Profile, total: _Sum) -> PlanRow:
 
 
 def _row_of_whole_table(
-    held: RowsHeld, profile: Profile, looks: Sequence[Look], mine: Look | None, total: _Sum
+    held: RowsHeld, profile: Profile, surveys: Sequence[StepSurvey], mine: StepSurvey | None, total: _Sum
 ) -> PlanRow:
     """Return the row of a table that is read whole before each step; only rows with a gradient are pushed."""
     row = _SHORT_ID + held.width * held.dtype.itemsize
-    pulled, moved = held.shape[0] * row, _most(looks, held).moved if held.trained else 0
+    pulled, moved = held.shape[0] * row, _most(surveys, held).moved if held.trained else 0
     seconds = _cost(profile.pull, pulled, held.shape[0]) + held.nbytes * profile.copy
     seconds += _cost(profile.push, moved * row, moved) + _LOOK * held.nbytes * profile.copy
-    own = 0 if mine is None or not held.trained else mine.tables.get(held.name, LookedUp(0, 0, 0)).moved
+    own = 0 if mine is None or not held.trained else mine.tables.get(held.name, TableLookups(0, 0, 0)).moved
     total.add("servers", seconds, pulled + own * row)
     known = None if mine is None else pulled + own * row
     return PlanRow(held.name, held.shape, held.place.value, "servers", known, seconds)
@@ -368,8 +368,10 @@ def _cost(link: LinkSpeed | None, nbytes: int, rows: int = 0) -> float:
 # Experts.
 
 
-def _expert_rows(facts: StepFacts, mine: Look | None, looks: Sequence[Look], total: _Sum) -> list[PlanRow]:
-    away = max((look.away for look in looks), default=0.0)
+def _expert_rows(
+    facts: StepFacts, mine: StepSurvey | None, surveys: Sequence[StepSurvey], total: _Sum
+) -> list[PlanRow]:
+    away = max((survey.away for survey in surveys), default=0.0)
     if away:
         total.add("experts", _EXPERT_STEPS * facts.accumulate * away)
     rows: list[PlanRow] = []

@@ -64,7 +64,7 @@ def measure(
     """Return the profile; every worker calls it.
 
     Args:
-        optimizers: whose updates are timed.
+        optimizers: their updates are timed.
         device: of the model.
         workers: of the job; ``None`` is alone.
         rows: of the tables that may live on the servers; ``None`` if none may.

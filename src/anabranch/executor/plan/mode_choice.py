@@ -25,14 +25,14 @@ class ModeChoice:
 
 
 def choose(plans: Mapping[CommMode, Plan]) -> ModeChoice:
-    """Return the mode whose plan takes the fewest seconds; of equals the first."""
+    """Return the mode with the fastest plan; the first of equal ones."""
     mode = min(plans, key=lambda name: plans[name].step_seconds)
     taken = plans[mode]
-    others = [f"{_told(plan)} with {name!r}" for name, plan in plans.items() if name != mode]
+    others = [f"{_plan_in_words(plan)} with {name!r}" for name, plan in plans.items() if name != mode]
     crossing = " and ".join(f"{size:,} bytes with {name}" for name, size in taken.bytes.items())
-    why = f"a step should take {_told(taken)}, exchanging {crossing or 'nothing'}"
+    why = f"a step should take {_plan_in_words(taken)}, exchanging {crossing or 'nothing'}"
     return ModeChoice(mode, f"{why}; {', '.join(others)}" if others else why)
 
 
-def _told(plan: Plan) -> str:
+def _plan_in_words(plan: Plan) -> str:
     return f"{1000 * plan.step_seconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""``Planner``: plans of an executor's steps under any mode, from what all workers measure together."""
+"""``Planner``: plans of an executor's steps under any mode, from measurements of all workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
-from anabranch.executor.plan.look import Look, look_at
 from anabranch.executor.plan.machine_profile import Profile
 from anabranch.executor.plan.measuring import RowKind, measure
-from anabranch.executor.plan.pipe_look import look_at_pipe
+from anabranch.executor.plan.pipe_survey import survey_pipe
 from anabranch.executor.plan.step_plan import Plan
+from anabranch.executor.plan.step_survey import StepSurvey, survey_step
 from anabranch.executor.routes import CommMode, Place, Route, Routes
 from anabranch.executor.running.loss_module import ModelWithLoss, model_of
 from anabranch.executor.running.step_runs import rows_of
@@ -34,11 +34,11 @@ __all__ = ["Planner"]
 _Mode = TypeVar("_Mode", bound=CommMode | None)
 
 
-class _Told(msgspec.Struct):
+class _Measured(msgspec.Struct):
     """The measurements of one worker, as the others get them."""
 
     profile: Profile
-    look: Look | None
+    survey: StepSurvey | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,18 @@ class Planner:
             routes: by mode, where its parameters would live.
         """
         with nullcontext() if self.workers is None else _uncounted(self.workers):
-            looks, profile = self._measured(step, batch, [route for found in routes.values() for route in found])
+            surveys, profile = self._measured(step, batch, [route for found in routes.values() for route in found])
         rank = 0 if self.workers is None else self.workers.rank
         return {
             mode: plan_of(
-                mode, self._holdings(step, found), self._facts(name, step), profile, looks, rank, servers=self.servers
+                mode, self._holdings(step, found), self._facts(name, step), profile, surveys, rank, servers=self.servers
             )
             for mode, found in routes.items()
         }
 
     def _measured(
         self, step: TrainStep, batch: Structure | None, everything: Sequence[Route]
-    ) -> tuple[Sequence[Look | None], Profile]:
+    ) -> tuple[Sequence[StepSurvey | None], Profile]:
         """Return every worker's observations, in the order of ranks, and rank 0's profile."""
         if self.workers is not None:
             self.workers.barrier(operation="plan")
@@ -97,21 +97,21 @@ class Planner:
             for route in everything
             if route.tensor is not None and route.tensor.numel() and self._looked_up(route)
         }
-        look = None
+        survey = None
         if batch is not None and rows_of(step, batch):
             pipe = step.model
-            look = look_at_pipe(step, pipe, batch) if isinstance(pipe, Pipe) else look_at(step, batch, tables)
+            survey = survey_pipe(step, pipe, batch) if isinstance(pipe, Pipe) else survey_step(step, batch, tables)
         device = next((p.device for p in step.model.parameters()), torch.device("cpu"))
-        row_kind, whole = self._served_kinds(step, everything, look)
+        row_kind, whole = self._served_kinds(step, everything, survey)
         profile = measure(step.optimizers, device, self.workers, row_kind, whole, timeout=self.timeout)
         if self.workers is None:
-            return [look], profile
-        texts = self.workers.all_gather_bytes(msgspec.json.encode(_Told(profile, look)), operation="plan")
-        everyone = [msgspec.json.decode(text, type=_Told) for text in texts]
-        return [told.look for told in everyone], everyone[0].profile
+            return [survey], profile
+        texts = self.workers.all_gather_bytes(msgspec.json.encode(_Measured(profile, survey)), operation="plan")
+        everyone = [msgspec.json.decode(text, type=_Measured) for text in texts]
+        return [measured.survey for measured in everyone], everyone[0].profile
 
     def _served_kinds(
-        self, step: TrainStep, routes: Sequence[Route], look: Look | None
+        self, step: TrainStep, routes: Sequence[Route], survey: StepSurvey | None
     ) -> tuple[RowKind | None, RowOptimizer | None]:
         """Return the kind of the table that is requested most, and the optimizer of parameters that are read whole."""
         tables: list[tuple[int, RowKind]] = []
@@ -125,7 +125,7 @@ class Planner:
                 continue
             spec = None if route.tensor is not None else self._embedding(route).spec
             dtype = route.tensor.dtype if route.tensor is not None else spec.dtype  # type: ignore[union-attr]
-            read = look.tables[route.parameter].read if look is not None and route.parameter in look.tables else 0
+            read = survey.tables[route.parameter].read if survey is not None and route.parameter in survey.tables else 0
             quiet = rule.moves_quiet_rows and not self._sparse(route) and rule.family is not Family.SPARSE_ADAM
             tables.append((read * route.shape[1], RowKind(route.shape[1], dtype, rule, every_row_moves=quiet)))
         return max(tables, key=lambda found: found[0])[1] if tables else None, whole

@@ -39,7 +39,7 @@ class PlanRow:
 
     def __str__(self) -> str:
         crosses = "?" if self.bytes is None else f"{self.bytes:,}" if self.boundary else "-"
-        seconds = _told(self.seconds) if self.boundary else "-"
+        seconds = _seconds_in_words(self.seconds) if self.boundary else "-"
         return _line(self.name, self.place, crosses, seconds)
 
 
@@ -51,9 +51,9 @@ class Plan:
         step: the step's name.
         comm_mode: the mode that it is planned for.
         workers, servers: of the job.
-        rows: every parameter, then every layer whose far side is elsewhere.
+        rows: every parameter, then every layer that runs in another process.
         bytes: of one worker in a step, by boundary, headers included: all that ``Executor.statistics()`` counts.
-        parts: the seconds that a step should take, by what takes them.
+        parts: the expected seconds of a step, by cause.
         notes: costs that the figures do not include.
     """
 
@@ -76,10 +76,10 @@ class Plan:
         if self.servers:
             title += f", {_count(self.servers, 'server')}"
         lines = [title, _line("parameter or layer", "where it lives", "bytes a step", "time"), *map(str, self.rows)]
-        lines += ["", _line("a step should take", "", "", _told(self.step_seconds))]
+        lines += ["", _line("a step should take", "", "", _seconds_in_words(self.step_seconds))]
         for part, seconds in self.parts.items():
             size = f"{self.bytes[part]:,}" if part in self.bytes else ""
-            lines.append(_line(f"  {part}", "", size, _told(seconds)))
+            lines.append(_line(f"  {part}", "", size, _seconds_in_words(seconds)))
         return "\n".join([*lines, *self.notes])
 
 
@@ -95,7 +95,7 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
 
 
-def _told(seconds: float) -> str:
+def _seconds_in_words(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms" if seconds < _MANY_SECONDS else f"{seconds:,.1f} s"
 
 

@@ -18,7 +18,7 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, *, elsewhere: float | None = None) -> Tensor:
     """Scales every ``.grad`` in place so that their norm together is at most ``max_norm``; returns the norm before.
 
-    Bit for bit what ``torch.nn.utils.clip_grad_norm_`` does, which refuses sparse gradients; a sparse one counts with
+    Bitwise equal to ``torch.nn.utils.clip_grad_norm_``, which refuses sparse gradients; a sparse one counts with
     its rows, duplicates merged.
 
     Args:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
+from anabranch.executor.engines.graph_payoff import GraphPayoff
 from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
-from anabranch.executor.engines.worth import Worth
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
@@ -48,7 +48,7 @@ class Evaluator:
     """Runs one ``EvalStep``; the caller sets modes.
 
     Args:
-        step: what to run.
+        step: the step to run.
         engine: ``"tape"`` runs eagerly.
         compile: compile the graph with Inductor.
         capture_after: as ``Executor``.
@@ -67,7 +67,7 @@ class Evaluator:
         self._step, self._engine, self._compile, self._after, self._name = step, engine, compile, capture_after, name
         pipe = any(isinstance(module, Pipe) for module in step.model.modules())
         self._program = None if engine == "tape" or pipe else EvalProgram(step.model, step.outputs, compile=compile)
-        self._worth = Worth()
+        self._payoff = GraphPayoff()
         self._seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._runs = self._trials = self._misses = 0
         self._on_graph = self._taken = False
@@ -112,13 +112,13 @@ class Evaluator:
         elif self._is_due():
             return self._try(self._program, batch, fetch)
         began = time.perf_counter()
-        if self._worth.wants_to_count:
-            with self._worth.counting(self._step.model):
+        if self._payoff.wants_to_count:
+            with self._payoff.counting(self._step.model):
                 returned = self._eagerly(batch, fetch)
         else:
             returned = self._eagerly(batch, fetch)
         self._seconds.append(time.perf_counter() - began)
-        self._worth.spent(self._seconds[-1])
+        self._payoff.spent(self._seconds[-1])
         return returned
 
     def _is_due(self) -> bool:
@@ -126,7 +126,7 @@ class Evaluator:
             return False
         if self._after is not None:
             return self._runs > self._after
-        return self._worth.pays(self._seconds)
+        return self._payoff.pays(self._seconds)
 
     def _eagerly(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         self._on_graph = False
@@ -162,7 +162,7 @@ class Evaluator:
             pass
         try:
             prepared = program.prepare(batch, fetch.modules)
-        except Raises as error:  # eager mode meets it as well, after what comes before it
+        except Raises as error:  # eager mode raises it too, after the operations before it
             returned = self._eagerly(batch, fetch)
             self._wrong = str(error)
             return returned
@@ -194,7 +194,7 @@ class Evaluator:
         else:
             prepared.confirm()
             self._judge(found)
-        self._worth.tried(time.perf_counter() - began - found.eager_seconds)
+        self._payoff.tried(time.perf_counter() - began - found.eager_seconds)
         return found.returned
 
     def _both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _Both:

@@ -24,8 +24,8 @@ class Fetch:
     """One request's names, classified before anything runs; keys of the step are known only after its forward.
 
     Args:
-        names: what to fetch; ``None`` takes everything the step returns.
-        model: whose submodules and parameters are meant.
+        names: the names to fetch; ``None`` takes everything the step returns.
+        model: has the submodules and parameters.
 
     Attributes:
         modules: the submodules whose outputs are requested.

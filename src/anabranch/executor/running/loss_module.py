@@ -22,8 +22,8 @@ class ModelWithLoss(nn.Module):
     """A model and the module that computes its loss, under the model's own names and ``loss.``.
 
     Args:
-        model: whose names are unchanged.
-        loss: whose names begin with ``loss.``.
+        model: its names are unchanged.
+        loss: its names begin with ``loss.``.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:

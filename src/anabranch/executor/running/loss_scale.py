@@ -1,4 +1,4 @@
-"""The factor on a float16 loss: large enough that small gradients are not lost, small enough that none overflow."""
+"""The factor on a float16 loss: large enough to keep small gradients, small enough to avoid overflow."""
 
 from __future__ import annotations
 

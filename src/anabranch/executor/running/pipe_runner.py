@@ -58,7 +58,7 @@ class PipeRunner(StepRunner):
     """Runs one ``TrainStep`` of a ``Pipe``.
 
     Args:
-        step: what to run; its loss is ``fn(output, target)``.
+        step: the step to run; its loss is ``fn(output, target)``.
         workers: the ranks that hold the same stages in other pipelines; ``None`` without any.
     """
 
@@ -172,7 +172,7 @@ class _ScheduleEngine:
 
 
 def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object) -> Shared:
-    """Forward and backward of one batch by the pipe's schedule, with what all its ranks know afterwards."""
+    """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
     args, inputs, target = _apart(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
     dtype = step.autocast_dtype

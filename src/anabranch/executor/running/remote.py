@@ -37,10 +37,10 @@ from anabranch.parameter_server.client.warming_caches import compile_cache_kerne
 from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
-__all__ = ["RemotePart", "ServedParameter", "Together", "check_served_steps"]
+__all__ = ["PushGroup", "RemotePart", "ServedParameter", "check_served_steps"]
 
 
-class Together(Protocol):
+class PushGroup(Protocol):
     """The processes that push together in each step: workers, or all ranks of a grid of pipelines."""
 
     @property
@@ -87,7 +87,7 @@ class RemotePart:
 
     Args:
         routes: the place of each parameter; those on the servers are moved there at once.
-        steps, models: whose parameters these are.
+        steps, models: the owners of these parameters.
         workers: the workers whose steps are ordered with this one's; ``None`` for a single worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
         consistency: how.
@@ -111,7 +111,7 @@ class RemotePart:
         routes: Routes,
         steps: Mapping[str, Step],
         models: Mapping[str, nn.Module],
-        workers: Together | None,
+        workers: PushGroup | None,
         *,
         stages: int = 1,
         consistency: str = "bsp",
@@ -257,7 +257,7 @@ class RemotePart:
         self.tables.prefetch(ids)
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
-        """Raise ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
+        """Raise ``ValueError`` for the gradient of a parameter on the servers: they alone have the workers' sum."""
         prefix = next(prefix for prefix, other in self._models.items() if other is model_of(model))
         served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
         for name in names:

@@ -45,7 +45,7 @@ class StepRunner:
     """Runs one ``TrainStep``.
 
     Args:
-        step: what to run.
+        step: the step to run.
         engine: how its gradients are computed.
         workers: the group to average over; ``None`` trains alone.
 
@@ -243,7 +243,7 @@ class StepRunner:
             raise
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Run the whole step at once: there is nothing to sum."""
+        """Run the whole step at once: without other workers nothing is summed."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
         for parameter in self._held:
@@ -369,7 +369,7 @@ class StepRunner:
             return
         assert self._buckets is not None
         divisor = self._window_rows if self._averages else 1.0
-        # Without any rows the sums are all zero, or there are none.
+        # Without any rows the sums are zero or missing.
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
         self._in_window = 0

@@ -48,7 +48,7 @@ class StepRuns:
         batches: the bound loaders.
         devices: where each step's batches go.
         watching: receives each step.
-        remote: what lives on servers.
+        remote: the parameters on servers.
         before: called with the step's name and the batch before the first training run, if it has to be inspected.
         rows: of this worker's batches so far.
     """

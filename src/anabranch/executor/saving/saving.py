@@ -75,8 +75,8 @@ class Saver:
     """Saves and loads the state of one executor; created before parameters move to servers.
 
     Attributes:
-        loaders: those whose positions are saved.
-        remote: what lives on servers.
+        loaders: the loaders whose positions are saved.
+        remote: the parameters on servers.
     """
 
     loaders: Mapping[str, BoundLoader] = MappingProxyType({})

@@ -56,10 +56,10 @@ from anabranch.graph.dynamo.origins import closed_over
 from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
 from anabranch.graph.dynamo.refusals import reason_here, refusal_of
 from anabranch.graph.dynamo.silence import silent
-from anabranch.graph.dynamo.slowness import told_if_slow
+from anabranch.graph.dynamo.slow_capture import log_if_slow
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
 
-__all__ = ["Front", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
+__all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -155,7 +155,7 @@ Make: TypeAlias = "Callable[[TracedCall], Callable[..., Sequence[object]]]"
 """``make(call)`` returns a function from the placeholders' values to the outputs of ``call.module``."""
 
 
-class Front:
+class DynamoFront:
     """``function`` run by programs that ``make`` builds, one for each Python state that it has met.
 
     Args:
@@ -246,7 +246,7 @@ class Front:
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
             slow, caught, misread, faithful = (
-                told_if_slow(self.when_slow),
+                log_if_slow(self.when_slow),
                 caught_lookups(self._refuse),
                 misread_calls(self._refuse, self._deny),
                 faithful_values(self._deny, self._refuse, self.unseen.note_state),
@@ -392,7 +392,7 @@ _passed: bool | None = None
 def guards_hold() -> bool:
     """Capture a tiny module, change it in three ways, and check whether each change is noticed."""
     probe, x = _Probe(), torch.ones(1, 1)
-    front = Front(
+    front = DynamoFront(
         lambda model, x: mark("y", model(x)), lambda call: lambda *args: [torch.ones(1, 1)], what="a self-test"
     )
     front.run((), probe, x)
@@ -583,7 +583,7 @@ def _copy_of(function: Any) -> Any:
 class _Backend:
     """The backend that receives Dynamo's calls."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: DynamoFront) -> None:
         self._front = weakref.ref(front)
 
     def __call__(self, module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
@@ -620,7 +620,7 @@ def _last_lr(self: LRScheduler) -> list[float | Tensor]:
     return self._last_lr
 
 
-def _is_of_a_module(name: str, front: Front | None) -> bool:
+def _is_of_a_module(name: str, front: DynamoFront | None) -> bool:
     """Return True for dicts that every module has, and whose truth nobody requests but code that names them."""
     last = name.rpartition(".")[2]
     return last.startswith("_global_") or (last in _OF_MODULES and front is not None and not front.unseen.names(last))

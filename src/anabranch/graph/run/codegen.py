@@ -82,23 +82,23 @@ class Program:
 
 
 def generate(
-    graph: fx.Graph, bound: Mapping[fx.Node, Tensor], told: Sequence[tuple[fx.Node, Callable[[object], None]]] = ()
+    graph: fx.Graph, bound: Mapping[fx.Node, Tensor], callbacks: Sequence[tuple[fx.Node, Callable[[object], None]]] = ()
 ) -> Program:
     """Return the program of ``graph``, whose placeholders in ``bound`` are bound to those tensors.
 
     Args:
         graph: the graph to run.
         bound: the tensors of its state.
-        told: results with the callback for each, called at the line where it is final; none before the first of these.
+        callbacks: results and the callback of each, called at the line where it is final; none before the first.
     """
-    writer = _Writer(graph, bound, told)
+    writer = _Writer(graph, bound, callbacks)
     source, names = writer.write()
     copy = fx.Graph()
     copy.set_codegen(_Written(source, names))
     copy.output(None)
     module = fx.GraphModule(torch.nn.Module(), copy)
     anchors = [(tensor, tensor.data_ptr()) for tensor in writer.viewed]
-    return Program(source, module.forward, anchors, lambda: generate(graph, bound, told))
+    return Program(source, module.forward, anchors, lambda: generate(graph, bound, callbacks))
 
 
 class _Written(CodeGen):
@@ -118,7 +118,7 @@ class _Writer:
         self,
         graph: fx.Graph,
         bound: Mapping[fx.Node, Tensor],
-        told: Sequence[tuple[fx.Node, Callable[[object], None]]] = (),
+        callbacks: Sequence[tuple[fx.Node, Callable[[object], None]]] = (),
     ) -> None:
         self._graph = graph
         self._names: dict[str, object] = {"inf": math.inf, "nan": math.nan, "torch": torch, "device": torch.device}
@@ -132,7 +132,7 @@ class _Writer:
         self._kept: list[object] = []
         self._effects = Effects(graph, bound.items())
         self._last_use = _last_uses(graph)
-        self._told = self._where_final(told)
+        self._callbacks = self._where_final(callbacks)
         self._returned = {self._effects.root[node] for node in graph.output_node().all_input_nodes}
 
     def write(self) -> tuple[str, dict[str, object]]:
@@ -145,23 +145,23 @@ class _Writer:
                 self._lines.append(f"return {self._tuple(node.args[0])}")
             elif not self._hoist(node):
                 self._statement(node)
-            for value, call in self._told.get(node, ()):
-                self._lines.append(f"{self._global(call, 'told')}({self._name(value)})")
+            for value, call in self._callbacks.get(node, ()):
+                self._lines.append(f"{self._global(call, 'callback')}({self._name(value)})")
         head = f"def forward(self, {', '.join(parameters)}):" if parameters else "def forward(self):"
         body = "\n".join(f"    {line}" for line in self._lines)
         return f"{head}\n{body}\n", self._names
 
     def _where_final(
-        self, told: Sequence[tuple[fx.Node, Callable[[object], None]]]
+        self, callbacks: Sequence[tuple[fx.Node, Callable[[object], None]]]
     ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
         """Return the results to report, by the node after which they are final: the last write to their memory."""
         found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
-        if not told:
+        if not callbacks:
             return found
         order = {node: position for position, node in enumerate(self._graph.nodes)}
         nodes = list(order)
         earliest = 0
-        for index, (value, call) in enumerate(told):
+        for index, (value, call) in enumerate(callbacks):
             root = self._effects.root[value]
             final = max(order[each] for each in (value, *self._effects.writers.get(root, ())))
             if index == 0:

@@ -27,7 +27,7 @@ from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step_state import SparseGradients, StepState
-from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
+from anabranch.graph.trace.backward import GradientListener, capture_backward, output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
@@ -167,7 +167,7 @@ class Joint:
         args: Sequence[object],
         extra: Sequence[object] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
-        arrivals: Arrivals | None = None,
+        listener: GradientListener | None = None,
         later: list[Callable[[], None]] | None = None,
     ) -> dict[str, object]:
         """Run the program; returns the results by name.
@@ -176,14 +176,14 @@ class Joint:
             args: the values of Dynamo's placeholders.
             extra: the tensors and floats that ``between`` takes.
             begin: called with the names of the loss's results before the program runs.
-            arrivals: called with gradients while backward runs.
+            listener: called with gradients while backward runs.
             later: receives the optimizers' own step if it is outside the graph; without it they step at once.
         """
         free = self._binding.free(args)
         if begin is not None:
             begin(self.backward.outputs)
         if not self.key.whole:
-            return self._run_backward(free, arrivals)
+            return self._run_backward(free, listener)
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
@@ -211,18 +211,18 @@ class Joint:
         """Run forward and backward alone; returns the backward graph's results by name."""
         return dict(zip(self.backward.graph.outputs, self._apart().run(*self._binding.free(args)), strict=True))
 
-    def _run_backward(self, free: Sequence[object], arrivals: Arrivals | None) -> dict[str, object]:
-        told = arrivals is not None and not self._step.compile
-        if arrivals is not None:
-            arrivals.begin(self.backward.outputs)
-        if told and arrivals is not None:
-            noted = _Noted(arrivals)
-            ran = self._rollback.run(self.backward.telling(noted).run, free, lambda: noted.begun)
+    def _run_backward(self, free: Sequence[object], listener: GradientListener | None) -> dict[str, object]:
+        listening = listener is not None and not self._step.compile
+        if listener is not None:
+            listener.begin(self.backward.outputs)
+        if listening and listener is not None:
+            started = _StartedListener(listener)
+            ran = self._rollback.run(self.backward.program_for(started).run, free, lambda: started.started)
         else:
             ran = self._rollback.run(self._apart().run, free)
         results = dict(zip(self.backward.graph.outputs, ran, strict=True))
-        if arrivals is not None and not told:
-            self.backward.tell(arrivals, results)
+        if listener is not None and not listening:
+            self.backward.notify(listener, results)
         return results
 
     def _run_apart(
@@ -444,15 +444,15 @@ def _own_memory(graph: Graph) -> bool:
     return all(effects.root[node].op == "call_function" for name, node in outputs if name.endswith(".grad"))
 
 
-class _Noted:
-    """Arrivals that record whether any has arrived; the loss is the first."""
+class _StartedListener:
+    """A listener that records whether a result has arrived; the loss is the first."""
 
-    def __init__(self, arrivals: Arrivals) -> None:
-        self._arrivals = arrivals
-        self.begin, self.gradient = arrivals.begin, arrivals.gradient
-        self.begun = False
+    def __init__(self, listener: GradientListener) -> None:
+        self._listener = listener
+        self.begin, self.gradient = listener.begin, listener.gradient
+        self.started = False
 
     def loss(self, value: Tensor) -> None:
         """Hand the loss on."""
-        self.begun = True
-        self._arrivals.loss(value)
+        self.started = True
+        self._listener.loss(value)

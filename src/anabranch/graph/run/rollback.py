@@ -82,11 +82,11 @@ class Rollback:
             self._without_autograd = nullcontext  # buffers: a context costs as much as the copies
 
     def run(
-        self, program: Callable[..., _Result], free: Sequence[object], told: Callable[[], bool] = lambda: False
+        self, program: Callable[..., _Result], free: Sequence[object], has_started: Callable[[], bool] = lambda: False
     ) -> _Result:
         """Return ``program(*free)``.
 
-        ``told``: true once results have left the program, after which its errors are the run's.
+        ``has_started``: true once results have left the program, after which its errors are the run's.
 
         Raises:
             GraphRaised: it raised, and nothing has happened.
@@ -106,7 +106,7 @@ class Rollback:
             raise
         except Exception as error:
             # Out of memory anywhere, also in the update.
-            if told() or "can't allocate memory" in str(error):
+            if has_started() or "can't allocate memory" in str(error):
                 raise
             with torch.no_grad():
                 for tensor, copy in [*zip(self._bound, self._copies, strict=True), *written]:

@@ -20,7 +20,7 @@ from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistak
 if TYPE_CHECKING:
     from anabranch.graph.run.codegen import Program
 
-__all__ = ["Arrivals", "Backward", "Gradients", "capture_backward", "check_loss", "output_names"]
+__all__ = ["Backward", "GradientListener", "Gradients", "capture_backward", "check_loss", "output_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Gradients:
     sparse: dict[str, tuple[SparseRows, ...]]
 
 
-class Arrivals(Protocol):
+class GradientListener(Protocol):
     """Receives the results of a backward graph while it runs."""
 
     def begin(self, outputs: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Backward:
     dense: tuple[str, ...]
     lookups: tuple[tuple[str, int], ...]
     kept: tuple[int, ...] = ()
-    _told: list[Arrivals] = field(default_factory=list)
+    _listeners: list[GradientListener] = field(default_factory=list)
     _programs: list[Program] = field(default_factory=list)
 
     @property
@@ -74,27 +74,27 @@ class Backward:
         """The names of the results that are sparse rows and their ids."""
         return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
 
-    def telling(self, arrivals: Arrivals) -> Program:
-        """Return the graph's program, which passes each result to ``arrivals`` at the line where it is final."""
-        self._told[:] = [arrivals]
+    def program_for(self, listener: GradientListener) -> Program:
+        """Return the graph's program, which passes each result to ``listener`` at the line where it is final."""
+        self._listeners[:] = [listener]
         if not self._programs:
-            told = self._told
+            listeners = self._listeners
 
-            def tell(name: str) -> Callable[[object], None]:
+            def callback(name: str) -> Callable[[object], None]:
                 if name == "loss":
-                    return lambda value: told[0].loss(cast(Tensor, value))
+                    return lambda value: listeners[0].loss(cast(Tensor, value))
                 parameter = name.removesuffix(".grad")
-                return lambda value: told[0].gradient(parameter, cast(Tensor, value))
+                return lambda value: listeners[0].gradient(parameter, cast(Tensor, value))
 
             names = ["loss", *(f"{name}.grad" for name in self.dense)]
-            self._programs.append(self.graph.telling_program({name: tell(name) for name in names}))
+            self._programs.append(self.graph.program_with_callbacks({name: callback(name) for name in names}))
         return self._programs[0]
 
-    def tell(self, arrivals: Arrivals, results: Mapping[str, object]) -> None:
-        """Pass results that are all available to ``arrivals``."""
-        arrivals.loss(cast(Tensor, results["loss"]))
+    def notify(self, listener: GradientListener, results: Mapping[str, object]) -> None:
+        """Pass results that are all available to ``listener``."""
+        listener.loss(cast(Tensor, results["loss"]))
         for name in self.dense:
-            arrivals.gradient(name, cast(Tensor, results[f"{name}.grad"]))
+            listener.gradient(name, cast(Tensor, results[f"{name}.grad"]))
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
         """Return this backward with ``improve`` applied to the graph."""

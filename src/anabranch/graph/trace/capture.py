@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.front import Front, TracedCall
+from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
@@ -75,7 +75,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
 
     given, seen = _numbers_as_tensors(fn, example_inputs)
     settings = _SETTINGS if seen is fn else {**_SETTINGS, "capture_scalar_outputs": True}
-    result = Front(seen, make, what="the function", settings=settings).run((), *given)
+    result = DynamoFront(seen, make, what="the function", settings=settings).run((), *given)
     if not found:
         raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
     graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)

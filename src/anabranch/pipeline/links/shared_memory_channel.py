@@ -114,7 +114,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-class _Line:
+class _PeerConnection:
     """The connection to one peer."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -220,7 +220,7 @@ class SharedMemoryChannel:
 
     def __init__(self, sockets: dict[int, socket.socket], inbox: Inbox) -> None:
         self._inbox = inbox
-        self._lines = {peer: _Line(sock) for peer, sock in sockets.items()}
+        self._lines = {peer: _PeerConnection(sock) for peer, sock in sockets.items()}
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to ``peer``."""

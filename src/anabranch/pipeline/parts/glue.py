@@ -9,8 +9,8 @@ from typing import TypeAlias
 from torch import nn
 
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
-from anabranch.pipeline.parts.names import lies_in
-from anabranch.pipeline.stage.keywords import taken_by
+from anabranch.pipeline.parts.names import is_within
+from anabranch.pipeline.stage.keywords import accepted_keywords
 
 __all__ = ["Glue", "GluedModel"]
 
@@ -42,7 +42,7 @@ class _GluedPart(ModelPart):
         self.take_up(self.__dict__["_model"], self.names, ())
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
-        return taken_by(self.function, names, len(self.names) + positional)
+        return accepted_keywords(self.function, names, len(self.names) + positional)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return functools.partial(self.function, *map(self.get_submodule, self.names))(*args, **kwargs)
@@ -60,11 +60,11 @@ def _check(model: nn.Module, glue: Sequence[Glue]) -> None:
         for name in names:
             if name not in named or not name:
                 raise ValueError(f"{type(model).__name__} has no submodule {name!r}; it has {[*named][1:9]}")
-            twice = [other for other in part_of if lies_in(name, other) or lies_in(other, name)]
+            twice = [other for other in part_of if is_within(name, other) or is_within(other, name)]
             if twice and has_state(named[name]):
                 raise ValueError(f"glue= has {name!r} in part {part} and {twice[0]!r} in part {part_of[twice[0]]}")
             part_of[name] = part
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    missing = [name for name, _ in tensors if not any(lies_in(name, unit) for unit in part_of)]
+    missing = [name for name, _ in tensors if not any(is_within(name, unit) for unit in part_of)]
     if missing:
         raise ValueError(f"glue= leaves out {missing}; name the modules that hold them, each in one part")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["lies_in"]
+__all__ = ["is_within"]
 
 
-def lies_in(path: str, unit: str) -> bool:
+def is_within(path: str, unit: str) -> bool:
     """Return True if the module named ``path`` is ``unit`` or inside it."""
     return path == unit or path.startswith(f"{unit}.")

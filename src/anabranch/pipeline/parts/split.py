@@ -29,12 +29,12 @@ from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.glue import Glue, GluedModel
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
-from anabranch.pipeline.parts.names import lies_in
+from anabranch.pipeline.parts.names import is_within
 from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram
 from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
 from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
 from anabranch.pipeline.parts.trees import take_apart
-from anabranch.pipeline.stage.keywords import taken_by
+from anabranch.pipeline.stage.keywords import accepted_keywords
 
 __all__ = ["Example", "SplitModel", "SplitPart", "SplitSource", "split"]
 
@@ -179,7 +179,7 @@ class SplitSource:
         self._drop_nested()
         for tensor, parts in held.items():
             for part in parts:
-                if not any(lies_in(tensor.module, unit) for unit in self.units[part]):
+                if not any(is_within(tensor.module, unit) for unit in self.units[part]):
                     self.held[part].append(tensor)
         self._assign_the_rest()
 
@@ -188,7 +188,7 @@ class SplitSource:
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         for unit, part in owned.items():
             for other, its_part in owned.items():
-                if unit != other and lies_in(unit, other) and has_state(self.model.get_submodule(unit)):
+                if unit != other and is_within(unit, other) and has_state(self.model.get_submodule(unit)):
                     if part != its_part:
                         raise CaptureError(
                             f"{unit!r} is called by part {part}, but {other!r}, which contains it, by part {its_part}; "
@@ -216,11 +216,11 @@ class SplitSource:
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         taken = {tensor for tensors in self.held for tensor in tensors}
         for path, module in self.model.named_modules():
-            above = [owned[unit] for unit in owned if lies_in(path, unit)]
+            above = [owned[unit] for unit in owned if is_within(path, unit)]
             part = above[0] if above else part
             if above:
                 continue
-            inside = [unit for unit in owned if lies_in(unit, path)]
+            inside = [unit for unit in owned if is_within(unit, path)]
             if not inside and path and has_state(module):
                 owned[path] = part
                 self.units[part].append(path)
@@ -259,7 +259,7 @@ class SplitSource:
             if not has_state(self.model.get_submodule(path)):
                 continue
             for part in parts:
-                if not any(lies_in(path, unit) for unit in self.units[part]):
+                if not any(is_within(path, unit) for unit in self.units[part]):
                     owner = next((p for p, units in enumerate(self.units) if path in units), None)
                     raise CaptureError(
                         f"with these inputs {path!r} is called by part {part}, but it is in part {owner}; split the "
@@ -268,7 +268,7 @@ class SplitSource:
         for tensor, parts in traced.users.held.items():
             for part in parts:
                 units = self.units[part]
-                if tensor not in self.held[part] and not any(lies_in(tensor.module, unit) for unit in units):
+                if tensor not in self.held[part] and not any(is_within(tensor.module, unit) for unit in units):
                     raise CaptureError(
                         f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, which does not "
                         "hold it; split the model with example= inputs of this kind"
@@ -314,12 +314,12 @@ class SplitPart(ModelPart):
     def _shares(self, path: str) -> bool:
         """Return True if other parts also read tensors of the module."""
         return sum(any(tensor.module == path for tensor in tensors) for tensors in self.source.held) > 1 or any(
-            lies_in(path, unit) for units in self.source.units for unit in units
+            is_within(path, unit) for units in self.source.units for unit in units
         )
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
         """Return those of the keyword inputs ``names`` that the model takes: its first part gets them."""
-        return () if self.index else taken_by(self.source.model.forward, names, positional, rest=True)
+        return () if self.index else accepted_keywords(self.source.model.forward, names, positional, rest=True)
 
     def forward(self, *args: object, **kwargs: object) -> tuple[object, ...]:
         """Run this part's share of the model's forward; the first one takes the model's inputs."""
@@ -389,7 +389,7 @@ def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object
     if example is not None:
         raise TypeError(f"example= is a tensor, a tuple of inputs or a mapping by name, got a {type(example).__name__}")
     given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model accepts
-    if isinstance(given, Mapping) and len(taken_by(model.forward, given, 0)) == len(given):
-        no_cache = {"use_cache": False} if taken_by(model.forward, ["use_cache"], 0) else {}
+    if isinstance(given, Mapping) and len(accepted_keywords(model.forward, given, 0)) == len(given):
+        no_cache = {"use_cache": False} if accepted_keywords(model.forward, ["use_cache"], 0) else {}
         return (), {**given, **no_cache}
     return None

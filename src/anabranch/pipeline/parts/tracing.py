@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
-from anabranch.pipeline.parts.names import lies_in
+from anabranch.pipeline.parts.names import is_within
 from anabranch.pipeline.parts.part_program import HeldTensor, Instruction, PartProgram, Slot, is_plain
 from anabranch.pipeline.parts.signature import Signature, TensorFacts, seen_in
 from anabranch.pipeline.parts.trees import build, take_apart
@@ -314,7 +314,7 @@ class _Recorder(TorchFunctionMode):
         for held, tensor in changed.items():
             parts = set(self._users.held.get(held, ()))
             for path, users in self._users.modules.items():
-                parts.update(users if lies_in(held.module, path) else ())
+                parts.update(users if is_within(held.module, path) else ())
             for part, slots in enumerate(program.carried):
                 parts.update((part, part + 1) if self._storages.has(tensor, slots) else ())
             if len(parts) > 1:

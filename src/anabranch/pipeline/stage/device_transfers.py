@@ -20,7 +20,7 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["brought"]
+__all__ = ["on_device"]
 
 
 class _Streams(threading.local):
@@ -38,10 +38,10 @@ class _Streams(threading.local):
 _streams = _Streams()
 
 
-def brought(tensor: Tensor, device: torch.device) -> Tensor:
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; of all streams only the calling thread's current one there waits for it.
 
-    >>> brought(torch.ones(2), torch.device("cpu"))
+    >>> on_device(torch.ones(2), torch.device("cpu"))
     tensor([1., 1.])
     """
     if tensor.device == device or not (tensor.is_cuda and device.type == "cuda"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 
-__all__ = ["taken_by"]
+__all__ = ["accepted_keywords"]
 
 
-def taken_by(
+def accepted_keywords(
     forward: Callable[..., object], given: Iterable[str], positional: int, *, rest: bool = False
 ) -> tuple[str, ...]:
     """Return those of the ``given`` names that ``forward`` has a parameter for.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from anabranch.pipeline.stage.device_transfers import brought
+from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[Structur
     leaves: list[object] = []
     for index, (leaf, needs_grad) in enumerate(zip(packet.leaves, packet.needs_grad, strict=True)):
         if isinstance(leaf, Tensor):
-            leaf = brought(leaf, device)
+            leaf = on_device(leaf, device)
             if needs_grad:
                 leaf = _Enter.apply(box, index, phony, leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)

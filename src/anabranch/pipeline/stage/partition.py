@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
-from anabranch.pipeline.stage.keywords import taken_by
+from anabranch.pipeline.stage.keywords import accepted_keywords
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
 
 __all__ = ["Layer", "Route", "Routes", "flatten_layers", "keywords_of", "route_skips", "shared_skips", "split_layers"]
@@ -134,7 +134,7 @@ def keywords_of(layer: Layer, given: Iterable[str], positional: int) -> tuple[st
     """
     if isinstance(layer.module, ModelPart):
         return layer.module.takes(given, positional)
-    return taken_by(layer.module.forward, given, positional)
+    return accepted_keywords(layer.module.forward, given, positional)
 
 
 Route = SkipName | str | None

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
-from anabranch.pipeline.stage.device_transfers import brought
+from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
@@ -39,14 +39,14 @@ from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure
 
-__all__ = ["GradientMessages", "Habits", "Head", "Messages", "Stage", "StagePlan", "StageRun"]
+__all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun", "StageTraits"]
 
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""
 
 
 @dataclass(slots=True)
-class Habits:
+class StageTraits:
     """Observed properties of a stage.
 
     Attributes:
@@ -78,7 +78,7 @@ class Stage:
     sources: Mapping[int, tuple[Route, ...]]
     targets: Mapping[int, tuple[Route, ...]]
     shared: frozenset[SkipName] = frozenset()
-    habits: Habits = field(default_factory=lambda: Habits())
+    habits: StageTraits = field(default_factory=lambda: StageTraits())
     keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -311,7 +311,7 @@ class StageRun:
         for target, routed in here.edges.items():
             for edges, grads in zip(routed, gradients.get(target, ()), strict=False):
                 roots += [
-                    (edge, brought(grad, self.stage.device))
+                    (edge, on_device(grad, self.stage.device))
                     for edge, grad in zip(edges, grads, strict=True)
                     if edge is not None and grad is not None
                 ]

@@ -34,7 +34,7 @@ __all__ = ["SplitBackward"]
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _SplitPoint:
     """A node ``v``, the leaves on its weight side alone, and the gradients that reached it in B."""
 
     node: Node
@@ -68,7 +68,7 @@ class SplitBackward:
     grads: Sequence[Tensor]
     start: Tensor
     hooked: Collection[int] = ()
-    _meetings: list[_Meeting] = field(default_factory=list)
+    _split_points: list[_SplitPoint] = field(default_factory=list)
     _whole: bool = False
 
     def inputs(self) -> None:
@@ -78,8 +78,8 @@ class SplitBackward:
         if self._whole:
             return  # no input awaits a gradient: all the work is W's
         shared: list[Tensor] = []
-        self._meetings, shared = graph.meetings()
-        hooks = [watch_node(meeting.node, _noting(meeting)) for meeting in self._meetings]
+        self._split_points, shared = graph.split_points()
+        hooks = [watch_node(split_point.node, _noting(split_point)) for split_point in self._split_points]
         try:
             torch.autograd.backward(self.edges, self.grads, retain_graph=True, inputs=[self.start, *shared])
         finally:
@@ -90,24 +90,24 @@ class SplitBackward:
         """W: accumulates into the weights; ``keep`` leaves the graph ready for another backward."""
         if self._whole:
             torch.autograd.backward(self.edges, self.grads, retain_graph=keep)
-        for meeting in self._meetings:
-            reached = [(k, grad) for k, grad in enumerate(meeting.arrived) if grad is not None]
+        for split_point in self._split_points:
+            reached = [(k, grad) for k, grad in enumerate(split_point.arrived) if grad is not None]
             if not reached:
                 continue
-            leaves = _without_matrix(meeting)
+            leaves = _without_matrix(split_point)
             if leaves:
-                edges = [GradientEdge(meeting.node, k) for k, _ in reached]
-                # Retained: a node of the weight side may serve several meetings. They are all freed with this object.
+                edges = [GradientEdge(split_point.node, k) for k, _ in reached]
+                # Retained: a node of the weight side may serve several split points. All are freed with this object.
                 torch.autograd.backward(edges, [grad for _, grad in reached], retain_graph=True, inputs=leaves)
 
 
-def _without_matrix(meeting: _Meeting) -> list[Tensor]:
+def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
     """Add a linear layer's share to its weight's gradient inside the multiplication; returns the remaining leaves.
 
     Autograd would first store the product and then add it: with a large weight and few rows, a tenth of the work.
     Only with a gradient to add to, so that a single microbatch gives bit for bit the gradient of the unsplit module.
     """
-    node, leaves = meeting.node, meeting.leaves
+    node, leaves = split_point.node, split_point.leaves
     if node.name() != "AddmmBackward0" or node._saved_alpha != 1:  # type: ignore[attr-defined]
         return leaves
     turned = node.next_functions[2][0]
@@ -117,7 +117,7 @@ def _without_matrix(meeting: _Meeting) -> list[Tensor]:
     left = [leaf for leaf in leaves if leaf is not weight]
     if weight is None or len(left) == len(leaves) or weight.grad is None:
         return leaves
-    x, grad = node._saved_mat1, meeting.arrived[0]  # type: ignore[attr-defined]
+    x, grad = node._saved_mat1, split_point.arrived[0]  # type: ignore[attr-defined]
     assert grad is not None
     if any(
         tensor.layout is not torch.strided or tensor.dtype != weight.grad.dtype for tensor in (x, grad, weight.grad)
@@ -130,9 +130,9 @@ def _without_matrix(meeting: _Meeting) -> list[Tensor]:
     return left
 
 
-def _noting(meeting: _Meeting) -> Callable[[tuple[Tensor | None, ...]], None]:
+def _noting(split_point: _SplitPoint) -> Callable[[tuple[Tensor | None, ...]], None]:
     def note(grads: tuple[Tensor | None, ...]) -> None:
-        meeting.arrived = tuple(grads)
+        split_point.arrived = tuple(grads)
 
     return note
 
@@ -156,7 +156,7 @@ class _Graph:
                 self._leaves[node] = {key: leaf for f in after for key, leaf in self._leaves.get(f, {}).items()}
         self.reaches_start = bool(self._to_start)
 
-    def meetings(self) -> tuple[list[_Meeting], list[Tensor]]:
+    def split_points(self) -> tuple[list[_SplitPoint], list[Tensor]]:
         """Every node where the weight side joins, and the leaves that several of them, or an output, reach."""
         found = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
         count = Counter(key for leaves in found.values() for key in leaves)
@@ -169,7 +169,7 @@ class _Graph:
         for root in self._roots:
             shared |= self._leaves.get(root, {})
         alone = ((node, [leaf for key, leaf in leaves.items() if key not in shared]) for node, leaves in found.items())
-        return [_Meeting(node, leaves) for node, leaves in alone if leaves], list(shared.values())
+        return [_SplitPoint(node, leaves) for node, leaves in alone if leaves], list(shared.values())
 
     def _runs_once(self, node: Node) -> bool:
         return isinstance(node, BackwardCFunction) or node._sequence_nr() in self._hooked

@@ -1,6 +1,6 @@
 """A run without effects: its requests to tables and experts are recorded, and nothing in other processes changes.
 
-``Rehearsal`` takes the place of a graph tracer, so every boundary of the model calls it. A lookup returns zeros, or the
+``DryRun`` takes the place of a graph tracer, so every boundary of the model calls it. A lookup returns zeros, or the
 rows of a local table; an expert's forward is called, but never its backward.
 """
 
@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, run_forward, traced_by
 
-__all__ = ["Lookups", "Rehearsal"]
+__all__ = ["DryRun", "Lookups"]
 
 
-class Rehearsal:
+class DryRun:
     """Answers boundaries, and records their traffic.
 
     Attributes:
@@ -112,7 +112,7 @@ class Rehearsal:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Return a block whose boundaries are crossed."""
+        """Return a context manager in which boundaries are crossed as usual."""
         with traced_by(None):
             yield
 
@@ -126,13 +126,13 @@ class Lookups(TorchFunctionMode):
 
     Args:
         tables: their names.
-        rehearsal: records each lookup.
+        dry_run: records each lookup.
     """
 
-    def __init__(self, tables: Mapping[Tensor, str], rehearsal: Rehearsal) -> None:
+    def __init__(self, tables: Mapping[Tensor, str], dry_run: DryRun) -> None:
         super().__init__()
         self.tables = tables
-        self._rehearsal = rehearsal
+        self._dry_run = dry_run
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -153,8 +153,8 @@ class Lookups(TorchFunctionMode):
             padding = args[2]
         if padding is not None and padding < 0:
             padding += weight.shape[0]
-        self._rehearsal.looked_up(self.tables[weight], ids, padding)
+        self._dry_run.looked_up(self.tables[weight], ids, padding)
         still = weight.detach()
         given = [still if value is weight else value for value in args]
         rows = func(*given, **{name: still if value is weight else value for name, value in kwargs.items()})
-        return self._rehearsal.leaf(rows) if weight.requires_grad else rows
+        return self._dry_run.leaf(rows) if weight.requires_grad else rows

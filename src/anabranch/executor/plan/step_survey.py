@@ -1,4 +1,4 @@
-"""``look_at``: forward and backward of one batch, to measure their time and their requests to other processes.
+"""``survey_step``: forward and backward of one batch, to measure their time and their requests to other processes.
 
 Nothing is trained, and nothing that lives elsewhere is changed; generators, buffers and modes are as before afterwards.
 User code that counts its own calls counts these. The time does not include a table's own gradient: its cost depends on
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.crossing import traced_by
 from anabranch.executor.engines.engine import loss_and_returned
-from anabranch.executor.plan.rehearsal import Lookups, Rehearsal
+from anabranch.executor.plan.dry_run import DryRun, Lookups
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.steps import TrainStep
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
 from anabranch.tensors import Structure
 
-__all__ = ["Asked", "Look", "LookedUp", "StageLook", "as_before", "look_at"]
+__all__ = ["ExpertTraffic", "StageSurvey", "StepSurvey", "TableLookups", "as_before", "survey_step"]
 
 _RUNS = 4  # the same number on every worker, because a loss may communicate
 _BACKWARD = 2  # times as long as forward, where it cannot be run
 
 
 @dataclass(frozen=True, slots=True)
-class LookedUp:
+class TableLookups:
     """The lookups of one table in a run.
 
     Attributes:
@@ -46,7 +46,7 @@ class LookedUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExpertTraffic:
     """The calls of experts in a run, as if they kept no activations.
 
     Attributes:
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLook:
+class StageSurvey:
     """One stage of a pipe in a run.
 
     Attributes:
@@ -76,7 +76,7 @@ class StageLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StepSurvey:
     """The facts of one worker's run.
 
     Attributes:
@@ -91,56 +91,56 @@ class Look:
     """
 
     seconds: float = 0.0
-    tables: Mapping[str, LookedUp] = field(default_factory=dict)
-    experts: Mapping[str, Asked] = field(default_factory=dict)
+    tables: Mapping[str, TableLookups] = field(default_factory=dict)
+    experts: Mapping[str, ExpertTraffic] = field(default_factory=dict)
     away: float = 0.0
-    stages: tuple[StageLook, ...] = ()
+    stages: tuple[StageSurvey, ...] = ()
     waiting: float = 0.0
     sent: int = 0
     idle: float = 0.0
 
 
-def look_at(step: TrainStep, batch: Structure, tables: Mapping[Tensor, str]) -> Look:
+def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, str]) -> StepSurvey:
     """Return the facts of a run of ``step`` on ``batch``.
 
     Args:
-        step: whose loss is computed.
+        step: computes the loss.
         batch: this worker's.
         tables: the parameters that are only looked up and are here, and their names.
 
     Raises:
         Exception: raised by the loss.
     """
-    rehearsal = Rehearsal()
+    dry_run = DryRun()
     with as_before(step.model):
-        times = [_run(step, batch, Lookups(tables, rehearsal), rehearsal) for _ in range(_RUNS)]
+        times = [_run(step, batch, Lookups(tables, dry_run), dry_run) for _ in range(_RUNS)]
     here, away = zip(*times[1:], strict=True)  # the first warms up
-    found = {name: _looked_up(parts) for name, parts in rehearsal.ids.items()}
-    experts = {name: Asked(*sizes) for name, sizes in rehearsal.asked.items()}
-    return Look(median(here), found, experts, median(away))
+    found = {name: _looked_up(parts) for name, parts in dry_run.ids.items()}
+    experts = {name: ExpertTraffic(*sizes) for name, sizes in dry_run.asked.items()}
+    return StepSurvey(median(here), found, experts, median(away))
 
 
-def _run(step: TrainStep, batch: Structure, lookups: Lookups, rehearsal: Rehearsal) -> tuple[float, float]:
+def _run(step: TrainStep, batch: Structure, lookups: Lookups, dry_run: DryRun) -> tuple[float, float]:
     """Return the seconds of forward and backward here, and those of experts' forward."""
-    rehearsal.start()
+    dry_run.start()
     began = time.perf_counter()
-    with torch.enable_grad(), traced_by(rehearsal), lookups:
+    with torch.enable_grad(), traced_by(dry_run), lookups:
         loss, _ = loss_and_returned(step.loss(step.model, batch))
-    forward = time.perf_counter() - began - rehearsal.away
+    forward = time.perf_counter() - began - dry_run.away
     parameters = [p for p in step.model.parameters() if p.requires_grad and p not in lookups.tables]
     try:
-        torch.autograd.grad(loss, [*parameters, *rehearsal.leaves], allow_unused=True)
+        torch.autograd.grad(loss, [*parameters, *dry_run.leaves], allow_unused=True)
     except RuntimeError:  # reentrant checkpoints refuse it, and backward would reach .grad and the user's hooks
-        return (1 + _BACKWARD) * forward, rehearsal.away
+        return (1 + _BACKWARD) * forward, dry_run.away
     if loss.device.type == "cuda":
         torch.cuda.synchronize(loss.device)
-    return time.perf_counter() - began - rehearsal.away, rehearsal.away
+    return time.perf_counter() - began - dry_run.away, dry_run.away
 
 
-def _looked_up(parts: Sequence[tuple[Tensor, int | None]]) -> LookedUp:
+def _looked_up(parts: Sequence[tuple[Tensor, int | None]]) -> TableLookups:
     ids = torch.cat([some for some, _ in parts])
     moved = torch.cat([some if padding is None else some[some != padding] for some, padding in parts])
-    return LookedUp(len(ids), len(torch.unique(ids)), len(torch.unique(moved)))
+    return TableLookups(len(ids), len(torch.unique(ids)), len(torch.unique(moved)))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["PATIENCE", "told_if_slow"]
+__all__ = ["PATIENCE", "log_if_slow"]
 
 PATIENCE = 5.0
 """Seconds after which a capture reports its progress."""
@@ -15,7 +15,7 @@ _start_timer: Callable[[float, Callable[[], None]], threading.Timer] = threading
 
 
 @contextmanager
-def told_if_slow(tell: Callable[[], None] | None) -> Iterator[None]:
+def log_if_slow(tell: Callable[[], None] | None) -> Iterator[None]:
     """Call ``tell`` once, on its own thread, if the block takes longer than ``PATIENCE``."""
     if tell is None:
         yield

@@ -1,4 +1,4 @@
-"""``look_at_pipe``: a few runs of a pipe's own schedule, to see how long its stages take and what crosses between them.
+"""``survey_pipe``: a few runs of a pipe's own schedule, to measure the time of its stages and the traffic between them.
 
 Nothing is trained: gradients, buffers, generators, modes and the pipe's counts are as before afterwards.
 """
@@ -12,7 +12,7 @@ from statistics import median
 
 from torch import Tensor, nn
 
-from anabranch.executor.plan.look import Look, StageLook, as_before
+from anabranch.executor.plan.step_survey import StageSurvey, StepSurvey, as_before
 from anabranch.executor.routes import CommMode
 from anabranch.executor.running.pipe_runner import pipe_run
 from anabranch.executor.running.step_runs import rows_of
@@ -22,16 +22,16 @@ from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
-__all__ = ["check_planned", "look_at_pipe"]
+__all__ = ["check_planned", "survey_pipe"]
 
 _RUNS = 4  # the same number on every rank
 
 
-def look_at_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> Look:
+def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
     """Return the facts of a run of ``step``, whose model is ``pipe``; every rank of the pipe calls it.
 
     Raises:
-        Exception: what a stage or the loss raises.
+        Exception: any error of a stage or the loss.
     """
     rows, walls = int(rows_of(step, batch)), []
     loss = step.loss.parameters() if isinstance(step.loss, nn.Module) else ()
@@ -54,7 +54,7 @@ def look_at_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> Look:
     wall, simulated = median(walls[1:]), pipe.simulated(rows)
     busy = [sum(interval.end - interval.start for interval in rank) for rank in simulated.intervals]
     stages = tuple(
-        StageLook(
+        StageSurvey(
             f"stage {costs.stage}",
             f"rank {costs.rank}, layers {costs.layers}",
             costs.parameters,
@@ -64,7 +64,7 @@ def look_at_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> Look:
         for costs in pipe.costs()
     )
     busiest = min(max(busy), wall)
-    return Look(busiest, stages=stages, waiting=wall - busiest, sent=sent, idle=simulated.bubble)
+    return StepSurvey(busiest, stages=stages, waiting=wall - busiest, sent=sent, idle=simulated.bubble)
 
 
 def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> None:

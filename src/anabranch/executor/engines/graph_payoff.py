@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Worth"]
+__all__ = ["GraphPayoff"]
 
 _SHARE = 0.1
 """The most of the run's time that capturing may take."""
@@ -46,8 +46,8 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Worth:
-    """The known part of a step's time and operations."""
+class GraphPayoff:
+    """The gain that a graph of a step would bring, from its time and operations, and the cost of capturing it."""
 
     def __init__(self) -> None:
         self._operations: int | None = None
