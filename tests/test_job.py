@@ -82,12 +82,12 @@ def test_alone_a_process_serves_its_experts_itself(monkeypatch: pytest.MonkeyPat
         assert ab.RemoteExpert("linear.0", directory)(torch.ones(3, 2)).shape == (3, 2)
 
 
-def test_several_workers_without_anybody_who_serves_are_told_so() -> None:
+def test_several_workers_without_servers_are_refused() -> None:
     with pytest.raises(ValueError, match="2 workers but no process that serves experts.*--experts N"):
         job({"WORLD_SIZE": "2"}).serve(linear)
 
 
-def test_an_expert_process_without_a_directory_is_told_so() -> None:
+def test_an_expert_process_without_a_directory_is_an_error() -> None:
     with pytest.raises(ValueError, match="ANABRANCH_DIRECTORY"):
         job({"ANABRANCH_ROLE": "expert"}).serve(linear)
 
@@ -114,7 +114,7 @@ def test_a_grid_of_another_size_is_refused_with_the_numbers(data: int, pipeline:
         job({"WORLD_SIZE": "2"}).grid(data=data, pipeline=pipeline)
 
 
-def test_a_lone_process_is_a_grid_of_its_own() -> None:
+def test_a_single_process_is_a_grid() -> None:
     try:
         grid = job({}).grid()
         for group in (grid.data_group, grid.pipeline_group):

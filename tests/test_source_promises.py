@@ -126,7 +126,7 @@ def questions(tree: ast.AST) -> Iterator[str]:
                 yield first
 
 
-def test_the_sources_keep_what_they_promise() -> None:
+def test_the_sources_keep_their_promises() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
     hooks, dates, printing, forbidden, waits, asked = set(), set(), set(), {}, {}, {}
     for path in sorted(ROOT.rglob("*.py")):
@@ -163,7 +163,7 @@ def test_the_sources_keep_what_they_promise() -> None:
         "os.fork()",
     ],
 )
-def test_the_check_sees_what_it_forbids(source: str) -> None:
+def test_the_check_finds_forbidden_code(source: str) -> None:
     assert list(offences(ast.parse(source)))
 
 

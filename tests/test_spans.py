@@ -16,7 +16,7 @@ from programs import start
 from waiting import join
 
 
-def test_nothing_is_kept_and_no_clock_is_read_while_nobody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_trace_nothing_is_kept_and_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read() -> int:
         raise AssertionError("the clock was read")
 
@@ -50,7 +50,7 @@ def test_a_span_lasts_from_entry_to_exit_also_of_a_block_that_raises() -> None:
     assert before <= outer[3] <= inner[3] <= inner[4] <= outer[4] <= after
 
 
-def test_what_exceeds_the_limit_is_counted_and_not_kept() -> None:
+def test_spans_over_the_limit_are_counted_and_not_kept() -> None:
     recorder = spans.SpanRecorder(limit=3)
     with spans.recorded(recorder):
         for index in range(10):
@@ -90,7 +90,7 @@ def test_two_recorders_get_the_same_spans() -> None:
 
 
 @pytest.mark.parametrize("last", ["span", "footer"])
-def test_what_was_recorded_is_read_again_up_to_a_line_cut_short(last: str) -> None:
+def test_recorded_spans_are_read_up_to_a_truncated_line(last: str) -> None:
     with spans.recorded(spans.SpanRecorder()) as recorder:
         began = spans.begin()
         spans.complete(began, "pull", "crossing", track="requests", flow=("ask", "7"), facts={"where": Path("x")})

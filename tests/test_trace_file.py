@@ -95,7 +95,7 @@ def test_spans_of_a_track_that_overlap_lie_in_lanes_and_those_that_do_not_share_
         assert all(before[1] <= after[0] + 0.001 for before, after in itertools.pairwise(some))
 
 
-def test_a_thread_that_had_ended_has_a_lane_of_its_own(tmp_path: Path) -> None:
+def test_a_thread_that_had_ended_has_its_own_lane(tmp_path: Path) -> None:
     here, gone = one("forward", 0, 1_000), (*one("forward", 0, 1_000)[:5], 140_000_000_000_000, None, None)
     of_profiler = (*one("aten::add", 200, 300, category="operator")[:5], 7, None, None)
     trace = written(tmp_path, [part("worker 0", [here, gone, of_profiler])])
@@ -132,7 +132,7 @@ def test_a_message_goes_from_sender_to_receiver(tmp_path: Path) -> None:
     assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == [(1.0, 4.999)]
 
 
-def test_those_who_meet_have_arrows_from_the_one_who_came_last(tmp_path: Path) -> None:
+def test_ranks_at_a_collective_have_arrows_from_the_last_to_arrive(tmp_path: Path) -> None:
     starts = {"worker 0": 0, "worker 1": 5_000, "worker 2": 2_000}
     parts = [
         part(name, [one("all_reduce", start, 9_000, track="workers", flow=("meet", "w/1"))], pid=pid)
@@ -181,7 +181,7 @@ def test_the_error_of_an_offset_bounds_it_however_long_either_way_took(
     assert abs(found + offset) <= error
 
 
-def test_what_is_missing_and_notes_are_told(tmp_path: Path) -> None:
+def test_missing_values_and_notes_are_reported(tmp_path: Path) -> None:
     trace = written(tmp_path, [part("worker 0", [one("a", 0, 1)], dropped=5)], notes={"complete": False})
     assert trace.other["dropped_spans"] == {"worker 0": 5}
     assert trace.other["complete"] is False

@@ -10,7 +10,7 @@ from anabranch.parameter_server import ParameterClient
 from anabranch.tables import RowOptimizer, RowTable, TableSpec
 
 
-def test_objects_say_what_they_are() -> None:
+def test_objects_have_a_descriptive_repr() -> None:
     model = nn.Linear(4, 1)
     step = ab.TrainStep(model, lambda model, x: model(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     pipe = ab.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), balance=[1, 1], chunks=3)

@@ -147,7 +147,7 @@ def test_a_wrong_argument_of_a_parameter_client_is_named_and_changes_nothing(
     assert client.pull("v").tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_log_in_a_directory_that_is_not_there_is_refused_before_any_step(tmp_path: Path) -> None:
+def test_a_log_in_a_missing_directory_is_refused_before_any_step(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="log_path=.*loads.jsonl.* is in a directory that does not exist; create .*/no"
     ):
@@ -183,7 +183,7 @@ def test_words_may_be_written_in_any_case() -> None:
     assert ab.RemoteEmbedding("t", 3, 2, mode="SUM").mode == "sum"  # type: ignore[arg-type]
 
 
-def test_what_is_printed_of_an_object_tells_what_it_is() -> None:
+def test_the_repr_of_an_object_describes_it() -> None:
     with executor(comm_mode="PS") as made:
         assert re.fullmatch(r"Executor\(\{'default': TrainStep\(Linear, SGD\)\}, comm_mode='PS', step=0\)", repr(made))
     graph = ab.capture(lambda x: MODEL(x).sum(), torch.ones(2, 4))

@@ -52,7 +52,7 @@ def elsewhere(run: Callable[[], Tensor]) -> Tensor:
     return found[0]
 
 
-def test_the_second_run_asks_nobody() -> None:
+def test_the_second_run_sends_no_request() -> None:
     answers = Answers()
     with answers.noted():
         first = far(1.0)()
@@ -63,7 +63,7 @@ def test_the_second_run_asks_nobody() -> None:
         far(3.0)()
 
 
-def test_what_another_thread_crosses_meanwhile_is_no_part_of_it() -> None:
+def test_crossings_of_another_thread_are_not_part_of_it() -> None:
     """Two executors on two threads: one failed with AnswersDiffer while the other tried its graph."""
     answers = Answers()
     with answers.noted():

@@ -114,7 +114,7 @@ def test_an_interrupt_in_the_moment_before_the_wait_for_a_future_is_not_lost() -
         timer.join(30.0)
 
 
-def test_what_an_interrupted_sweep_left_behind_is_not_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_an_interrupted_sweep_are_not_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2, requires_grad=True)
     manager = ab.GradManager().attach(x, lambda tensor, grad: grad * 2)
 
@@ -354,7 +354,7 @@ def test_a_future_that_fails_raises_its_own_error_and_writes_nothing() -> None:
     assert b.grad is None
 
 
-def test_what_a_callback_returns_must_be_a_gradient() -> None:
+def test_a_callback_must_return_a_gradient() -> None:
     x = torch.ones(2, requires_grad=True)
     manager = ab.GradManager().attach(x, lambda tensor, grad: 3)
     with pytest.raises(TypeError, match="got 3"), manager:

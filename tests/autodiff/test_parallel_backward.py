@@ -305,7 +305,7 @@ def test_contexts_are_freed_after_backward_while_the_outputs_are_held() -> None:
     assert outputs
 
 
-def test_leaving_a_session_frees_what_the_calls_saved() -> None:
+def test_leaving_a_session_frees_saved_tensors() -> None:
     x = torch.ones(2, requires_grad=True)
 
     class Saves(Function):

@@ -208,7 +208,7 @@ class _FullFile:
         self.file.close()  # type: ignore[attr-defined]
 
 
-def test_a_full_disk_keeps_what_was_saved_and_gives_its_space_back(
+def test_a_full_disk_keeps_earlier_saves_and_frees_the_space_of_the_failed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 0)
@@ -323,7 +323,7 @@ def test_every_file_is_durable_before_its_name_and_every_name_before_the_manifes
     ]
 
 
-def test_old_generations_go_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
+def test_old_generations_are_removed_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
     save(tmp_path, 0)
     save(tmp_path, 1)
     seen: list[tuple[str, int]] = []

@@ -95,7 +95,7 @@ def test_damage_between_choosing_and_loading_is_detected(tmp_path: Path) -> None
     assert found.tensors("rank0")["rng"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_nothing_whole_is_an_error_that_tells_of_each(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_the_error_lists_each(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     for generation in (1, 2):
@@ -161,7 +161,7 @@ def test_a_directory_that_may_not_be_read_is_named_and_nothing_taken_in_its_plac
         checkpoint.read(tmp_path / closed)
 
 
-def test_what_a_file_system_keeps_for_itself_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_file_system_itself_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lost+found").mkdir()
     forbid("scandir", tmp_path / "lost+found", monkeypatch)
     assert checkpoint.read_newest(tmp_path) is None
@@ -215,7 +215,7 @@ def dangle(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["model-00000002.safetensors", "manifest-00000002.json"])
-def test_what_is_no_regular_file_is_damage_and_not_waited_for(
+def test_an_irregular_file_is_damage_and_not_waited_for(
     tmp_path: Path, name: str, make: Callable[[Path], None], what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)

@@ -212,7 +212,7 @@ def test_state_of_optimizers_schedulers_and_generators_comes_back(tmp_path: Path
     assert torch.equal(again.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg"])
 
 
-def test_split_names_tensors_by_path_and_tells_equal_paths_apart() -> None:
+def test_split_names_tensors_by_path_and_distinguishes_equal_paths() -> None:
     one, two = torch.ones(1), torch.zeros(1)
     state, found = checkpoint.split({"a.b": one, "a": {"b": two}, "n": [None, (one,)]})
     assert list(found) == ["a.b", "a.b#2", "n.1.0"]
@@ -316,7 +316,7 @@ def test_the_newest_generations_stay_and_older_files_go(tmp_path: Path, keep: in
     }
 
 
-def test_saving_the_same_step_again_writes_a_generation_of_its_own(tmp_path: Path) -> None:
+def test_saving_the_same_step_again_writes_a_new_generation(tmp_path: Path) -> None:
     first = save(tmp_path, 7)
     before = first.read_bytes()
     second = save(tmp_path, 7)
@@ -358,7 +358,7 @@ def test_an_unknown_group_is_named_beside_those_there_are(tmp_path: Path) -> Non
         checkpoint.read(tmp_path).tensors("optimizer")
 
 
-def test_a_second_writer_is_told_that_the_directory_is_claimed(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_because_the_directory_is_claimed(tmp_path: Path) -> None:
     inside, outcome = threading.Event(), []
 
     def second(name: str) -> None:

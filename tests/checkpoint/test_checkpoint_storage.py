@@ -174,7 +174,7 @@ def executor() -> ab.Executor:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_an_executor_goes_on_from_a_url_as_if_nothing_had_happened(url: str, wait: bool) -> None:
+def test_an_executor_resumes_from_a_url_as_if_uninterrupted(url: str, wait: bool) -> None:
     batch = torch.ones(4, 2)
     with executor() as first:
         first.run("train", batch)
@@ -194,7 +194,7 @@ def test_file_urls_are_folders(tmp_path: Path) -> None:
     assert_whole(checkpoint.read(tmp_path / "run"), 1)
 
 
-def test_a_url_of_no_file_system_and_one_whose_package_is_absent_say_so() -> None:
+def test_a_url_of_an_unknown_or_uninstalled_file_system_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nothing://x cannot be saved to"):
         saved("nothing://x", 1)
 

@@ -91,7 +91,7 @@ def run(target: ab.Executor, times: int) -> list[float]:
     return [target.run("train", BATCH)["loss"].item() for _ in range(times)]
 
 
-def test_an_executor_goes_on_as_if_nothing_had_happened(url: str) -> None:
+def test_an_executor_resumes_as_if_uninterrupted(url: str) -> None:
     with executor() as first:
         run(first, 1)
         first.save(f"{url}/run")
@@ -117,7 +117,7 @@ def test_two_generations_stay_and_a_damaged_one_is_passed_over(url: str) -> None
     assert checkpoint.read(url).step == 2
 
 
-def test_a_bucket_that_is_not_there_is_named(server: subprocess.Popen[bytes]) -> None:
+def test_a_missing_bucket_is_named(server: subprocess.Popen[bytes]) -> None:
     with pytest.raises(CheckpointError, match="cannot upload model-00000001.safetensors to s3://nobody-has-it/run"):
         saved("s3://nobody-has-it/run", 1)
 
@@ -134,7 +134,7 @@ executor.save(sys.argv[1], wait=False)
 """
 
 
-def test_a_process_that_ends_waits_for_what_it_saves(url: str) -> None:
+def test_a_process_waits_for_its_saves_before_it_exits(url: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, url], capture_output=True, text=True, timeout=200, check=True)
     assert "was not saved" not in done.stderr
     assert checkpoint.read(url).step == 1

@@ -162,14 +162,14 @@ def test_ctrl_c_in_the_middle_of_an_upload_leaves_the_checkpoint_before(url: str
     assert_whole(url, 3)
 
 
-def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("soon", "0", "nan"):
         monkeypatch.setenv(SECONDS_VARIABLE, wrong)
         with pytest.raises(ValueError, match=f"{SECONDS_VARIABLE}='{wrong}' is not a number of seconds"):
             Storage("memory://x")
 
 
-def test_patience_grows_with_what_is_moved_and_begins_anew_with_progress() -> None:
+def test_patience_grows_with_the_bytes_and_restarts_with_progress() -> None:
     clock = FakeClock()
     patience = StoragePatience(60.0, 3 << 30, clock)
     clock.advance(3000.0)

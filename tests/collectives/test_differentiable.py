@@ -26,7 +26,7 @@ def test_two_workers(results, name: str) -> None:
         assert result.get(name, "not reached") == "", f"rank {rank}: {result.get(name)}"
 
 
-def test_a_job_of_one_worker_sums_alone_and_has_nobody_to_send_to() -> None:
+def test_a_job_of_one_worker_sums_alone_and_sends_nothing() -> None:
     x = torch.ones(2, requires_grad=True)
     y = ab.all_reduce(x, "mean")
     y.sum().backward()

@@ -146,7 +146,7 @@ def test_a_parameter_without_a_gradient_on_any_worker_keeps_none_and_one_that_an
         assert model[1].weight.grad is None
 
 
-def test_what_a_window_left_behind_does_not_leak_into_the_next() -> None:
+def test_leftovers_of_a_window_do_not_leak_into_the_next() -> None:
     model, workers = layers(2), Twins()
     buckets = GradientBuckets(parameters_of(model), workers)
     for used in (model, model[0]):  # the second window does not use the last layer

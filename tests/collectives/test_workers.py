@@ -44,11 +44,11 @@ print(json.dumps({"spans": [name for name, *_ in recorder.take()]}))
 """
 
 
-def test_a_collective_of_a_single_worker_crosses_nothing_and_waits_for_nobody() -> None:
+def test_a_collective_of_a_single_worker_sends_nothing_and_does_not_wait() -> None:
     assert LocalJob(1).run_source(ALONE).check().results == ({"spans": []},)
 
 
-def test_without_a_job_there_is_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_a_job_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="RANK"):

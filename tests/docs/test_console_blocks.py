@@ -138,7 +138,7 @@ def alike(printed: str, shown: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # up to three jobs, one after the other
 @pytest.mark.parametrize("page", RUN)
-def test_the_commands_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_print_the_output_shown(page: str, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     found = list(commands(DOCS / page))
     assert {"python", "anabranch"} <= {line.split()[0] for line, _ in found}

@@ -47,7 +47,7 @@ def test_all_python_of_the_pages_is_seen() -> None:
     assert {"tutorials/clicks.md", "concepts/staleness.md", "guides/graph_sage.md", "howto.md"} <= set(PAGES)
 
 
-def test_what_is_not_run_says_why() -> None:
+def test_examples_that_are_not_run_give_a_reason() -> None:
     found = {page: re.findall(r"^% not run:?(.*)$", (DOCS / page).read_text(), re.MULTILINE) for page in pages()}
     assert sum(map(len, found.values())) > 5
     for page, reasons in found.items():

@@ -45,7 +45,7 @@ def test_a_tutorial_and_a_concept_have_a_picture(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "name", "body"), USED, ids=[f"{page}: {name}" for page, name, _ in USED])
-def test_a_picture_says_in_words_what_it_shows(page: str, name: str, body: str) -> None:
+def test_a_picture_has_a_text_description(page: str, name: str, body: str) -> None:
     alt, _, caption = body.partition("\n")
     assert re.match(r":alt: \S.{40,}", alt), page
     assert caption.strip(), page

@@ -83,7 +83,7 @@ def test_deepfms_pairs_are_the_products_of_all_pairs_of_vectors():
     torch.testing.assert_close(model(ids, numbers), others + pairs)
 
 
-def test_a_crossing_multiplies_the_inputs_with_what_was_crossed():
+def test_a_crossing_multiplies_the_inputs_with_the_crossed_ones():
     import click_through
 
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def test_criteos_lines_are_read_as_the_simple_way_reads_them(tmp_path):
     assert (read.numbers[:-1] < 0).any()
 
 
-def test_a_batch_has_logarithms_flags_of_what_is_missing_and_ids_by_field(tmp_path):
+def test_a_batch_has_logarithms_flags_of_missing_values_and_ids_by_field(tmp_path):
     (batch,) = clicks(tmp_path / "c", criteo(1, [5, "", -2, *[0] * 10], [7, 7, "", *range(23)]))
     logs = batch["numbers"][0, :13]
     assert logs[:4].tolist() == pytest.approx([np.log(6), 0, -np.log(3), 0])
@@ -147,7 +147,7 @@ def made(tmp_path: Path, lines: int, form: str = "criteo") -> Path:
 
 @pytest.mark.parametrize("form", ["criteo", "adult"])
 @pytest.mark.parametrize("block", few([1, 300, 1 << 20], 300, 1 << 20))
-def test_it_goes_on_at_the_next_batch_wherever_it_stopped(form, block, tmp_path, monkeypatch):
+def test_it_resumes_at_the_next_batch_wherever_it_stopped(form, block, tmp_path, monkeypatch):
     import _clicks
 
     monkeypatch.setattr(_clicks, "BLOCK", block)

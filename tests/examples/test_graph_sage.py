@@ -139,7 +139,7 @@ def test_the_shares_of_workers_have_the_loss_and_gradients_of_the_whole(graph):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_samples_go_on_where_they_stopped(graph):
+def test_samples_resume_where_they_stopped(graph):
     import graph_sage
 
     def made():

@@ -109,7 +109,7 @@ def test_held_out_files_are_never_trained_on(small_text, tmp_path, capsys, monke
     assert trained == set(range(48)) - held_out
 
 
-def test_without_matplotlib_it_says_so_and_goes_on(small_text, tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_it_says_so_and_continues(small_text, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     import language_model
 
@@ -156,7 +156,7 @@ def test_killed_in_the_middle_the_same_command_ends_as_if_undisturbed(small_text
     assert curve(tmp_path / "killed") == curve(tmp_path / "undisturbed")
 
 
-def test_ctrl_c_says_how_to_go_on_and_leaves_the_last_checkpoint(small_text, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_says_how_to_resume_and_leaves_the_last_checkpoint(small_text, tmp_path, capsys, monkeypatch):
     import language_model
 
     arguments = [*SMALL, "--save-every", "2", "--text", str(small_text), "--out", str(tmp_path / "out")]
@@ -230,7 +230,7 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_on_servers_the_memory_learns_what_it_learns_here(small_text, tmp_path, capsys):
+def test_on_servers_the_memory_learns_the_same_as_locally(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
     launcher = LocalJob(workers=2, servers=2, timeout=110)
     job = run_example(launcher, SCRIPT, *arguments, "--out", tmp_path / "two", WIDTH=WIDTH)
@@ -260,7 +260,7 @@ def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path)
 
 
 @pytest.mark.slow
-def test_it_goes_on_while_an_expert_process_is_killed_and_returns(small_text, tmp_path):
+def test_it_continues_while_an_expert_process_is_killed_and_restarted(small_text, tmp_path):
     arguments = [*SMALL, "--steps", "40", "--evaluate-every", "1", "--text", str(small_text)]
     arguments += ["--out", str(tmp_path / "out")]
     result = (
@@ -314,7 +314,7 @@ def test_a_fresh_run_has_fresh_experts(small_text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers_after", [1, 2])
-def test_killed_on_two_workers_it_goes_on_with_any_number(workers_after, small_text, tmp_path, capsys):
+def test_killed_on_two_workers_it_resumes_with_any_number(workers_after, small_text, tmp_path, capsys):
     arguments = [*SMALL, "--save-every", "2", "--text", str(small_text)]
     moved = [*arguments, "--out", str(tmp_path / "moved")]
     killed = LocalJob(workers=2, timeout=110).run_source(
@@ -404,7 +404,7 @@ def test_a_byte_is_predicted_from_those_before_it_only():
     assert not same[25:].any()
 
 
-def test_the_memory_tells_ngrams_apart_and_knows_them_again():
+def test_the_memory_distinguishes_and_recognises_ngrams():
     import language_model
 
     memory = language_model.NgramMemory(rows=2**16)

@@ -44,7 +44,7 @@ def test_two_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_other_stages_and_in_none(small_text, tmp_path, capsys):
+def test_a_run_resumes_with_other_stages_and_without_any(small_text, tmp_path, capsys):
     """Two pipelines of two stages save after half of the steps; one of three stages, then one process, go on."""
     arguments = [*SMALL, "--text", str(small_text), "--steps", "6", "--save-every", "1"]
     out = ["--out", str(tmp_path / "moved")]

@@ -53,7 +53,7 @@ def test_without_a_launcher_it_prints_the_same(script: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_goes_on_where_ctrl_c_ended_it_and_no_further_than_its_end(script: Path) -> None:
+def test_it_resumes_where_ctrl_c_ended_it_and_stops_at_its_end(script: Path) -> None:
     source = script.read_text()
     loop = "    while executor.step < 1000 and not executor.stopping:\n"
     press = "        if executor.step == 300:\n            signal.raise_signal(signal.SIGINT)\n"

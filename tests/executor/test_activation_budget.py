@@ -67,7 +67,7 @@ def test_sizes(given: Any, expected: int) -> None:
 
 
 @pytest.mark.parametrize("given", [0, -1, True, "much", "0GiB", "2 GiBs", 1.5])
-def test_what_is_no_size_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_a_size_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="activation_budget is a number of bytes above 0"):
         step_of(model_of(), activation_budget=given)
 

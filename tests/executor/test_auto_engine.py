@@ -143,7 +143,7 @@ def run_as_graphs(steps: dict[str, tuple[ab.TrainStep, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_them_do_on_two_workers_and_give_what_the_tape_gives() -> None:
+def test_all_run_on_two_workers_with_the_results_of_the_tape() -> None:
     result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "models").check()
     for found in result.results:
         assert found["models"] == {name: ["graph", True] for name in found["models"]}
@@ -174,7 +174,7 @@ class Tables(nn.Module):
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_what_is_fetched_is_what_the_tape_fetches(clip: float | None) -> None:
+def test_fetched_values_equal_those_of_the_tape(clip: float | None) -> None:
     names = ["loss", "twice", "layers", "layers.0.weight.grad", "never.weight.grad", "table.weight.grad", "free.grad"]
 
     def loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -313,7 +313,7 @@ def test_a_refused_trial_leaves_the_gradients_of_the_tape() -> None:
     assert all(map(torch.equal, found, expected))  # type: ignore[arg-type]
 
 
-def test_what_the_tape_refuses_too_is_the_users_own_mistake(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_on_the_tape_too_is_the_user_s_own_mistake(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Net()
     before = [value.clone() for value in model.state_dict().values()]
@@ -398,7 +398,7 @@ FOLLOWING = [[*reversed(CHANGES)][first::3] for first in range(3)]
 @pytest.mark.parametrize(
     "changes", [*FOLLOWING, *(pytest.param([one], marks=pytest.mark.slow) for one in CHANGES)], ids=str
 )
-def test_what_changes_between_steps_is_noticed(changes: list[str]) -> None:
+def test_changes_between_steps_are_noticed(changes: list[str]) -> None:
     def later(step: int, model: Any) -> None:
         for place, change in enumerate(changes):
             CHANGES[change](max(step - 3 - 2 * place, 0), model)  # after the graph was taken
@@ -443,7 +443,7 @@ def test_variables_of_the_loss_and_of_its_helpers_are_noticed() -> None:
     assert_same(run("auto"), run("tape"))
 
 
-def test_a_counter_beside_the_loss_is_none_of_its_values(captures: list[object]) -> None:
+def test_a_counter_beside_the_loss_is_not_one_of_its_values(captures: list[object]) -> None:
     class Trainer:
         def __init__(self) -> None:
             self.steps, self.history, self.share = 0, [0.0], 1.0

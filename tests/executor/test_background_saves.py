@@ -62,7 +62,7 @@ def run(target: ab.Executor, times: int = 1) -> list[float]:
     return [target.run("train", BATCH)["loss"].item() for _ in range(times)]
 
 
-def test_what_is_saved_is_what_there_was_and_training_goes_on(held: Held, tmp_path: Path) -> None:
+def test_a_save_holds_the_state_at_its_call_while_training_continues(held: Held, tmp_path: Path) -> None:
     with executor() as first:
         run(first, 3)
         told = []
@@ -234,7 +234,7 @@ def test_every_failure_is_in_the_error(held: Held, tmp_path: Path) -> None:
     target.close()
 
 
-def test_the_end_of_the_process_waits_and_tells_what_was_not_saved(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_the_process_waits_and_reports_failed_saves(capfd: pytest.CaptureFixture[str]) -> None:
     go, written = threading.Event(), []
 
     def write() -> None:

@@ -107,7 +107,7 @@ def test_forked_loader_workers_survive_our_threads() -> None:
 
 
 @pytest.mark.parametrize("saved_after", [0, 2, 3, 4])  # before, in, at the end of, and after an epoch
-def test_a_shuffled_loader_goes_on_exactly_where_it_was(tmp_path: Path, saved_after: int) -> None:
+def test_a_shuffled_loader_resumes_at_its_exact_position(tmp_path: Path, saved_after: int) -> None:
     model, executor = program(train=DataLoader(Squares(), 4, shuffle=True))
     with executor:
         seen(executor, saved_after)
@@ -191,7 +191,7 @@ print(json.dumps({"weights": weights}))
 """
 
 
-def test_a_worker_whose_loader_has_ended_goes_on_pushing_nothing() -> None:
+def test_a_worker_with_an_ended_loader_keeps_pushing_nothing() -> None:
     """Under its own step's number, which the servers expect of it."""
     wanted = torch.zeros(8)
     for ids in [[0, 0], [1, 1], [2, 2], [3, 3], [2, 0]]:
@@ -226,7 +226,7 @@ print(json.dumps({"rows": rows}))
 """
 
 
-def test_a_map_style_loader_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+def test_a_map_style_loader_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
     def run(workers: int, runs: int, save_after: int) -> list[list[float]]:
         arguments = [str(tmp_path), str(runs), str(save_after)]
         results = LocalJob(workers).run_source(MAP_STYLE, *arguments).check().results

@@ -14,7 +14,7 @@ from anabranch.errors import PeerLost, RolledBack
 from anabranch.observe import PeerLostRecord, RestartRecord, SaveRecord, StepRecord
 
 
-def test_a_step_is_told_once_it_was_taken() -> None:
+def test_a_step_is_reported_after_it_was_taken() -> None:
     seen: list[StepRecord] = []
     with ab.Executor({"train": make_step(accumulate=2)}, engine="tape") as executor:
         executor.on("step", seen.append)
@@ -76,7 +76,7 @@ def failing_with(executor: ab.Executor, error: Exception, monkeypatch: pytest.Mo
     monkeypatch.setattr(executor._runners["default"], "run", fail)
 
 
-def test_a_lost_peer_is_told_before_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_peer_is_reported_before_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PeerLostRecord] = []
     with ab.Executor(make_step(), engine="tape") as executor:
         executor.on("peer_lost", seen.append)
@@ -96,7 +96,7 @@ def test_a_server_that_came_back_with_less_is_a_restart(monkeypatch: pytest.Monk
     assert seen == [RestartRecord(step=0, peer="unix:/run/shard", lost=3)]
 
 
-def test_a_job_that_was_started_again_is_told_once_it_has_its_checkpoint(
+def test_a_restarted_job_is_reported_once_it_has_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[RestartRecord] = []
@@ -115,7 +115,7 @@ def test_a_job_that_was_started_again_is_told_once_it_has_its_checkpoint(
     assert seen == [RestartRecord(step=1, attempt=2, path=tmp_path)]
 
 
-def test_unknown_events_and_what_cannot_be_called_are_refused() -> None:
+def test_unknown_events_and_uncallable_values_are_refused() -> None:
     with ab.Executor(make_step(), engine="tape") as executor:
         with pytest.raises(ValueError, match="'peer_lost'"):
             executor.on("epoch", print)  # type: ignore[call-overload]
@@ -160,7 +160,7 @@ def test_the_steps_own_keys_go_first() -> None:
     assert found["learning_rates"].item() == 7
 
 
-def test_an_evaluation_tells_its_rows() -> None:
+def test_an_evaluation_reports_its_rows() -> None:
     model = nn.Linear(3, 1)
     with ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m(b["x"])}), engine="tape") as executor:
         assert executor.run(batch=BATCH, fetch=["rows"])["rows"].item() == 4

@@ -139,7 +139,7 @@ def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) 
         the_loss_sets_a_number_of_the_group_now_and_then,
     ],
 )
-def test_optimizers_read_what_forward_has_written_in_this_step(build: Build, engine: str) -> None:
+def test_optimizers_read_values_that_forward_has_written_in_this_step(build: Build, engine: str) -> None:
     assert "graph" in check(build, engine).engines
 
 

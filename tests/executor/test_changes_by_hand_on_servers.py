@@ -103,7 +103,7 @@ def test_and_so_under_every_consistency_engine_and_for_tables_held_whole(options
             model.table.weight.data.copy_(before)
 
 
-def test_what_is_put_back_before_the_next_step_is_no_change() -> None:
+def test_a_value_restored_before_the_next_step_is_not_a_change() -> None:
     averaged, plain = Model(), Model()
     with executor_of(averaged) as executor, executor_of(plain) as other:
         for _ in range(3):
@@ -217,7 +217,7 @@ except ab.LostUpdate as error:
 
 
 @pytest.mark.slow
-def test_all_workers_are_told() -> None:
+def test_all_workers_are_notified() -> None:
     found = LocalJob(2, servers=1).run_source(CLAMPING).check().results
     assert list(found[:2]) == [{"error": "bias was changed by hand", "steps": 1}] * 2
 

@@ -119,12 +119,12 @@ def test_a_step_with_a_compiled_part_stays_on_the_tape(part: Callable[[], Step])
         train(part(), 2, engine="graph")
 
 
-def test_what_was_compiled_runs_compiled_after_its_operations_were_counted() -> None:
+def test_compiled_code_still_runs_compiled_after_its_operations_were_counted() -> None:
     """TorchDynamo leaves alone for good what it meets under a dispatch mode, as one that counts operations is."""
     assert train(model(), 12, engine="auto") == ("tape", 1)
 
 
-def test_a_layer_that_is_compiled_once_there_is_a_graph_ends_the_graph() -> None:
+def test_compiling_a_layer_after_capture_ends_the_graph() -> None:
     made = two_layers()
 
     def change(k: int) -> None:

@@ -70,7 +70,7 @@ def test_fetch_finds_losses_keys_outputs_of_submodules_and_gradients() -> None:
     assert not model.head._forward_hooks
 
 
-def test_a_fetched_gradient_stays_what_it_was_after_the_next_step() -> None:
+def test_a_fetched_gradient_is_unchanged_by_the_next_step() -> None:
     with ab.Executor(train_step(accumulate=2)) as executor:
         executor.run(batch=batch_of())
         first = executor.run(batch=batch_of(), fetch=["head.weight.grad"])["head.weight.grad"]
@@ -162,7 +162,7 @@ def test_a_seed_of_zero_is_a_seed() -> None:
     assert torch.equal(drawn, torch.rand(1))
 
 
-def test_record_loads_prints_and_logs_what_was_done_since_its_last_call(
+def test_record_loads_prints_and_logs_the_counts_since_its_last_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ab.Executor(train_step(), log_path=tmp_path / "loads.jsonl") as executor:
@@ -258,7 +258,7 @@ def test_a_batch_without_rows_trains_nothing() -> None:
 # What is refused.
 
 
-def test_what_is_no_mode_engine_or_step_is_refused_by_name() -> None:
+def test_unknown_modes_engines_and_steps_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="comm_mode.*'AllGather'"):
         ab.Executor(train_step(), comm_mode="AllGather")
     with pytest.raises(ValueError, match="engine.*'turbo'"):
@@ -365,7 +365,7 @@ def test_parameters_may_join_an_optimizer_later_if_they_are_the_models() -> None
 
 
 @pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_what_a_step_returns_hangs_on_no_tape(engine: Any) -> None:
+def test_results_of_a_step_have_no_history(engine: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 1))
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -436,7 +436,7 @@ def test_rows_are_found_in_mappings_of_other_types(make: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_a_run_goes_on_after_an_interrupt_at_any_line(engine: Any) -> None:
+def test_a_run_continues_after_an_interrupt_at_any_line(engine: Any) -> None:
     """Ctrl-C in a notebook left the session open, or gradients switched off, for good."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)

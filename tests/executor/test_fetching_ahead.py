@@ -156,9 +156,7 @@ def test_a_step_that_changes_its_batch_does_not_look_like_a_loader_that_does(
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 4])
-def test_what_a_loader_raises_comes_out_of_next_batch_with_its_traceback(
-    at: int, opened: Callable[..., BoundLoader]
-) -> None:
+def test_next_batch_raises_the_loader_s_error_with_its_traceback(at: int, opened: Callable[..., BoundLoader]) -> None:
     def the_function_that_fails(index: int) -> None:
         if index == at:
             raise Broken(f"at {index}")
@@ -171,7 +169,7 @@ def test_what_a_loader_raises_comes_out_of_next_batch_with_its_traceback(
     assert "the_function_that_fails" in "".join(traceback.format_exception(caught.value))
 
 
-def test_what_a_thread_has_set_for_itself_holds_where_batches_are_fetched(opened: Callable[..., BoundLoader]) -> None:
+def test_thread_modes_hold_where_batches_are_fetched(opened: Callable[..., BoundLoader]) -> None:
     variable = contextvars.ContextVar("variable", default=0)
     seen: list[tuple[bool, int, str]] = []
 
@@ -185,7 +183,7 @@ def test_what_a_thread_has_set_for_itself_holds_where_batches_are_fetched(opened
     assert seen == [(False, 3, "meta")] * 6
 
 
-def test_a_position_does_not_count_what_was_fetched_ahead(opened: Callable[..., BoundLoader]) -> None:
+def test_a_position_does_not_count_prefetched_batches(opened: Callable[..., BoundLoader]) -> None:
     source = Stateful()
     loader = opened(source)
     take(loader, 3)

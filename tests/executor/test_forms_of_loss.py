@@ -75,7 +75,7 @@ def test_a_loss_may_return(form: str, engine: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 @pytest.mark.parametrize("answer", [3.0, {"logits": torch.ones(1)}, None])
-def test_what_has_no_loss_is_refused(engine: Any, answer: object) -> None:
+def test_an_output_without_a_loss_is_refused(engine: Any, answer: object) -> None:
     model = nn.Linear(3, 2)
 
     def loss(model: nn.Module, batch: Tensor) -> object:

@@ -113,7 +113,7 @@ def test_they_add_up(engine: Any, change: Change) -> None:
 
 
 @pytest.mark.parametrize("engine", ["tape", "graph", "auto"])
-def test_clipping_sees_what_has_added_up(engine: Any) -> None:
+def test_clipping_uses_the_accumulated_gradient(engine: Any) -> None:
     model, plain = model_of(), model_of()
     optimizer, reference = SGD(model[0].parameters(), lr=0.1), SGD(plain[0].parameters(), lr=0.1)
     step = ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=0.2)
@@ -186,7 +186,7 @@ class Picky(SGD):
 
 
 @pytest.mark.parametrize("engine", ["tape", "graph", "auto"])
-def test_an_optimizer_that_raises_leaves_gradients_and_what_the_forward_did_in_python(engine: Any) -> None:
+def test_an_optimizer_that_raises_leaves_gradients_and_the_python_effects_of_forward(engine: Any) -> None:
     model, plain = Counting(), Counting()
     optimizer, reference = Picky(model.parameters(), lr=0.1), Picky(plain.parameters(), lr=0.1)
     with ab.Executor(ab.TrainStep(model, loss_of, optimizer), engine=engine, capture_after=2) as executor:

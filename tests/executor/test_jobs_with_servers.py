@@ -41,7 +41,7 @@ def test_a_killed_worker_is_named_on_the_others_at_once(mode: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_job_that_was_stopped_goes_on_with_other_workers_and_servers(tmp_path: Path) -> None:
+def test_a_stopped_job_resumes_with_other_workers_and_servers(tmp_path: Path) -> None:
     plain = new_model()
     with executor_of(plain, None) as executor:
         for step in range(8):
@@ -75,7 +75,7 @@ def test_a_job_of_which_a_worker_was_killed_resumes_by_the_same_command(tmp_path
 
 
 @pytest.mark.slow
-def test_a_parameter_thawed_where_workers_sum_nothing_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_parameter_thawed_where_workers_sum_nothing_is_refused_and_the_job_continues(tmp_path: Path) -> None:
     for result in LocalJob(2, servers=1).run(SCRIPT, "thaw", str(tmp_path)).check().results:
         assert result is not None
         assert "head.bias was frozen when the Executor was made" in str(result["error"])

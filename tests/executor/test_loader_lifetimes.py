@@ -63,7 +63,7 @@ def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
         loader.start_epoch()
 
 
-def test_samplers_are_told_the_epoch_from_where_the_script_left_it(opened: Callable[..., BoundLoader]) -> None:
+def test_samplers_get_the_epoch_counted_from_the_script_s_last(opened: Callable[..., BoundLoader]) -> None:
     source = strided(0, 1, 6)
     source.sampler.set_epoch(4)  # type: ignore[attr-defined]
     loader = opened(source)
@@ -85,7 +85,7 @@ def test_length_is_the_loaders_or_none(opened: Callable[..., BoundLoader]) -> No
     assert opened(iter([1])).length() is None
 
 
-def test_what_cannot_be_iterated_is_refused() -> None:
+def test_a_loader_that_cannot_be_iterated_is_refused() -> None:
     with pytest.raises(TypeError, match="a loader is an iterable of batches, got int"):
         bound(3)  # type: ignore[arg-type]
 
@@ -202,5 +202,5 @@ def test_persistent_workers_resume_and_stay(opened: Callable[..., BoundLoader]) 
     assert numbers(again.next_batch()) == [0, 1]
 
 
-def test_sequential_sampler_is_what_an_unshuffled_loader_has() -> None:
+def test_an_unshuffled_loader_has_a_sequential_sampler() -> None:
     assert type(DataLoader(Squares()).sampler) is SequentialSampler

@@ -74,7 +74,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["tape", "graph", "auto"])
-def test_what_the_loss_owns_is_trained_as_by_the_plain_loop(engine: str) -> None:
+def test_parameters_of_the_loss_are_trained_as_by_the_plain_loop(engine: str) -> None:
     given = batches(6)
     wanted, state = plain(given)
     model, loss, optimizer = made()

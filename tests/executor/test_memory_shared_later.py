@@ -157,7 +157,7 @@ def test_memory_that_is_shared_from_some_step_on(build: Build, engine: str) -> N
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_evaluation_that_writes_to_what_it_also_reads(engine: Any) -> None:
+def test_an_evaluation_that_writes_to_a_tensor_it_also_reads(engine: Any) -> None:
     def outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         batch[0].add_(1.0)
         return {"y": model(batch[1])}

@@ -58,7 +58,7 @@ def test_steps_that_are_not_finite_are_passed_over(comm_mode: str, clip: Any, ac
         torch.testing.assert_close(found[name], value)
 
 
-def test_a_graph_whose_first_batch_is_not_finite_goes_on() -> None:
+def test_a_graph_with_a_nonfinite_first_batch_continues() -> None:
     model = Model()
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), skip_nonfinite=True)
     with ab.Executor(step, comm_mode="PS", engine="graph") as executor:
@@ -190,7 +190,7 @@ def test_all_workers_pass_over_the_same_steps() -> None:
     ("options", "text"),
     [({"precision": "float16"}, "use precision='bfloat16'"), ({"clip_grad_value": 0.1}, "use clip_grad_norm")],
 )
-def test_what_servers_cannot_do_is_refused(options: dict[str, Any], text: str) -> None:
+def test_updates_unsupported_by_servers_are_refused(options: dict[str, Any], text: str) -> None:
     model = Model()
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), **options)
     with pytest.raises(ValueError, match=text):

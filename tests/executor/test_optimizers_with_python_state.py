@@ -187,7 +187,7 @@ ENGINES = {"auto": ["tape"] * 3 + ["graph"] * 6, "graph": ["graph"] * 9}
         for engine in ENGINES
     ],
 )
-def test_an_optimizer_of_a_library_leaves_what_the_plain_loop_leaves(kind: type[Own], engine: str) -> None:
+def test_an_optimizer_of_a_library_leaves_the_state_of_the_plain_loop(kind: type[Own], engine: str) -> None:
     """The trial of a graph leaves no trace in them; forward and backward are a graph in any case."""
     got = check(lambda patch: play_of(kind, patch), engine)
     assert got.engines == ENGINES[engine]
@@ -215,7 +215,7 @@ def test_a_number_in_a_list_of_a_group_is_noticed_when_it_changes(engine: str) -
     assert "graph" in check(build, engine).engines[5:]
 
 
-def test_a_step_that_branches_on_what_it_computes_is_said_without_a_tracers_words(
+def test_a_step_that_branches_on_a_computed_value_is_explained_without_tracer_jargon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken_for_a_library(monkeypatch)
@@ -251,7 +251,7 @@ class NeverInitialised(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_wrapper_without_hooks_of_its_own_trains(engine: str) -> None:
+def test_a_wrapper_without_its_own_hooks_trains(engine: str) -> None:
     def build(patch: pytest.MonkeyPatch) -> Play:
         model = linear()
         return Play(model, mean_square, NeverInitialised(torch.optim.SGD(model.parameters(), lr=0.1)), nothing)
@@ -305,7 +305,7 @@ def test_a_learning_rate_of_another_type_is_that_of_the_plain_loop(rate: Any, en
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_that_comes_to_be_in_two_groups_is_left_to_the_tape(engine: str) -> None:
+def test_a_parameter_added_to_a_second_group_is_left_to_the_tape(engine: str) -> None:
     def build(patch: pytest.MonkeyPatch) -> Play:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

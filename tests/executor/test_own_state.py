@@ -85,7 +85,7 @@ def test_an_object_that_refuses_its_state_is_named_before_anything_changes(tmp_p
     assert torch.equal(before, model.weight)
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_unsavable_values_are_named(tmp_path: Path) -> None:
     counter = Counter()
     counter.seen = {"file": object()}
     with (
@@ -116,7 +116,7 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(note["mean"], torch.arange(3))
 
 
-def test_extra_state_that_is_not_there_is_missed(tmp_path: Path) -> None:
+def test_missing_extra_state_is_an_error(tmp_path: Path) -> None:
     with executor_of(nn.Sequential(nn.Linear(2, 1))) as executor:
         executor.save(tmp_path)
     with (

@@ -111,7 +111,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str)
         ab.Executor(step_of(new_model()), "PS", **options)
 
 
-def test_what_servers_cannot_do_is_refused_at_construction_with_the_cure() -> None:
+def test_options_unsupported_by_servers_are_refused_at_construction_with_the_cure() -> None:
     cure = "routes=.*AllReduce"
     with pytest.raises(ValueError, match=f"Rprop.*{cure}"):
         ab.Executor(step_of(new_model(), torch.optim.Rprop), "PS")
@@ -138,7 +138,7 @@ def test_what_servers_cannot_do_is_refused_at_construction_with_the_cure() -> No
     assert isinstance(model.table.weight, nn.Parameter)  # nothing has been taken over
 
 
-def test_the_gradient_of_what_is_on_servers_is_not_fetched_from_here() -> None:
+def test_the_gradient_of_a_parameter_on_servers_cannot_be_fetched() -> None:
     with ab.Executor(step_of(new_model()), "Hybrid") as executor:
         with pytest.raises(ValueError, match="table.weight.grad.*AllReduce"):
             executor.run(batch=batches()[0], fetch=["table.weight.grad"])
@@ -257,7 +257,7 @@ def test_ids_that_cannot_be_foretold_are_read_when_their_step_comes() -> None:
 @pytest.mark.parametrize(
     "cache", [None, ab.Cache(capacity=30), ab.Cache(capacity=30, pull_bound=2, push_bound=2)], ids=str
 )
-def test_what_a_step_reads_of_all_tables_is_one_request(cache: ab.Cache | None) -> None:
+def test_a_step_reads_all_tables_in_one_request(cache: ab.Cache | None) -> None:
     """From the second run on: the first shows how ids are made. One table is looked up twice."""
 
     class Columns(nn.Module):
@@ -325,7 +325,7 @@ def test_statistics_count_by_table_and_record_loads_writes_them(
 # Evaluating, and what goes wrong.
 
 
-def test_evaluation_reads_what_is_current_and_admits_nothing() -> None:
+def test_evaluation_reads_current_values_and_admits_no_rows() -> None:
     model = nn.Sequential(ab.RemoteEmbedding("users", None, 2, init=1.0), nn.Linear(2, 1))
     step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})

@@ -87,7 +87,7 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(data: int, pipeline: int, 
         pytest.param(2, 3, [2, 2, 3], "Hybrid", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_grid_whose_parameters_live_on_servers_trains_as_the_plain_loop(
+def test_a_grid_with_parameters_on_servers_trains_as_the_plain_loop(
     data: int, pipeline: int, balance: list[int], mode: str, few: bool
 ):
     chosen = json.dumps([{**one, "mode": mode} for one in cases(data, pipeline, balance, few=few)])
@@ -102,7 +102,7 @@ def test_a_step_with_nan_is_passed_over_on_servers_and_all_stages(mode: str, bal
     assert max(one["found"] for one in found) < 1e-12
 
 
-def test_each_stage_has_its_own_parameters_on_the_servers_and_what_ranks_share_stays_with_them():
+def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks():
     first, last = (one["places"] for one in run_job("places", case(1, 2, [4, 3], mode="PS")))
     assert first == {
         "0.table.weight": "servers, by row",
@@ -167,7 +167,9 @@ def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
     ],
     ids=str,
 )
-def test_what_one_split_saved_another_split_and_the_unsplit_model_go_on_with(saved: dict, loaded: dict, tmp_path: Path):
+def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_the_unsplit_model(
+    saved: dict, loaded: dict, tmp_path: Path
+):
     expected = run_job("save", saved, tmp_path / "run", RUNS)
     found = run_job("load", loaded, tmp_path / "run", RUNS)
     for one in found:
@@ -177,7 +179,7 @@ def test_what_one_split_saved_another_split_and_the_unsplit_model_go_on_with(sav
         assert found[0]["calls"] == expected[0]["calls"]
 
 
-def test_a_pipe_goes_on_from_what_the_unsplit_model_saved(tmp_path: Path):
+def test_a_pipe_resumes_from_a_checkpoint_of_the_unsplit_model(tmp_path: Path):
     model = new_model()
     optimizers = optimizers_of(model)
     step = ab.TrainStep(
@@ -221,7 +223,7 @@ def test_a_resumed_pipe_draws_on_where_it_was(tmp_path: Path):
         assert (other.seed, other.calls) == (pipe.seed, pipe.calls)
 
 
-def test_a_grid_refuses_what_it_cannot_run_on_every_rank_and_goes_on():
+def test_a_grid_refuses_unsupported_steps_on_every_rank_and_continues():
     run_job("mistakes", case(1, 2, [3, 4]))
 
 
@@ -230,7 +232,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all_ranks_after_the_same_run():
     assert [one["seen"] for one in found] == [[False, True, True, True]] * 4
 
 
-def test_what_no_pipe_can_honour_is_said(caplog: pytest.LogCaptureFixture):
+def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixture):
     pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="leave out rows="):

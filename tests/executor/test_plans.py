@@ -56,7 +56,7 @@ def planned(*holdings: RowsHeld, surveys: list[StepSurvey | None] | None = None,
     )
 
 
-def test_what_is_summed_costs_its_bytes_and_a_latency_a_bucket() -> None:
+def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket() -> None:
     plan = planned(head(Place.WORKERS))
     assert plan.bytes == {"workers": (3 + 2 + 8) * 4}  # elements, flags, header
     assert plan.parts == {"compute": 8.0, "optimizers": 6.0, "workers": 1024.0 + 52.0}
@@ -70,7 +70,7 @@ def test_a_large_tables_dense_gradient_takes_new_memory_in_each_run() -> None:
     assert planned(table(Place.HERE)).parts["tables"] == 0.0
 
 
-def test_sums_of_other_dtypes_leave_the_header_a_message_of_its_own() -> None:
+def test_sums_of_other_dtypes_leave_the_header_its_own_message() -> None:
     held = RowsHeld("half", (3,), torch.float16, Place.WORKERS, nn.Parameter(torch.zeros(3).half()))
     plan = planned(held)
     assert plan.bytes == {"workers": (3 + 2) * 4 + 64}  # summed in float32
@@ -131,7 +131,7 @@ def test_a_frozen_table_is_read_and_not_moved() -> None:
     assert planned(table(Place.ROWS, trained=False)).bytes["servers"] == 10 * 20
 
 
-def test_without_a_batch_a_plan_says_what_it_leaves_out() -> None:
+def test_without_a_batch_a_plan_says_which_parts_it_leaves_out() -> None:
     plan = planned(table(Place.ROWS), head(Place.WORKERS), surveys=[None, None])
     assert plan.bytes["workers"] == 52
     assert [row.bytes for row in plan.rows] == [None, 20]
@@ -206,7 +206,7 @@ def step_of(model: nn.Module) -> ab.TrainStep:
     return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_look_counts_ids_and_leaves_padding_out_of_what_moves() -> None:
+def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows() -> None:
     model = Model()
     found = survey_step(step_of(model), IDS, {model.table.weight: "table", model.bags.weight: "bags"})
     assert found.tables == {"table": TableLookups(4, 2, 1), "bags": TableLookups(8, 4, 4)}
@@ -351,7 +351,7 @@ def test_auto_alone_is_no_question(capsys: pytest.CaptureFixture[str]) -> None:
         (lambda: (step_of(nn.Sequential(_table())), {}), "RemoteEmbedding 'ids' lives on servers"),
     ],
 )
-def test_auto_refuses_what_it_cannot_choose_for(make: Any, words: str) -> None:
+def test_auto_refuses_steps_that_it_cannot_plan(make: Any, words: str) -> None:
     step, options = make()
     with pytest.raises(ValueError, match=words):
         ab.Executor(step, "auto", **options)
@@ -386,7 +386,7 @@ def test_a_pipe_is_planned_and_trains_as_if_it_had_not_been() -> None:
     assert all(map(torch.equal, seen, unseen))
 
 
-def test_a_pipes_plan_says_what_crosses_between_its_stages() -> None:
+def test_a_pipe_s_plan_lists_the_traffic_between_its_stages() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     with ab.Pipe(model, [1, 2], chunks=4) as pipe:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1), accumulate=3)
@@ -414,7 +414,7 @@ def test_stages_of_one_time_take_that_of_all_microbatches_and_one_for_each_other
 
 
 @pytest.mark.parametrize(("mode", "named"), [("PS", "under 'PS'"), (None, "with RemoteEmbedding")])
-def test_a_pipe_that_a_look_would_train_elsewhere_is_refused_with_what_to_do(mode: Any, named: str) -> None:
+def test_a_pipe_that_a_survey_would_train_elsewhere_is_refused_with_the_cure(mode: Any, named: str) -> None:
     table = ab.RemoteEmbedding("t", 9, 4, mode="sum") if mode is None else nn.EmbeddingBag(9, 4, mode="sum")
     with ab.Pipe(nn.Sequential(table, nn.Linear(4, 1)), [1, 1]) as pipe:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))

@@ -46,7 +46,7 @@ def test_a_hybrid_job_plans_both_boundaries_by_parameter() -> None:
         assert plan["planned"]["workers"] == dense + 8 * 4
 
 
-def test_the_ranks_of_a_pipe_plan_what_each_sends_and_what_every_stage_does() -> None:
+def test_the_ranks_of_a_pipe_plan_their_traffic_and_every_stage_s_work() -> None:
     first, second = (found["pipe"] for found in results("pipe", servers=0))
     for found in (first, second):
         assert found["planned"] == found["counted"] > 8 * 8 * 4  # rows, width, bytes; and the norms of gradients
@@ -101,7 +101,7 @@ def test_the_command_prints_the_plan_and_ends_before_the_first_step(tmp_path: Pa
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_the_command_says_when_there_is_no_step_to_plan(tmp_path: Path) -> None:
+def test_the_command_reports_a_script_without_a_step_to_plan(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("print('done')")
     ended = run(script, command="plan")

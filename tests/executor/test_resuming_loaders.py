@@ -57,7 +57,7 @@ def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
         for steps in ([3] if "workers" in kind else [0, 1, 3, 6, 9])
     ],
 )
-def test_a_restart_goes_on_with_the_next_batch(
+def test_a_restart_resumes_with_the_next_batch(
     kind: str, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
 ) -> None:
     seed_all(0)
@@ -77,7 +77,7 @@ def test_a_restart_goes_on_with_the_next_batch(
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own_generator", "stateful", "plain", "distributed"])
-def test_a_restart_of_a_restart_goes_on_too(kind: str, opened: Callable[..., BoundLoader], tmp_path: Path) -> None:
+def test_a_restart_of_a_restart_resumes_too(kind: str, opened: Callable[..., BoundLoader], tmp_path: Path) -> None:
     seed_all(0)
     expected = plain(LOADERS[kind](), 12)
     seed_all(0)
@@ -131,7 +131,7 @@ def test_resuming_a_map_style_dataset_loads_nothing_that_was_handed_out(opened: 
     assert len(dataset.loaded) == 2
 
 
-def test_what_was_asked_of_a_loader_holds_for_the_rest_of_the_epoch_too() -> None:
+def test_settings_of_a_loader_hold_for_the_rest_of_the_epoch_too() -> None:
     def collate(samples: list[Tensor]) -> Tensor:
         return torch.stack(samples)
 
@@ -172,7 +172,7 @@ def test_a_batch_that_could_not_be_made_counts_as_read(opened: Callable[..., Bou
     assert numbers(again.next_batch()) == [36, 49]
 
 
-def test_another_batch_size_goes_on_at_the_same_sample(opened: Callable[..., BoundLoader]) -> None:
+def test_another_batch_size_resumes_at_the_same_sample(opened: Callable[..., BoundLoader]) -> None:
     first = opened(DataLoader(Squares(), batch_size=2))
     take(first, 2)
     again = opened(DataLoader(Squares(), batch_size=3))

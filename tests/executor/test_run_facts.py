@@ -73,7 +73,7 @@ def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path, monkeypat
     assert [file.name for file in tmp_path.iterdir()] == ["status"]  # nothing outside a job
 
 
-def test_tracked_loops_are_left_for_those_who_look(tmp_path: Path) -> None:
+def test_tracked_loops_are_left_for_readers_of_the_status(tmp_path: Path) -> None:
     clock, file = Seconds(), StatusFile(tmp_path / "status")
     progress = Progress(True, None, clock)
     progress.leave_in(file, otherwise=lambda: [{"label": "default, epoch 1"}])

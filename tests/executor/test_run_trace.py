@@ -67,7 +67,7 @@ def test_nothing_is_recorded_without_being_asked_for(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_with_records_what_runs_in_it(tmp_path: Path) -> None:
+def test_a_with_block_records_its_steps(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.run("train", BATCH)
@@ -94,7 +94,7 @@ def test_a_with_ends_before_its_block_where_its_steps_do(tmp_path: Path) -> None
     assert len(check_valid(tmp_path / "next.json").spans(category="step")) == 1
 
 
-def test_a_with_that_raises_writes_what_there_is(tmp_path: Path) -> None:
+def test_a_with_block_that_raises_writes_its_trace_so_far(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         with pytest.raises(KeyError), executor.trace(tmp_path / "out.json"):  # noqa: PT012
             executor.run("train", BATCH)
@@ -104,7 +104,7 @@ def test_a_with_that_raises_writes_what_there_is(tmp_path: Path) -> None:
     assert (len(trace.spans(category="step")), trace.other["complete"]) == (1, False)
 
 
-def test_an_executor_that_is_closed_before_writes_what_there_is(tmp_path: Path) -> None:
+def test_closing_an_executor_early_writes_its_trace_so_far(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.trace(tmp_path / "out.json", steps=30)
         executor.run("train", BATCH)
@@ -113,7 +113,7 @@ def test_an_executor_that_is_closed_before_writes_what_there_is(tmp_path: Path) 
     assert trace.other["complete"] is False
 
 
-def test_so_does_one_whose_run_fails(tmp_path: Path) -> None:
+def test_so_does_one_with_a_failing_run(tmp_path: Path) -> None:
     def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         raise ArithmeticError
 
@@ -236,7 +236,7 @@ def test_several_requests_at_once_lie_side_by_side_and_their_wait_names_the_serv
     assert len(trace.arrows) == 4
 
 
-def test_stages_of_a_pipe_have_their_actions_and_arrows_for_what_goes_between(tmp_path: Path) -> None:
+def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     pipe = Pipe(model, balance=[1, 1], chunks=2, checkpoint="never")
     step = ab.TrainStep(pipe, nn.MSELoss(), torch.optim.SGD(pipe.parameters(), lr=0.1))
@@ -328,7 +328,7 @@ def test_ranks_on_machines_of_their_own_state_by_how_much_their_clocks_may_be_of
         ((2, 3), ("the same number of steps", "the same number of steps")),
     ],
 )
-def test_what_one_rank_is_refused_all_are(steps: Sequence[int], words: Sequence[str], tmp_path: Path) -> None:
+def test_a_refusal_on_one_rank_is_a_refusal_on_all(steps: Sequence[int], words: Sequence[str], tmp_path: Path) -> None:
     def work(everyone: _Everyone) -> object:
         return RunTrace(tmp_path / "out.json", steps[everyone.rank], operators=False, first=0, everyone=everyone)
 

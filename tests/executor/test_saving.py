@@ -69,7 +69,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     ("optimizer", "scheduler"),
     [*((name, "cosine") for name in OPTIMIZERS), *(("momentum", name) for name in SCHEDULERS if name != "cosine")],
 )
-def test_what_is_loaded_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, scheduler: str) -> None:
+def test_a_loaded_state_continues_bit_for_bit(tmp_path: Path, optimizer: str, scheduler: str) -> None:
     model, executor = program(optimizer, scheduler)
     with executor:
         losses(executor, range(3))
@@ -185,7 +185,7 @@ def other_kind_of_scheduler() -> ab.Executor:
         (other_kind_of_scheduler, "scheduler 0 of 'train' is MultiStepLR, but the checkpoint has CosineAnnealingLR"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_changed(
+def test_mismatches_are_named_and_nothing_is_changed(
     tmp_path: Path, build: Callable[[], ab.Executor], message: str
 ) -> None:
     _, executor = program()
@@ -277,7 +277,7 @@ def run_workers(
 @pytest.mark.parametrize(
     ("before", "after", "accumulate"), [(1, 3, 2), (2, 2, 4), pytest.param(2, 1, 1, marks=pytest.mark.slow)]
 )
-def test_another_number_of_workers_goes_on_where_the_others_stopped(
+def test_another_number_of_workers_resumes_where_the_others_stopped(
     tmp_path: Path, before: int, after: int, accumulate: int
 ) -> None:
     whole = run_workers(before, tmp_path, 0, 6, 3, accumulate)  # saves once, after half
@@ -336,7 +336,7 @@ def test_a_job_killed_anywhere_resumes_by_the_same_command(tmp_path: Path, victi
 
 
 @pytest.mark.parametrize("name", ["manifest-00000002.json", "model-00000002.safetensors"])
-def test_what_may_not_be_read_is_refused_and_what_is_no_file_is_passed_over(
+def test_unreadable_files_are_refused_and_irregular_ones_are_skipped(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one was taken for damaged, and the older one loaded; the other, a FIFO, was waited for without an end."""

@@ -109,7 +109,7 @@ MOVED = list(zip(cycle(OPTIMIZERS), MOVES))
     ],
     ids=str,
 )
-def test_training_goes_on_as_it_would_have(
+def test_training_continues_as_if_uninterrupted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     optimizer: str,
@@ -142,7 +142,7 @@ def test_training_goes_on_as_it_would_have(
 
 
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-def test_an_open_window_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_an_open_window_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     plain = new_model()
     with executor_of(plain, "adamw", None, accumulate=3) as executor:
         for step in range(6):
@@ -198,9 +198,7 @@ def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
     torch.testing.assert_close(trained(tmp_path, range(3, 6), 3), wanted, rtol=0, atol=1e-12)
 
 
-def test_a_push_that_is_on_its_way_does_not_move_what_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_in_flight_does_not_change_loaded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model()
     cache = ab.Cache(capacity=3, pull_bound=1, push_bound=1)
     with executor_of(model, "adagrad", "Hybrid", cache=cache) as executor:

@@ -60,7 +60,7 @@ def make_step(**options: object) -> ab.TrainStep:
 BATCH = {"x": torch.ones(4, 3)}
 
 
-def test_every_step_is_told_with_its_single_numbers() -> None:
+def test_every_step_is_reported_with_its_scalars() -> None:
     kept = Kept()
     with ab.Executor(make_step(), sinks=[kept], engine="tape") as executor:
         losses = [executor.run(batch=BATCH)["loss"].item() for _ in range(5)]
@@ -72,7 +72,7 @@ def test_every_step_is_told_with_its_single_numbers() -> None:
     assert kept.closed == 1
 
 
-def test_the_norm_is_told_where_it_was_taken() -> None:
+def test_the_norm_is_reported_where_it_was_computed() -> None:
     kept = Kept()
     with ab.Executor(make_step(), sinks=[kept], engine="tape") as executor:
         norm = executor.run(batch=BATCH, fetch=["grad_norm"])["grad_norm"].item()
@@ -106,7 +106,7 @@ def test_several_steps_and_several_groups_have_names() -> None:
     assert kept.steps[1][1]["b/learning_rate/1"] == 0.25
 
 
-def test_a_sink_that_raises_is_dropped_and_training_goes_on() -> None:
+def test_a_sink_that_raises_is_dropped_and_training_continues() -> None:
     broken, kept = Broken(), Kept()
     executor = ab.Executor(make_step(), sinks=[broken, kept], engine="tape")
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_a_sink_that_raises_is_dropped_and_training_goes_on() -> None:
     assert len(kept.steps) == 3
 
 
-def test_only_rank_0_is_told_unless_a_sink_asks() -> None:
+def test_only_rank_0_feeds_sinks_unless_a_sink_asks_for_all() -> None:
     plain, asking = Kept(), Kept()
     asking.every_rank = True  # type: ignore[attr-defined]
     feed = SinkFeed([plain, asking], rank=1)
@@ -209,7 +209,7 @@ def test_sinks_are_closed_when_the_executor_cannot_be_made() -> None:
 
 
 @pytest.mark.parametrize("sinks", [Kept(), [Kept], [object()], "sinks"])
-def test_what_is_no_sink_is_refused(sinks: object) -> None:
+def test_an_object_that_is_not_a_sink_is_refused(sinks: object) -> None:
     with pytest.raises(TypeError, match="scalars, event and close"):
         ab.Executor(make_step(), sinks=sinks)  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ class Passed:
 
 
 @pytest.mark.parametrize(("engine", "level"), [("graph", logging.WARNING), ("auto", logging.INFO)])
-def test_a_slow_capture_says_once_what_is_being_captured(
+def test_a_slow_capture_is_logged_once(
     engine: Any, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Passed.asked = []

@@ -91,7 +91,7 @@ if rank == 0:
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_job_which_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_job_which_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     results = []

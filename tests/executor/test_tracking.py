@@ -34,7 +34,7 @@ def run(progress: Progress, clock: Seconds, rounds: int, seconds: float, label: 
         clock.now += seconds
 
 
-def test_it_gives_what_it_was_given() -> None:
+def test_track_yields_the_given_items() -> None:
     progress = Progress(True, io.StringIO())
     assert list(progress.track(3)) == [0, 1, 2]
     assert list(progress.track(iter("ab"))) == ["a", "b"]
@@ -83,7 +83,7 @@ def test_loops_inside_one_another_share_the_line() -> None:
     assert stream.getvalue().count("\n") == 1
 
 
-def test_without_a_length_there_is_no_time_left() -> None:
+def test_without_a_length_no_remaining_time_is_shown() -> None:
     class Endless:
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
@@ -150,7 +150,7 @@ def test_a_terminal_that_was_closed_ends_no_loop() -> None:
 
 
 @pytest.mark.parametrize(("over", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)])
-def test_what_is_no_loop_is_refused(over: object, error: type[Exception]) -> None:
+def test_an_object_that_is_not_a_loop_is_refused(over: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="track takes"):
         Progress(True).track(over)  # type: ignore[call-overload]
 

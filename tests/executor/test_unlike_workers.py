@@ -230,7 +230,7 @@ def test_optimizers_that_move_parameters_alike_are_not_refused(first: Make, seco
     compare(first, second)
 
 
-def test_only_optimizers_of_what_is_all_reduced_are_compared() -> None:
+def test_only_optimizers_of_all_reduced_parameters_are_compared() -> None:
     """Servers take each worker's numbers with its pushes: under asp workers may have rates of their own."""
     compare(sgd, partial(sgd, lr=0.5), "PS")
     compare(with_a_frozen_head, partial(with_a_frozen_head, lr=0.5), "PS")  # what is frozen is here, and is not moved

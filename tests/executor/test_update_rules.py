@@ -96,7 +96,7 @@ def test_steps_that_are_not_finite_are_passed_over(engine: Any, options: dict[st
         assert (executor.step, executor.statistics().skipped_steps) == (7, 3)
 
 
-def test_none_applies_what_is_not_finite_as_a_plain_loop_does() -> None:
+def test_none_applies_nonfinite_gradients_as_a_plain_loop_does() -> None:
     model = model_of()
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), skip_nonfinite=None)
     with ab.Executor(step) as executor:
@@ -241,7 +241,7 @@ def test_on_gradients_sees_averaged_gradients_before_clipping_and_may_change_the
         assert len(seen) == 4
 
 
-def test_on_gradients_may_mend_what_is_not_finite() -> None:
+def test_on_gradients_may_replace_nonfinite_gradients() -> None:
     model = model_of()
 
     def mend(gradients: dict[str, Tensor]) -> None:
@@ -318,7 +318,7 @@ def test_a_short_window_at_the_end_of_an_epoch(flush: Any, sized: bool) -> None:
             torch.testing.assert_close(one, two)
 
 
-def test_an_epoch_goes_on_where_it_was_saved(tmp_path: Any) -> None:
+def test_an_epoch_resumes_at_the_saved_position(tmp_path: Any) -> None:
     def executor_of(seed: int) -> ab.Executor:
         model = model_of(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -374,7 +374,7 @@ def heads(seed: int = 0) -> nn.Sequential:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_what_is_not_finite_of_gradients_that_nobody_clears_does_not_stay(engine: Any, clip: float | None) -> None:
+def test_nonfinite_values_do_not_stay_in_uncleared_gradients(engine: Any, clip: float | None) -> None:
     model = heads()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=True, clip_grad_norm=clip)

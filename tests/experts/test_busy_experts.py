@@ -31,7 +31,7 @@ from networks import Watched
 from waiting import join, wait_until
 
 
-def test_a_module_that_stalls_after_having_been_quick_holds_nobody_up_who_does_not_ask_for_it() -> None:
+def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
     module, network = Slow(), Watched()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)])
 
@@ -122,7 +122,7 @@ def test_expired_requests_are_dropped_before_compute() -> None:
     assert statistics.batches == 2
 
 
-def test_a_request_whose_caller_cancels_it_is_dropped_before_compute_however_long_it_had() -> None:
+def test_a_cancelled_request_is_dropped_before_compute_whatever_its_deadline() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
     with served(backend) as server, Client() as client:
@@ -164,7 +164,7 @@ def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
         module.open.set()
 
 
-def test_leaving_finishes_what_is_in_flight_and_tells_newcomers() -> None:
+def test_leaving_finishes_requests_in_flight_and_refuses_new_ones() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)])
     directory = Directory()

@@ -52,7 +52,7 @@ def test_a_caller_in_eval_mode_gets_the_module_in_eval_mode_and_its_updates(keep
     assert all(part.training for part in there.modules())
 
 
-def test_validation_changes_nothing_at_the_expert_and_training_goes_on() -> None:
+def test_validation_changes_nothing_at_the_expert_and_training_continues() -> None:
     here = normed()
     here[2].p = 0.0
     there = copy.deepcopy(here)

@@ -146,7 +146,7 @@ def test_a_path_with_control_characters_is_refused_on_one_host_too(tmp_path: Pat
             directory.announce(["ffn.0"], f"unix:{tmp_path}/ex\npert", ttl=30.0)
 
 
-def test_what_has_expired_and_nobody_looks_up_is_dropped() -> None:
+def test_expired_entries_are_dropped_without_a_lookup() -> None:
     """Twenty thousand uids, each announced for a microsecond, were kept for good."""
     clock = FakeClock()
     directory = Directory(clock=clock)

@@ -38,7 +38,7 @@ def train(expert: RemoteExpert, steps: int, seed: int) -> None:
         expert(torch.randn(5, 4, generator=generator)).square().sum().backward()
 
 
-def test_a_restarted_server_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_restarted_server_continues_as_if_uninterrupted(tmp_path: Path) -> None:
     whole, first, second = make(), make(), make(seed=9)
     with ExpertServer([whole]) as server:
         expert = RemoteExpert("ffn.0", server.endpoint)

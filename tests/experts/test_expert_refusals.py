@@ -37,7 +37,7 @@ from waiting import join
         (lambda: ("text",), "got str"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_here_and_say_what_was_expected(
+def test_arguments_that_do_not_fit_are_refused_locally_with_the_expected_form(
     make: Callable[[], tuple[object, ...]], says: str
 ) -> None:
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
@@ -52,7 +52,7 @@ def test_rows_that_disagree_name_both_inputs() -> None:
         RemoteExpert("pair.0", server.endpoint)(torch.ones(2, 2), torch.ones(3, 2))
 
 
-def test_what_slips_past_the_caller_is_refused_by_the_server_before_it_is_queued() -> None:
+def test_a_bad_request_that_passes_the_caller_is_refused_by_the_server_before_it_is_queued() -> None:
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
     right = backend.schema.hash
     bad = [
@@ -101,7 +101,7 @@ def test_what_slips_past_the_caller_is_refused_by_the_server_before_it_is_queued
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_refused_where_it_arrives_and_counted(poison: float) -> None:
+def test_nonfinite_inputs_are_refused_at_the_server_and_counted(poison: float) -> None:
     module = Feedforward()
     backend = ExpertBackend("ffn.0", module, adam(module), args_schema=[TensorSpec(4)])
     with served(backend) as server:
@@ -166,7 +166,7 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
         (lambda: RemoteExpert("ffn.0", "unix:/nowhere", forward_timeout=0), ValueError, "forward_timeout"),
     ],
 )
-def test_mistakes_say_what_is_wrong(make: Callable[[], object], error: type[Exception], says: str) -> None:
+def test_mistakes_are_explained(make: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
 
@@ -186,7 +186,7 @@ def plateau(module: nn.Module) -> dict[str, object]:
         (plateau, "of the scheduler, a ReduceLROnPlateau, needs metrics"),
     ],
 )
-def test_what_steps_with_more_than_gradients_is_refused_at_the_start(
+def test_optimizers_that_need_more_than_gradients_are_refused_at_the_start(
     make: Callable[[nn.Module], dict[str, object]], says: str
 ) -> None:
     class Own(ExpertBackend):

@@ -183,7 +183,7 @@ def failing(engine: Engine, grid: Grid, model: nn.Module, batch: tuple[Tensor, T
 
 
 @pytest.mark.parametrize("kind", [pytest.param("expert", marks=pytest.mark.slow), "mixture"])
-def test_a_failing_expert_is_the_same_error_on_either_engine_and_the_next_run_goes_on(kind: str) -> None:
+def test_a_failing_expert_is_the_same_error_on_either_engine_and_the_next_run_works(kind: str) -> None:
     batch = torch.randn(3, 4), torch.randn(3, 1)
     errors = []
     for engine in ENGINES:
@@ -204,7 +204,7 @@ def message(error: Exception) -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_expert_that_nobody_serves_is_named(engine: Engine) -> None:
+def test_an_expert_that_is_not_served_is_named(engine: Engine) -> None:
     model = Model(ab.RemoteExpert("nobody.0", ab.Directory()))
     batch = torch.randn(3, 4), torch.randn(3, 1)
     with (
@@ -215,7 +215,7 @@ def test_an_expert_that_nobody_serves_is_named(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_mixture_of_nobody_says_so(engine: Engine) -> None:
+def test_a_mixture_without_experts_is_an_error(engine: Engine) -> None:
     model = Mixed(ab.Directory(), switch=False)
     batch = torch.randn(3, 4), torch.randn(3, 1)
     with ab.Executor({"train": step_of(model)}, engine=engine) as executor, pytest.raises(BoundaryError):
@@ -262,7 +262,7 @@ class Slow(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_deadline_and_a_lost_server_are_what_they_are_on_either_engine(engine: Engine) -> None:
+def test_a_deadline_and_a_lost_server_are_the_same_errors_on_either_engine(engine: Engine) -> None:
     slow = Slow()
     backend = ab.ExpertBackend("slow.0", slow, args_schema=[ab.TensorSpec(4)])
     batch = torch.randn(3, 4), torch.randn(3, 1)

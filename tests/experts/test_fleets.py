@@ -120,7 +120,7 @@ def test_schemas_of_several_inputs_are_said_in_plain_values() -> None:
     assert nested.schema.arguments[0] == {"a": [TensorSpec(None, 2), None], "b": TensorSpec(3, requires_grad=False)}
 
 
-def test_a_factory_may_return_all_arguments_of_a_backend_and_what_is_said_comes_before() -> None:
+def test_a_factory_may_return_all_arguments_of_a_backend_and_given_ones_take_precedence() -> None:
     backend = one(module=f"{HERE}:complete", module_args={"width": 3})
     assert isinstance(backend.module, Two)
     assert backend.schema.arguments == (TensorSpec(3),)
@@ -211,7 +211,7 @@ def test_two_that_draw_before_either_announces_draw_different_uids(seed: int | N
         assert {each.uid for each in make_experts([group], directory=names.directory)} == {each.uid for each in first}
 
 
-def test_uids_whose_experts_could_not_be_made_are_free_again() -> None:
+def test_uids_of_experts_that_could_not_be_made_are_free_again() -> None:
     directory = Directory()
     broken = ExpertGroup(uids="ffn.[0:4]", count=4, features=2, optimizer="sgd", optimizer_args={"momentum": -1.0})
     with pytest.raises(ValueError, match="momentum"):
@@ -219,7 +219,7 @@ def test_uids_whose_experts_could_not_be_made_are_free_again() -> None:
     assert len(make_experts([ExpertGroup(uids="ffn.[0:4]", count=4, features=2)], directory=directory)) == 4
 
 
-def test_a_directory_of_ones_own_without_claims_is_asked_who_is_served() -> None:
+def test_a_user_s_directory_without_claims_is_asked_for_the_served_uids() -> None:
     class Own:
         def lookup(self, uids: Iterable[str]) -> dict[str, str]:
             return {uid: "unix:/run/experts" for uid in uids if uid != "ffn.3"}
@@ -388,7 +388,9 @@ def test_a_mistake_in_a_group_is_one_sentence_with_file_group_key_and_value(
         ("fleet.toml", GROUP + 'module = "fleet_modules:misspelt"\nmodule_args = {}', "cannot be called with (4)"),
     ],
 )
-def test_a_file_that_is_no_fleet_says_what_it_should_be(tmp_path: Path, name: str, text: str, says: str) -> None:
+def test_a_file_that_is_not_a_fleet_is_refused_with_the_expected_form(
+    tmp_path: Path, name: str, text: str, says: str
+) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ValueError, match="fleet") as raised:
@@ -407,7 +409,7 @@ def test_a_file_that_is_no_fleet_says_what_it_should_be(tmp_path: Path, name: st
         ({"module": f"{HERE}:complete", "lr": 0.1}, "returns its own optimizer; set lr there"),
     ],
 )
-def test_a_factory_that_does_not_fit_is_told(said: dict[str, object], says: str) -> None:
+def test_a_factory_that_does_not_fit_is_reported(said: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match="fleet_modules") as raised:
         one(module_args={}, **said)
     assert says in str(raised.value)
@@ -442,14 +444,14 @@ def test_yaml_without_its_extra_says_how_to_install_it(tmp_path: Path, monkeypat
         (["--config", "fleet.ini"], "has no known format"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told(arguments: list[str], says: str) -> None:
+def test_a_mistake_on_the_command_line_is_reported(arguments: list[str], says: str) -> None:
     result = CliRunner().invoke(serving.serve, ["experts", *arguments])
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert says in " ".join(result.output.replace("│", " ").split())
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(serving.serve, ["experts", "--config", str(tmp_path / "none.toml")])
     assert result.exit_code == 1
     assert "none.toml" in result.output

@@ -96,7 +96,7 @@ def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -
     assert torch.equal(first.grad, twin.grad)  # type: ignore[arg-type]
 
 
-def test_what_the_budget_let_go_is_computed_again() -> None:
+def test_activations_dropped_for_the_budget_are_recomputed() -> None:
     module = nn.Linear(4, 4)
     backend = backend_of(module, keep=4)
     with ExpertServer([backend]) as server:

@@ -163,7 +163,7 @@ def test_one_call_an_expert_however_many_rows() -> None:
         assert all(expert.calls in (0, 2) for expert in experts.values())
 
 
-def test_too_few_answers_raise_and_say_what_the_experts_said() -> None:
+def test_too_few_answers_raise_with_the_errors_of_the_experts() -> None:
     with grid(3) as (directory, experts, _):
         for expert in experts.values():
             expert.fault = RuntimeError("no luck")
@@ -322,7 +322,7 @@ def test_inputs_with_dimensions_between_and_further_arguments() -> None:
             moe(x)
 
 
-def test_a_copied_model_has_a_gate_of_its_own_and_asks_the_same_experts() -> None:
+def test_a_copied_model_has_its_own_gate_and_calls_the_same_experts() -> None:
     with grid(3) as (directory, _, _):
         moe = mixture(directory, (3,), k_best=2)
         twin = copy.deepcopy(moe)
@@ -511,7 +511,7 @@ def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Call
             call.fail(RuntimeError("over"))
 
 
-def test_an_expert_that_never_says_what_it_takes_leaves_time_for_the_others() -> None:
+def test_an_expert_that_never_sends_its_schema_leaves_time_for_the_others() -> None:
     asked: list[Call] = []
     silent = Server([Verb("expert.info", asked.append)], heartbeat=30.0, drain_seconds=0.01)
     with grid(1) as (directory, experts, _), silent:
@@ -619,7 +619,7 @@ def train_disturbed(
 
 @pytest.mark.slow  # ``test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again`` is the quick one
 @pytest.mark.parametrize("seed", range(5))
-def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(
+def test_training_continues_when_one_of_four_servers_is_killed_and_restarted(
     tmp_path: Path, seed: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
@@ -704,7 +704,7 @@ def test_rows_that_lost_their_experts_with_a_process_ask_the_next_best(programs:
             assert torch.allclose(after, by_hand, atol=1e-5)
 
 
-def test_too_few_answers_say_what_would_do(programs: Programs, tmp_path: Path) -> None:
+def test_too_few_answers_are_an_error_that_names_the_cure(programs: Programs, tmp_path: Path) -> None:
     with DirectoryServer() as names, programs.start(VICTIM_PROCESS, "0", names.endpoint, str(tmp_path)) as victim:
         assert victim.stdout.readline() == "up\n"
         with Client(retries=2) as client:
@@ -718,7 +718,7 @@ def test_too_few_answers_say_what_would_do(programs: Programs, tmp_path: Path) -
     assert "anabranch run --experts N" in str(caught.value)
 
 
-def test_a_gradient_that_is_missing_says_what_would_do() -> None:
+def test_a_missing_gradient_is_an_error_that_names_the_cure() -> None:
     with grid(2) as (directory, experts, _):
         moe = mixture(directory, (2,), k_best=1)
         output = moe(torch.randn(3, 4, dtype=torch.float64))
@@ -748,7 +748,7 @@ def test_a_mixture_in_a_job_warns_of_a_process_that_it_cannot_lose(
     assert all(one.filename == __file__ for one in caught)
 
 
-def test_beam_search_looks_behind_prefixes_whose_experts_are_all_avoided() -> None:
+def test_beam_search_passes_over_prefixes_with_only_avoided_experts() -> None:
     directory = Directory()
     directory.announce([f"ffn.{i}.{j}" for i in range(3) for j in range(2)], "unix:/run/experts", ttl=30.0)
     scores = [np.array([[2.0, 1.0, 0.0]]), np.array([[0.5, 0.0]])]

@@ -172,7 +172,7 @@ def test_announcements_are_renewed_after_a_directory_has_exited(caplog: pytest.L
     assert "no directory" in caplog.text
 
 
-def test_saving_goes_on_after_a_state_dict_has_exited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_works_after_a_state_dict_has_exited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, backend = make()
     plain, asked = backend.state_dict, 0
 

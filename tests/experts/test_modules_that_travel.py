@@ -114,7 +114,7 @@ for name, module in modules.items():
 """
 
 
-def test_another_process_reaches_the_experts_and_is_told_of_a_directory_that_it_cannot(
+def test_another_process_reaches_the_experts_and_not_a_directory_in_memory(
     programs: Programs, tmp_path: pytest.TempPathFactory
 ) -> None:
     directory, module = Directory(), nn.Identity()

@@ -42,7 +42,7 @@ def test_a_second_server_of_an_expert_in_one_directory_is_refused_and_the_first_
         assert torch.equal(second.module.weight, first.module.weight)
 
 
-def test_the_holder_is_named_and_a_killed_one_blocks_nobody(tmp_path: Path, programs: Programs) -> None:
+def test_the_holder_is_named_and_a_killed_one_blocks_no_other(tmp_path: Path, programs: Programs) -> None:
     text = """
 import sys, time
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_a_directory_that_may_only_be_read_is_served_from_without_a_lock(
         assert first.updates == second.updates == 1
 
 
-def test_a_file_system_without_locks_is_said_once_and_used(
+def test_a_file_system_without_locks_is_reported_once_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_locks(file: int, how: int) -> None:

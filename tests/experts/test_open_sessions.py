@@ -158,7 +158,7 @@ def test_reasons_are_kept_for_the_latest_only(monkeypatch: pytest.MonkeyPatch) -
         sessions.check(step_of(bytes([0]), 1), backend)
 
 
-def test_what_was_set_aside_is_given_back_by_every_way_out() -> None:
+def test_reserved_memory_is_released_on_every_path() -> None:
     class Refusing(CausalBlock):
         def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
             if rows == 2:

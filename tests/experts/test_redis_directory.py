@@ -79,7 +79,7 @@ def test_it_answers_as_a_directory_of_this_process_does(directory: RedisDirector
             one.announce(UIDS, AT, ttl=0.0)
 
 
-def test_redis_itself_forgets_what_is_not_announced_again(redis: RealRedis, directory: RedisDirectory) -> None:
+def test_redis_expires_entries_that_are_not_renewed(redis: RealRedis, directory: RedisDirectory) -> None:
     directory.announce(["ffn.0.1", "ffn.0.2"], AT, ttl=60.0)
     directory.announce(["ffn.0.1"], AT, ttl=0.001)  # sooner than before
     wait_until(lambda: directory.lookup(["ffn.0.1"]) == {})
@@ -187,7 +187,7 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_connections_are_given_back(redis: RealRedis) -> None:
+def test_connections_are_released(redis: RealRedis) -> None:
     before = held()
     directory = RedisDirectory(redis.url)
     threads = [threading.Thread(target=directory.lookup, args=(UIDS,)) for _ in range(20)]
@@ -201,7 +201,7 @@ def test_connections_are_given_back(redis: RealRedis) -> None:
 # What goes wrong, and what is said.
 
 
-def test_nobody_at_the_address(tmp_path: Path) -> None:
+def test_no_service_at_the_address(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     for url in (f"unix://{tmp_path}/nobody", "redis://127.0.0.1:1"):
         with pytest.raises(PeerLost, match="start redis-server") as caught:
@@ -334,7 +334,7 @@ def test_the_url_of_a_redis_is_no_endpoint() -> None:
         Directory("redis://:secret@db:1")
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     for make in (RedisDirectory, as_directory, lambda url: ab.ParameterServer(directory=url)):
         with pytest.raises(ModuleNotFoundError, match=r"redis://db:6379: .*pip install 'anabranch\[redis\]'") as caught:
@@ -343,7 +343,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_nothing_of_redis_is_imported_before_there_is_a_redis() -> None:
+def test_redis_is_imported_only_when_it_is_used() -> None:
     code = """
 import sys
 import anabranch as ab
@@ -354,7 +354,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "redis"]
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_what_only_this_host_can_reach_is_not_announced_to_others(stack: ExitStack) -> None:
+def test_endpoints_reachable_from_this_host_only_are_not_announced_to_others(stack: ExitStack) -> None:
     pytest.importorskip("redis")
     directory = RedisDirectory("redis://10.0.0.1:6379")
     with pytest.raises(ValueError, match="is a socket on one host"):

@@ -140,7 +140,7 @@ class Fork(nn.Module):
         return x, x
 
 
-def test_an_answer_that_was_received_into_memory_of_its_own_is_not_looked_at_again(
+def test_an_answer_received_into_its_own_memory_is_not_checked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(2, 2)
@@ -184,7 +184,7 @@ def test_the_expert_learns_even_if_no_input_requires_grad() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100])
-def test_an_output_that_nobody_used_leaves_its_parameters_without_a_gradient(keep: int) -> None:
+def test_an_unused_output_leaves_its_parameters_without_a_gradient(keep: int) -> None:
     module = TwoHeads()
     # Momentum would move a parameter whose gradient is zero, and does not move one without a gradient.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

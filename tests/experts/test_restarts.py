@@ -104,7 +104,7 @@ def test_workers_may_look_up_and_not_announce(tmp_path: Path) -> None:
         assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
 
 
-def test_who_is_not_announced_again_is_forgotten_after_its_time() -> None:
+def test_an_entry_that_is_not_renewed_is_forgotten_after_its_time() -> None:
     clock = FakeClock()
     with DirectoryServer(clock=clock) as server:
         for directory in (Directory(clock=clock), Directory(server.endpoint)):

@@ -88,7 +88,9 @@ EXPERTS = ["experts", "--uids", "ffn.0", "--features", "2"]
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )
-def test_a_mistake_on_the_command_line_is_told_without_a_traceback(arguments: list[str], code: int, says: str) -> None:
+def test_a_mistake_on_the_command_line_is_reported_without_a_traceback(
+    arguments: list[str], code: int, says: str
+) -> None:
     result = CliRunner().invoke(serve, arguments)
     assert result.exit_code == code
     assert isinstance(result.exception, SystemExit)

@@ -142,7 +142,7 @@ def test_a_session_runs_in_eval_mode_without_gradients_and_changes_nothing_of_th
         assert torch.equal(tensor, backend.module.state_dict()[name])
 
 
-def test_nothing_is_sent_over_max_length_and_the_session_goes_on() -> None:
+def test_nothing_is_sent_over_max_length_and_the_session_continues() -> None:
     backend = causal_backend()
     with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(4) as session:
         session.step(torch.ones(1, 3, 8))
@@ -175,7 +175,7 @@ def test_a_server_does_not_trust_callers_to_keep_max_length() -> None:
     ],
     ids=["other-rows", "no-position", "no-row", "other-width", "no-sequence", "other-dtype", "nothing"],
 )
-def test_a_step_that_does_not_fit_is_refused_before_it_is_sent_and_the_session_goes_on(x: Tensor, says: str) -> None:
+def test_a_step_that_does_not_fit_is_refused_before_it_is_sent_and_the_session_continues(x: Tensor, says: str) -> None:
     backend = causal_backend()
     pieces = pieces_of()
     with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
@@ -293,7 +293,7 @@ def test_a_server_that_came_back_with_another_schema_says_the_same(tmp_path: Pat
         session.step(torch.ones(1, 1, 8))
 
 
-def test_a_session_whose_server_came_back_elsewhere_is_gone_and_until_then_its_peer_is_lost() -> None:
+def test_a_session_of_a_server_that_moved_is_gone_and_until_then_its_peer_is_lost() -> None:
     directory = Directory()
     with Client(retries=1) as client:
         session = RemoteExpert("block.0", directory, client=client).session(8)
@@ -378,7 +378,7 @@ def gated_backend() -> ExpertBackend:
     return ExpertBackend("block.0", Gated(), args_schema=[TensorSpec(None, 8)])
 
 
-def test_a_step_whose_answer_came_too_late_is_asked_for_again_and_not_taken_twice() -> None:
+def test_a_step_with_a_late_answer_is_requested_again_and_not_taken_twice() -> None:
     backend = gated_backend()
     pieces = pieces_of(lengths=(2, 1, 1))
     with served(backend) as server:
@@ -557,7 +557,7 @@ def test_a_wrong_limit_is_named(field: str) -> None:
         SessionLimits(**{field: 0})
 
 
-def test_an_expert_that_keeps_no_sequences_says_what_is_missing() -> None:
+def test_an_expert_without_sessions_names_the_missing_method() -> None:
     plain = ExpertBackend("plain.0", nn.Linear(8, 8), args_schema=[TensorSpec(None, 8)])
     rows = CausalBlock()
     fixed = ExpertBackend("fixed.0", rows, args_schema=[TensorSpec(4, 8)])
@@ -580,7 +580,7 @@ class NoCache(CausalBlock):
         return None
 
 
-def test_a_module_whose_cache_is_none_is_told() -> None:
+def test_a_module_that_returns_no_cache_is_reported() -> None:
     backend = ExpertBackend("block.0", NoCache(), args_schema=[TensorSpec(None, 8)])
     with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
         with pytest.raises(RemoteError, match="make_cache returned None"):
@@ -660,7 +660,7 @@ def test_compressed_steps_are_as_near_as_compressed_calls() -> None:
     torch.testing.assert_close(came, locally(module, [x])[0], rtol=1e-2, atol=1e-2)
 
 
-def test_training_goes_on_beside_a_session_and_its_next_step_uses_the_new_weights() -> None:
+def test_training_continues_beside_a_session_and_its_next_step_uses_the_new_weights() -> None:
     backend = causal_backend()
     with served(backend) as server:
         expert = RemoteExpert("block.0", server.endpoint)

@@ -60,7 +60,7 @@ def waiting_together(
 
 @pytest.mark.parametrize("keep", [0, 100])
 @pytest.mark.parametrize("padded", [False, True])
-def test_requests_of_unlike_lengths_get_what_the_module_gives_each_of_them_here(padded: bool, keep: int) -> None:
+def test_requests_of_different_lengths_get_the_results_of_the_local_module(padded: bool, keep: int) -> None:
     there, slow = Attention(padded), Slow()
     here = copy.deepcopy(there)
     # Unlike lengths are batches, and so updates, of their own, between which the module here does not move.
@@ -170,7 +170,7 @@ def test_rows_of_any_length_may_be_compressed(compression: str) -> None:
             assert torch.allclose(x.grad, torch.ones_like(x), atol=0.1)
 
 
-def test_what_does_not_fit_is_refused_with_its_name_and_harms_nobody() -> None:
+def test_mismatches_are_refused_by_name_and_affect_no_other_caller() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
             return (x + y) * mask[..., None]

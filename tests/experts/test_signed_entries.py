@@ -79,7 +79,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
         yield lambda: "\n".join(record.getMessage() for record in caplog.records)
 
 
-def test_what_an_expert_announces_its_job_finds_and_no_other(directories: Directories) -> None:
+def test_an_announced_expert_is_found_by_its_job_only(directories: Directories) -> None:
     directories.of("one").announce([UID], HERE, ttl=60.0)
     directories.of("every").announce(["shared.0", UID], THERE, ttl=60.0)
     assert directories.of("two", "worker").lookup([UID, "shared.0"]) == {UID: HERE, "shared.0": THERE}
@@ -205,9 +205,7 @@ def test_an_old_entry_is_no_news(directories: Directories, warned: Callable[[], 
     assert "it is a replayed old entry" in warned()
 
 
-def test_an_entry_whose_time_is_over_is_no_news_for_anybody(
-    directories: Directories, warned: Callable[[], str]
-) -> None:
+def test_an_expired_entry_is_ignored(directories: Directories, warned: Callable[[], str]) -> None:
     directories.of("one").announce([UID], HERE, ttl=0.2)
     old = directories.entry()
     wait_until(lambda: not directories.redis.client().exists(directories.place))
@@ -216,7 +214,7 @@ def test_an_entry_whose_time_is_over_is_no_news_for_anybody(
     assert "it expired" in warned()
 
 
-def test_a_redis_whose_clock_stands_still_keeps_nothing_alive(keys: dict[str, Path], warned: Callable[[], str]) -> None:
+def test_a_redis_with_a_stopped_clock_keeps_no_entry_alive(keys: dict[str, Path], warned: Callable[[], str]) -> None:
     identity, now = SigningIdentity(keys["one"], "experts"), [1_000_000.0]
     reader = EntryReader(SigningIdentity(keys["one"], "worker"), lambda endpoint: None, clock=lambda: now[0])
     now[0] = time.time()
@@ -252,7 +250,7 @@ def test_an_answer_that_was_on_its_way_meanwhile_is_not_called_old(
     assert not warned()
 
 
-def test_what_is_over_is_not_remembered_for_ever(keys: dict[str, Path]) -> None:
+def test_expired_entries_are_not_remembered_for_ever(keys: dict[str, Path]) -> None:
     identity = SigningIdentity(keys["one"], "experts")
     reader = EntryReader(SigningIdentity(keys["one"], "worker"), lambda endpoint: None)
     now = int(time.time() * 1000)
@@ -297,7 +295,7 @@ def test_keys_that_are_damaged_or_do_not_belong_together(keys: dict[str, Path], 
         SigningIdentity(tmp_path, "worker")
 
 
-def test_nobody_at_the_address_is_told_with_keys_too(keys: dict[str, Path], tmp_path: Path) -> None:
+def test_no_service_at_the_address_is_reported_with_keys_too(keys: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("redis")
     with pytest.raises(PeerLost, match="start redis-server"):
         RedisDirectory(f"unix://{tmp_path}/nobody", role="experts", keys=keys["one"]).announce([UID], HERE, ttl=1.0)

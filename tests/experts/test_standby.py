@@ -38,7 +38,7 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-def test_what_was_announced_outlives_the_first_and_the_second(places: list[str]) -> None:
+def test_announcements_outlive_the_first_and_the_second(places: list[str]) -> None:
     first, second = (DirectoryServer(place) for place in places)
     directory = Directory(",".join(places))
     with second:
@@ -69,7 +69,7 @@ def test_one_that_is_left_out_is_asked_again_once_it_may_be_back(places: list[st
     client.close()
 
 
-def test_one_that_is_frozen_holds_nobody_up(places: list[str], stack: ExitStack) -> None:
+def test_a_frozen_one_delays_no_others(places: list[str], stack: ExitStack) -> None:
     silent = stack.enter_context(socket.socket(socket.AF_UNIX))
     silent.bind(places[0].removeprefix("unix:"))
     os.chmod(places[0].removeprefix("unix:"), 0o600)
@@ -80,7 +80,7 @@ def test_one_that_is_frozen_holds_nobody_up(places: list[str], stack: ExitStack)
     assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
 
 
-def test_a_uid_that_one_of_them_gives_to_nobody_is_claimed_from_none(places: list[str], stack: ExitStack) -> None:
+def test_a_uid_refused_by_one_directory_is_claimed_in_none(places: list[str], stack: ExitStack) -> None:
     for place in places:
         stack.enter_context(DirectoryServer(place))
     alone, both = Directory(places[1]), Directory(",".join(places))
@@ -120,7 +120,7 @@ def test_copies_know_both(places: list[str], stack: ExitStack) -> None:
 
 
 @pytest.mark.slow
-def test_a_mixture_goes_on_when_the_first_directory_is_killed(places: list[str], stack: ExitStack) -> None:
+def test_a_mixture_continues_when_the_first_directory_is_killed(places: list[str], stack: ExitStack) -> None:
     both = ",".join(places)
     command = [sys.executable, "-m", "anabranch.cli", "serve"]
     serving = ["experts", "--uids", "ffn.[0:2]", "--module", "nop", "--features", "4", "--directory", both]

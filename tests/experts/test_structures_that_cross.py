@@ -251,7 +251,7 @@ def test_a_class_that_is_not_imported_here_becomes_a_plain_one(monkeypatch: pyte
         ["named", "collections", "OrderedDict", ["1"], [["none"]]],
     ],
 )
-def test_a_peer_cannot_name_what_is_no_container(node: list[object]) -> None:
+def test_a_peer_cannot_name_a_class_that_is_not_a_container(node: list[object]) -> None:
     with pytest.raises(ProtocolError):
         Schema.unpack(pack([["tuple"], ["dict", {}], node]))
     # A function, or a class of another kind, is not made.
@@ -286,6 +286,6 @@ class ReturnsOdd(nn.Module):
 @pytest.mark.parametrize(
     ("value", "says"), [("odd", "Odd cannot be rebuilt"), ("keys", "string keys"), ("set", "returned set")]
 )
-def test_what_cannot_come_back_is_refused_where_it_is_served(value: str, says: str) -> None:
+def test_unsupported_outputs_are_refused_at_the_server(value: str, says: str) -> None:
     with pytest.raises(SchemaError, match=says):
         ExpertBackend("odd.0", ReturnsOdd(value), args_schema=[TensorSpec(4)])

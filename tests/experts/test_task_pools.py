@@ -25,7 +25,7 @@ def task(rows: int, answers: list[Outcome], value: float = 1.0, **options: objec
     return Task([torch.full((rows, 1), value)], rows, finish=answers.append, **options)  # type: ignore[arg-type]
 
 
-def test_what_nobody_wants_is_dropped_before_compute_and_what_is_late_is_told() -> None:
+def test_unwanted_requests_are_dropped_before_compute_and_late_ones_are_reported() -> None:
     clock, computed, answers = FakeClock(), [], []  # type: ignore[var-annotated]
 
     def process(x: Tensor) -> list[Tensor]:
@@ -100,7 +100,7 @@ def test_queues_are_bounded_in_rows_and_in_bytes_but_take_one_request_of_any_siz
     assert narrow.statistics().declined == 1
 
 
-def test_the_pool_whose_task_waited_longest_goes_first() -> None:
+def test_the_pool_with_the_longest_waiting_task_runs_first() -> None:
     order: list[str] = []
     answers: list[Outcome] = []
 
@@ -205,7 +205,7 @@ class QuickPool:
 DEVICE = "anabranch-device"
 
 
-def test_what_is_known_to_be_quick_runs_where_it_is_submitted_and_all_else_on_the_device_thread() -> None:
+def test_quick_batches_run_on_the_submitting_thread_and_others_on_the_device_thread() -> None:
     quick, here = QuickPool(), threading.current_thread().name
     with Runtime([quick.pool]) as runtime:
         quick.submit(runtime, 2)  # has never run
@@ -242,7 +242,7 @@ def test_one_of_many_threads_runs_nothing_itself_where_torch_computes_with_sever
         assert quick.ran == [(where, 2)]
 
 
-def test_leaving_a_runtime_fails_what_still_waits() -> None:
+def test_leaving_a_runtime_fails_waiting_tasks() -> None:
     answers: list[Outcome] = []
     pool = TaskPool(lambda x: [x], min_batch_size=10)
     with Runtime([pool]):

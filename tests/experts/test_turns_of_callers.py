@@ -84,7 +84,7 @@ def test_pools_of_a_device_share_the_turns_and_the_priorities() -> None:
     assert order.index("urgent") < order.index("few")
 
 
-def test_who_has_nothing_in_advance_is_forgotten() -> None:
+def test_a_caller_without_advance_is_forgotten() -> None:
     order = FairOrder()
     for index in range(3000):
         order.serve(order.start(f"caller {index}", 1) + 2.0)
@@ -151,7 +151,7 @@ def test_whoever_waits_for_a_cancelled_future_hears_of_it_at_once() -> None:
     assert pool.statistics().dropped == 2
 
 
-def test_a_split_task_whose_caller_goes_between_its_parts_is_cancelled() -> None:
+def test_a_split_task_is_cancelled_when_its_caller_leaves_between_parts() -> None:
     gone: list[bool] = []
     pool = TaskPool(lambda x: [x], max_batch_size=2)
     future = pool.submit(task(rows=4, unwanted=lambda: bool(gone)))
@@ -163,7 +163,7 @@ def test_a_split_task_whose_caller_goes_between_its_parts_is_cancelled() -> None
     assert pool.statistics().dropped == 1
 
 
-def test_an_expert_says_who_goes_first() -> None:
+def test_an_expert_decides_the_order_of_its_tasks() -> None:
     seen: list[tuple[str, int, bool]] = []
     order: list[str] = []
 
@@ -202,7 +202,7 @@ def test_an_expert_says_who_goes_first() -> None:
     assert all(caller.startswith("process ") and not backward for caller, _, backward in seen)
 
 
-def test_a_priority_that_is_no_number_is_said_to_the_caller() -> None:
+def test_a_priority_that_is_not_a_number_is_reported_to_the_caller() -> None:
     class Unsaid(ExpertBackend):
         def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
             return None  # type: ignore[return-value]

@@ -80,7 +80,7 @@ def test_directories_of_two_numbers_that_were_used_before_this_was_refused_start
     assert list(pushed(directory, 1)) == [2.0] * 4
 
 
-def test_what_holds_no_changes_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_directories_without_changes_do_not_prevent_a_start(tmp_path: Path) -> None:
     """A start with the wrong number by mistake, and damaged files that a repair had set aside."""
     with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):
         pass

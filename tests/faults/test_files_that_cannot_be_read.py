@@ -158,7 +158,7 @@ NO_FILES = [make_fifo, make_socket, make_directory, make_device, dangle, loop]
 
 
 @pytest.mark.parametrize("harm", [cut, flip, make_zeros, grow, remove, *NO_FILES])
-def test_a_repair_of_the_only_checkpoint_is_said_and_for_good(
+def test_a_repair_of_the_only_checkpoint_is_reported_and_permanent(
     harm: Callable[[Path], None], fresh: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every push was served, without a word and without a new checkpoint, so the next start was refused again."""
@@ -194,7 +194,7 @@ def test_a_repair_sets_a_damaged_checkpoint_aside_also_if_an_older_one_is_whole(
 
 @pytest.mark.parametrize("harm", NO_FILES)
 @pytest.mark.parametrize("which", [newest_log, newest_data, owner])
-def test_what_is_no_regular_file_is_damage_and_set_aside_by_a_repair(
+def test_an_irregular_file_is_damage_and_set_aside_by_a_repair(
     which: Callable[[Path], Path], harm: Callable[[Path], None], saved: Path
 ) -> None:
     """A FIFO was opened, and waited for without an end; a directory or a link was an error without a name or a cure."""

@@ -67,7 +67,7 @@ def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("_few")
 @pytest.mark.parametrize("durability", ["none", "checkpoint", "log"])
-def test_a_forgotten_client_goes_on_and_is_told_of_no_loss(durability: str, tmp_path: Path) -> None:
+def test_a_forgotten_client_continues_and_learns_of_no_loss(durability: str, tmp_path: Path) -> None:
     """It was told that 6 of its 7 pushes were gone, once it had pushed again."""
     shard = Shard(tmp_path, durability)
     with shard.client() as client:
@@ -99,7 +99,7 @@ def test_a_forgotten_client_has_lost_nothing_when_its_shard_comes_back_from_a_lo
     shard.die()
 
 
-def test_a_client_whose_requests_alone_are_forgotten_is_told_its_exact_loss(
+def test_a_client_with_forgotten_requests_learns_its_exact_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{MODULE}._CLIENTS", 3)
@@ -119,7 +119,7 @@ def test_a_client_whose_requests_alone_are_forgotten_is_told_its_exact_loss(
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_a_loss_that_nobody_can_count_is_told_as_unknown(
+def test_a_loss_that_cannot_be_counted_is_reported_as_unknown(
     adopted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pushes of a client that was forgotten are gone, or are not: it was told nothing."""

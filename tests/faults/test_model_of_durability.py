@@ -189,5 +189,5 @@ def test_nothing_is_lost_untold_or_done_twice_in_any_order_of_events(logs: bool)
         (Rules(logs=False, tells_what_is_lost=False), {"lost, and not told"}),
     ],
 )
-def test_the_model_finds_what_each_mechanism_is_for(without: Rules, then: set[str]) -> None:
+def test_the_model_finds_a_loss_without_each_mechanism(without: Rules, then: set[str]) -> None:
     assert explore(without)[1] >= then

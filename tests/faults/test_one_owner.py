@@ -26,7 +26,7 @@ from programs import Programs
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "log"])
-def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durability: str, tmp_path: Path) -> None:
+def test_a_second_server_of_one_directory_is_refused_with_the_owner_s_name(durability: str, tmp_path: Path) -> None:
     network = MemoryTransport()
 
     def serve() -> ParameterServer:

@@ -237,10 +237,10 @@ def run(examples: int, steps: int) -> None:
     )  # fmt: skip
 
 
-def test_what_was_acknowledged_is_there_or_was_told_lost() -> None:
+def test_acknowledged_pushes_are_present_or_reported_lost() -> None:
     run(8, 15)
 
 
 @pytest.mark.slow
-def test_what_was_acknowledged_is_there_or_was_told_lost_through_many_faults() -> None:
+def test_acknowledged_pushes_are_present_or_reported_lost_through_many_faults() -> None:
     run(150, 40)

@@ -139,7 +139,7 @@ def test_an_owner_that_was_begun_anew_beside_a_log_is_refused(ours: Path, tmp_pa
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_a_repair_takes_the_log_as_it_is_and_says_what_is_gone(
+def test_a_repair_accepts_the_log_as_found_and_reports_the_loss(
     foreign: bool, ours: Path, written: dict[str, Path]
 ) -> None:
     network = MemoryTransport()

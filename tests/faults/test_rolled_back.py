@@ -59,7 +59,7 @@ def value(client: ParameterClient) -> float:
     return float(client.sparse_pull("t", ONE)[0, 0])
 
 
-def test_a_bare_client_is_told_how_many_of_its_pushes_are_gone_and_goes_on(tmp_path: Path) -> None:
+def test_a_bare_client_learns_how_many_of_its_pushes_are_lost_and_continues(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "checkpoint")
     with shard.client() as client, shard.client() as other, shard.client() as reader:
         client.init_table(SPEC, SGD)
@@ -106,7 +106,7 @@ def test_tables_come_back_though_no_checkpoint_has_seen_them(tmp_path: Path) -> 
     shard.die()
 
 
-def test_nothing_is_told_where_nothing_is_lost(tmp_path: Path) -> None:
+def test_nothing_is_reported_without_a_loss(tmp_path: Path) -> None:
     for durability in ("log", "checkpoint"):
         shard = Shard(tmp_path / durability, durability)
         with shard.client() as client, shard.client(worker=Worker(0, 1, "asp")) as worker:
@@ -136,7 +136,7 @@ def test_a_shard_without_durability_that_is_started_again_says_so(tmp_path: Path
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_every_worker_of_a_job_is_told_once_any_push_is_gone(consistency: str, tmp_path: Path) -> None:
+def test_every_worker_of_a_job_learns_of_any_lost_push(consistency: str, tmp_path: Path) -> None:
     """Under bsp they died of ``SchemaError ... pushes step 503; its next is step 430``."""
     shard = Shard(tmp_path, "checkpoint")
     with (
@@ -182,7 +182,7 @@ def damage(directory: Path) -> int:
     return len(memory)
 
 
-def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_says_what_is_lost(tmp_path: Path) -> None:
+def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_reports_the_loss(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "log")
     with shard.client() as client:
         client.init_table(SPEC, SGD)
@@ -286,7 +286,7 @@ def test_nothing_is_acknowledged_that_would_not_be_found_again(harm: Callable[[P
     shard.die()
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server on a full disk said nothing until it ended, and all since its first checkpoint was gone then."""
     tries = threading.Semaphore(0)
 
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_pa
     shard.die()
 
 
-def test_a_full_disk_is_told_as_one_and_costs_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_as_one_and_loses_no_acknowledged_push(tmp_path: Path) -> None:
     """It was a ``RemoteError`` with a traceback."""
     shard = Shard(tmp_path, "log")
 

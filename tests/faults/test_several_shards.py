@@ -87,9 +87,7 @@ def test_a_worker_goes_no_further_once_its_shards_differ(shards: Any, tmp_path: 
             client.save(tmp_path)
 
 
-def test_an_executor_does_not_save_what_is_half_a_step(
-    shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_executor_does_not_save_half_a_step(shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(ParameterServer(shard, 2)) for shard in range(2)]
         monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))

@@ -47,7 +47,7 @@ def result(*lines: dict[str, float | str], **changes: object) -> soak.Result:
     return replace(kept, **changes)  # type: ignore[arg-type]
 
 
-def test_a_record_tells_what_was_kept_and_what_was_done_again() -> None:
+def test_a_record_says_how_much_was_kept_and_repeated() -> None:
     kept = result()
     (one,) = kept.records
     assert (one.done, one.again, one.step, one.saved, one.gap, one.longest) == (4, 1, 3, 2, 7.5, 0.2)
@@ -81,7 +81,7 @@ def life(last: soak.Reading, seconds: float = 100.0) -> soak.Life:
         (lambda: result(trouble=["the launcher ended by itself"]), "by itself"),
     ],
 )
-def test_every_broken_promise_is_told(make: Callable[[], soak.Result], words: str) -> None:
+def test_every_broken_guarantee_is_reported(make: Callable[[], soak.Result], words: str) -> None:
     assert any(words in told for told in make().broken())
 
 

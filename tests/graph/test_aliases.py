@@ -26,7 +26,7 @@ PARTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_memory_whose_parts_are_read_later_is_not_taken_over(parts: str) -> None:
+def test_memory_with_parts_that_are_read_later_is_not_reused(parts: str) -> None:
     """Lists of views once counted as memory of their own, and what they were views of was overwritten in place."""
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:

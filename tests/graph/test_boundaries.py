@@ -122,7 +122,7 @@ def test_a_graph_crosses_as_the_tape_does(alias: bool) -> None:
     assert graph.log == tape.log == ["far forward", "far backward"] * 3
 
 
-def test_an_answer_that_is_the_question_has_memory_of_its_own() -> None:
+def test_an_answer_equal_to_the_request_has_its_own_memory() -> None:
     far = Scale()
     far.alias = True
 
@@ -134,7 +134,7 @@ def test_an_answer_that_is_the_question_has_memory_of_its_own() -> None:
     assert torch.equal(capture(fn, x)(x), 3 * torch.tanh(x))  # type: ignore[arg-type]
 
 
-def test_what_a_run_keeps_is_gone_when_it_ends() -> None:
+def test_a_run_frees_its_tensors_when_it_ends() -> None:
     far = Scale()
     model = Model(far)
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters(), lr=0.1)])
@@ -247,7 +247,7 @@ def test_the_far_side_learns_even_if_no_input_wants_a_gradient() -> None:
     assert far.log == ["far forward", "far backward"] * 2
 
 
-def test_without_grad_mode_there_is_no_backward_to_keep_anything_for() -> None:
+def test_without_grad_mode_nothing_is_kept_for_backward() -> None:
     wanted: list[object] = []
 
     class Asked(Scale):
@@ -323,7 +323,7 @@ def test_a_graph_run_by_several_threads_at_once_mixes_nothing_up() -> None:
     assert [answer[1].tolist() for answer in found] == [[2.0, 2.0], [10.0, 10.0]]  # type: ignore[index]
 
 
-def test_a_recorded_boundary_has_a_tape_of_its_own() -> None:
+def test_a_recorded_boundary_has_its_own_tape() -> None:
     weight = torch.randn(3, requires_grad=True)
 
     def function(entry: Tensor | None, x: Tensor) -> list[Tensor]:
@@ -342,7 +342,7 @@ def test_a_recorded_boundary_has_a_tape_of_its_own() -> None:
     assert torch.equal(graph(x.detach())[1], x.grad)  # type: ignore[index]
 
 
-def test_a_session_frees_what_a_crossing_kept_although_its_output_is_still_held() -> None:
+def test_a_session_frees_tensors_kept_by_a_crossing_although_its_output_is_still_held() -> None:
     far = Scale()
     x = torch.randn(2, 2, requires_grad=True)
     with ab.Grad().wrt(x) as session:

@@ -56,7 +56,7 @@ def test_the_state_of_a_module_is_bound_under_its_qualified_names() -> None:
     assert graph.inputs == ["x", *state]
 
 
-def test_two_modules_are_told_apart_by_the_variables_that_hold_them() -> None:
+def test_two_modules_are_distinguished_by_the_variables_that_hold_them() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     graph = capture(lambda x: two(one(x)), torch.randn(5, 2))
     assert graph.inputs == ["x", "one.weight", "one.bias", "two.weight", "two.bias"]
@@ -70,7 +70,7 @@ def test_a_module_is_captured_by_the_names_of_its_forward() -> None:
     assert torch.equal(graph(x), model(x))
 
 
-def test_a_tensor_that_is_closed_over_is_an_input_of_its_own_name() -> None:
+def test_a_closed_over_tensor_is_an_input_under_its_own_name() -> None:
     weight = torch.randn(3)
     graph = capture(lambda x: x * weight, torch.ones(3))
     assert graph.inputs == ["x", "weight"]
@@ -88,7 +88,7 @@ def test_state_is_current_and_updated_in_place() -> None:
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
-def test_state_whose_memory_moved_is_current_too() -> None:
+def test_state_with_moved_memory_is_current_too() -> None:
     model = nn.Linear(3, 2)
     graph = capture(model, torch.randn(4, 3))
     x = torch.randn(4, 3)
@@ -127,7 +127,7 @@ def test_a_float_may_differ_from_call_to_call_and_an_int_may_not() -> None:
         graph(x, 2.5, 1)
 
 
-def test_dropout_draws_what_eager_draws() -> None:
+def test_dropout_draws_the_same_numbers_as_eager_mode() -> None:
     model = nn.Dropout(0.5)
     graph = capture(model, torch.ones(20))
     x = torch.randn(20)
@@ -210,7 +210,7 @@ def line_in(function: Callable[..., object], text: str) -> str:
     [(branch, "if x.sum()"), (read, ".item()"), (choose, "x[x > 0]")],
     ids=["branch", "item", "choose"],
 )
-def test_what_a_graph_cannot_do_is_refused_with_its_line(function: Callable[..., object], culprit: str) -> None:
+def test_unsupported_code_in_a_graph_is_refused_with_its_line(function: Callable[..., object], culprit: str) -> None:
     with pytest.raises(CaptureError, match=re.escape(line_in(function, culprit))):
         capture(function, torch.ones(3))  # type: ignore[arg-type]
 
@@ -361,7 +361,7 @@ def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[E
         program.run(torch.ones(3, 2))
 
 
-def test_the_machinery_of_capture_is_loaded_by_those_who_capture() -> None:
+def test_the_machinery_of_capture_is_loaded_at_the_first_capture() -> None:
     code = "import sys, anabranch; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 

@@ -71,7 +71,7 @@ def test_the_passes_for_crossings_change_no_bit(improve: Callable[[Graph], Graph
     assert names(graph) == before
 
 
-def test_what_does_not_need_an_answer_is_launched_before_it() -> None:
+def test_operations_independent_of_an_answer_are_launched_before_it() -> None:
     graph, _ = branching()
     order = names(launch_before_crossings(graph))
     first = order.index("example_forward")
@@ -79,7 +79,7 @@ def test_what_does_not_need_an_answer_is_launched_before_it() -> None:
     assert {"exp.default", "rand_like.default", "add_.Tensor"} <= set(order[first:])
 
 
-def test_an_event_stands_where_what_crosses_is_there() -> None:
+def test_an_event_marks_where_crossing_values_are_ready() -> None:
     graph, _ = branching()
     order = names(copy_beside_compute(launch_before_crossings(graph)))
     assert order.index("_note_ready") == order.index("tanh.default") + 1
@@ -146,7 +146,7 @@ def test_a_program_that_cannot_be_recorded_runs_on_and_says_so_once(
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in found)  # type: ignore[arg-type]
 
 
-def test_what_lies_on_a_cpu_or_asks_python_is_not_recorded() -> None:
+def test_programs_on_a_cpu_or_with_python_calls_are_not_recorded() -> None:
     assert not cuda_graphs.can_replay(capture(lambda x: x * 2, torch.ones(3)))
     assert not cuda_graphs.can_replay(branching()[0])
 

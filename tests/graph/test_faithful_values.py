@@ -246,12 +246,12 @@ def test_calls_stay_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_no_guard_looks_at_again_is_read_on_the_tape(name: str) -> None:
+def test_unguarded_values_are_read_on_the_tape(name: str) -> None:
     assert check(READS[name]).startswith("tape")
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_no_guard_looks_at_again_is_refused(name: str) -> None:
+def test_unguarded_values_are_refused(name: str) -> None:
     with pytest.raises(CaptureError, match="a graph would not|cannot be a graph"):
         losses(READS[name], "graph")
 

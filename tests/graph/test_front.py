@@ -73,7 +73,7 @@ CHANGES: dict[str, Callable[[type, int, Any, Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_guards_do_not_see_is_seen(change: str) -> None:
+def test_changes_that_guards_miss_are_noticed(change: str) -> None:
     def run(engine: str) -> list[float]:
         kind = type("Own", (Scaled,), {"scaled": lambda self, y: y})
         if change == "a list in a tuple":
@@ -153,7 +153,7 @@ def test_an_evaluation_is_captured_and_follows_the_parameters() -> None:
         assert model.training
 
 
-def test_a_pytorch_whose_guards_miss_changes_costs_speed_and_no_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_with_broken_guards_is_slower_but_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.get_rng_state()
     assert front_module.guards_hold()
     assert torch.equal(torch.get_rng_state(), random)

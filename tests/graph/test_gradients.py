@@ -66,7 +66,7 @@ def test_a_graph_of_gradients_may_be_differentiated_again() -> None:
     torch.testing.assert_close(second(x)[1], twice)  # type: ignore[index]
 
 
-def test_what_the_user_detached_or_computed_without_gradients_stays_constant() -> None:
+def test_values_detached_or_computed_without_gradients_stay_constant() -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = x * 3

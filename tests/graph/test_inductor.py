@@ -46,7 +46,7 @@ def test_passes_that_would_not_be_applied_are_refused() -> None:
         StepProgram(model, lambda m, x: m(x).sum(), [optimizer], passes=[lambda graph: graph], compile=True)
 
 
-def test_what_inductor_refuses_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_inductor_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 
     def refuse(*_: object, **__: object) -> None:

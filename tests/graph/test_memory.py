@@ -104,7 +104,7 @@ def test_dropout_is_not_drawn_again() -> None:
     assert all(map(torch.equal, tree_leaves(expected), tree_leaves(smaller(x))))
 
 
-def test_what_reads_state_that_is_written_since_is_kept() -> None:
+def test_reads_of_state_that_is_written_later_are_kept() -> None:
     state = torch.zeros(2000)
 
     def fn(x: Tensor) -> Tensor:

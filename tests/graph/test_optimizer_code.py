@@ -209,7 +209,7 @@ def trained(
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("name", quickly(CASES, QUICK))
-def test_a_change_of_what_an_optimizer_of_a_library_reads_is_seen(
+def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(
     name: str, engine: Literal["auto", "graph"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_for_a_library(monkeypatch)
@@ -221,7 +221,7 @@ def test_a_change_of_what_an_optimizer_of_a_library_reads_is_seen(
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("name", quickly(CASES, QUICK))
-def test_a_change_of_what_an_optimizer_of_ones_own_reads_is_seen(
+def test_a_change_of_state_read_by_a_user_s_optimizer_is_noticed(
     name: str, engine: Literal["auto", "graph"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = trained(name, None, monkeypatch)

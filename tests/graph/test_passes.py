@@ -97,7 +97,7 @@ def test_statistics_that_an_unused_normalisation_updates_are_updated() -> None:
     assert operations(drop_dead_nodes(capture(fn, torch.ones(4, 3)))) == ["add"]
 
 
-def test_a_draw_whose_result_is_unused_still_draws() -> None:
+def test_a_random_draw_with_an_unused_result_still_draws() -> None:
     def fn(x: Tensor) -> Tensor:
         torch.rand(3)
         return x + torch.rand(3)

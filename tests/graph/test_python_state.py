@@ -137,7 +137,7 @@ WITH_GRAPH = ("a list", "the mode of a module", "a checkpoint's mask")
         *(pytest.param(what, ("graph",), marks=pytest.mark.slow) for what in LOST if what not in WITH_GRAPH),
     ],
 )
-def test_what_a_step_does_to_python_is_done_once_a_step_whatever_the_engine(what: str, engines: tuple[str]) -> None:
+def test_python_effects_of_a_step_happen_once_a_step_on_every_engine(what: str, engines: tuple[str]) -> None:
     make, read = LOST[what]
     found = {}
     for engine in ("tape", *engines):
@@ -168,7 +168,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callab
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_what_python_holds_may_change_between_steps(what: str) -> None:
+def test_python_state_may_change_between_steps(what: str) -> None:
     make, read, change = CHANGED[what]
     found = {}
     for engine in ("tape", "auto"):
@@ -236,7 +236,7 @@ def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:
     assert all(map(torch.equal, found, run("tape")))  # type: ignore[arg-type]
 
 
-def test_anomaly_detection_finds_what_the_tape_finds() -> None:
+def test_anomaly_detection_finds_the_same_operation_as_on_the_tape() -> None:
     model = nn.Linear(4, 3)
     step = ab.TrainStep(
         model, lambda m, x: (m(x).square() + 1).sqrt().mean(), torch.optim.SGD(model.parameters(), lr=0.1)

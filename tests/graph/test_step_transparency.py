@@ -189,7 +189,7 @@ def test_schedulers_of_every_kind_reach_the_graph(schedule: str, optimizer: str)
     assert found.equals(expected)
 
 
-def test_autocast_around_the_step_is_part_of_what_a_graph_is_for() -> None:
+def test_a_graph_is_specific_to_the_autocast_around_the_step() -> None:
     def run(graph: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = MODELS["transformer"]()
@@ -426,7 +426,7 @@ def test_the_step_after_a_layer_was_added_uses_the_learning_rate() -> None:
         assert torch.equal(model[0].weight, same[0].weight), step
 
 
-def test_a_parameter_whose_data_was_replaced_is_noticed() -> None:
+def test_replaced_data_of_a_parameter_is_noticed() -> None:
     def run(graph: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = MODELS["mlp"]()

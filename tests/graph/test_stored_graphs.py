@@ -111,7 +111,7 @@ def test_state_that_shares_memory_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_graph_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "graph.safetensors"
     with pytest.raises(FileNotFoundError):
         Graph.load(path)

@@ -427,7 +427,7 @@ def test_code_that_asks_whether_it_is_compiled_takes_the_tapes_step_and_is_refus
             executor.run(batch=x)
 
 
-def test_a_mistake_that_the_tape_does_not_meet_is_told_at_the_next_run() -> None:
+def test_an_error_that_the_tape_does_not_raise_is_reported_at_the_next_run() -> None:
     def loss(model: nn.Module, x: Tensor) -> Any:
         return 3.0 if torch.compiler.is_compiling() else model(x).square().mean()
 

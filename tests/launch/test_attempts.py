@@ -59,7 +59,7 @@ def test_workers_find_which_attempt_theirs_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_whose_server_rolled_back_is_started_again_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_job_with_a_rolled_back_server_restarts_from_its_last_complete_checkpoint(tmp_path: Path) -> None:
     """Its workers died of ``SchemaError ... pushes step 503; its next is step 430``."""
     script = tmp_path / "script.py"
     script.write_text(ROLLED_BACK)

@@ -52,7 +52,7 @@ def kubernetes(kind: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_are_what_kubernetes_knows(path: Path) -> None:
+def test_manifests_match_the_schemas_of_kubernetes(path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         kubernetes_validate.validate(document, VERSION, strict=True)
 
@@ -112,7 +112,7 @@ def parse(words: list[str], folder: Path) -> None:
         pass
 
 
-def test_workers_are_told_of_every_shard_and_of_the_directory() -> None:
+def test_workers_know_every_shard_and_the_directory() -> None:
     servers = kubernetes("StatefulSet", "anabranch-servers")
     replicas, service = servers["spec"]["replicas"], servers["spec"]["serviceName"]
     assert kubernetes("Service", service)["spec"]["clusterIP"] == "None"
@@ -133,7 +133,7 @@ def test_workers_are_told_of_every_shard_and_of_the_directory() -> None:
     assert "--rdzv-endpoint=anabranch-workers-0.anabranch-workers:29400" in words
 
 
-def test_the_image_has_what_it_copies_and_installs() -> None:
+def test_the_image_finds_all_files_that_it_copies_and_installs() -> None:
     text = re.sub(r"\\\n", " ", (CLUSTER / "Dockerfile").read_text())
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     assert lines[0][0] == "FROM"
@@ -178,7 +178,7 @@ exit $status
 
 
 @pytest.mark.slow
-def test_the_batch_script_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_batch_script_runs_and_resumes(tmp_path: Path) -> None:
     """With SLURM's two commands in the form of two hosts' loopback addresses."""
     tools = tmp_path / "bin"
     tools.mkdir()

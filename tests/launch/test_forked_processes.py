@@ -75,7 +75,7 @@ def comparable(found: dict[str, object]) -> dict[str, object]:
     return facts
 
 
-def test_a_script_finds_what_it_finds_in_a_process_that_was_started(script: Script) -> None:
+def test_a_forked_script_sees_the_same_environment_as_a_started_one(script: Script) -> None:
     path = script(FACTS)
     (forked,), (started,) = (seen(path, "--x", "a b", spawn=spawn) for spawn in (False, True))
     assert comparable(forked) == comparable(started)
@@ -151,7 +151,7 @@ def test_threads_are_as_many_as_the_environment_says(script: Script) -> None:
     assert found == {"threads": min(2, len(os.sched_getaffinity(0))), "variable": "2"}
 
 
-def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script) -> None:
+def test_variables_that_are_read_at_process_start_make_plain_processes(script: Script) -> None:
     path = script("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules, 'hash': hash('x')}))")
     first, second = LocalJob(workers=2, environment={"PYTHONHASHSEED": "5"}).run(path).check().results
     assert first is not None
@@ -163,14 +163,14 @@ def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script) 
     ("name", "value"),
     [("PYTHONHASHSEED", "5"), ("LD_PRELOAD", ""), ("OMP_PROC_BIND", "false"), ("OMP_NUM_THREADS", "2,1")],
 )
-def test_no_fork_is_given_what_is_read_as_a_process_starts(script: Script, name: str, value: str) -> None:
+def test_variables_that_are_read_at_process_start_prevent_a_fork(script: Script, name: str, value: str) -> None:
     environment = {**os.environ, name: value}
     why = why_no_fork_server(environment) or why_not_forked(PythonProgram(str(script(""))), environment, os.environ)
     assert why is not None
     assert name in why
 
 
-def test_what_scikit_learn_leaves_in_the_environment_does_not_matter(script: Script) -> None:
+def test_environment_variables_left_by_scikit_learn_do_not_matter(script: Script) -> None:
     environment = {**os.environ, "KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
     assert why_no_fork_server(environment) is None
     assert why_not_forked(PythonProgram(str(script(""))), environment, os.environ) is None
@@ -208,7 +208,7 @@ def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_se
     assert (here / "cmdline").read_text().rstrip("\0") == "anabranch: fork server"
 
 
-def test_a_fork_ends_without_the_finalizers_of_what_it_shares() -> None:
+def test_a_fork_ends_without_the_finalizers_of_shared_objects() -> None:
     result = LocalJob().run_source(
         """
         import json, weakref
@@ -240,7 +240,7 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
             os.kill(server.pid, signal.SIGKILL)
 
 
-def test_a_job_whose_fork_server_fails_says_so_and_runs_in_plain_processes(
+def test_a_job_without_a_working_fork_server_says_so_and_runs_in_plain_processes(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ForkServer(os.environ) as server:
@@ -379,7 +379,7 @@ print(json.dumps([outcome.exit_code, told]))
     assert [(tmp_path / f"expert-{life}").read_text().split()[1] for life in range(2)] == ["True", "False"]
 
 
-def test_a_fork_whose_launcher_has_gone_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_fork_without_its_launcher_ends_silently(tmp_path: Path) -> None:
     """Ctrl-C may end the launcher between the fork and its first word to it."""
     read, write = os.pipe()
     os.close(read)

@@ -57,7 +57,7 @@ def test_readers_never_see_half_of_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(read(tmp_path)["roles"]) == 2  # type: ignore[arg-type]
 
 
-def test_what_is_to_be_started_is_listed_before_it_is(tmp_path: Path) -> None:
+def test_processes_are_listed_before_they_start(tmp_path: Path) -> None:
     (tmp_path / "worker-0.steps").write_bytes((2000).to_bytes(8, "little"))  # of another job in the same folder
     record = JobFile(tmp_path)
     record.expects({"worker": 1, "parameters": 0, "expert": 1})

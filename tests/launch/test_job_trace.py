@@ -146,7 +146,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
     assert word in told
 
 
-def test_a_job_that_recorded_nothing_is_told_so_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_job_without_recorded_spans_is_reported_and_leaves_no_file(tmp_path: Path) -> None:
     told: list[str] = []
     with JobTrace(tmp_path / "out.json", tmp_path, dict, told.append):
         pass
@@ -155,7 +155,7 @@ def test_a_job_that_recorded_nothing_is_told_so_and_leaves_no_file(tmp_path: Pat
     assert "no trace was written" in told[0]
 
 
-def test_a_disk_that_is_full_is_told_and_does_not_change_how_the_job_ended(
+def test_a_full_disk_is_reported_and_does_not_change_the_job_s_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object, **kwargs: object) -> None:

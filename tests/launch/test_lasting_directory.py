@@ -116,14 +116,14 @@ def test_an_expert_that_has_served_is_started_again(script: Script, tmp_path: Pa
         (["--directory", "redis://127.0.0.1:1", "--engine", "ray"], "--engine ray does not use it"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(script: Script, arguments: list[str], told: str) -> None:
+def test_mistakes_are_reported_before_anything_starts(script: Script, arguments: list[str], told: str) -> None:
     pytest.importorskip("redis")
     found = CliRunner().invoke(_app, ["run", "--experts", "1", *arguments, str(script("raise SystemExit(3)"))])
     assert found.exit_code == 2
     assert told in " ".join(found.output.replace("│", " ").split())
 
 
-def test_a_redis_that_does_not_answer_is_told_before_anything_starts(script: Script) -> None:
+def test_a_redis_that_does_not_answer_is_reported_before_anything_starts(script: Script) -> None:
     pytest.importorskip("redis")
     path = script("raise SystemExit(3)")
     found = CliRunner().invoke(_app, ["run", "--directory", "redis://:secret@127.0.0.1:1", str(path)])

@@ -98,7 +98,7 @@ def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, t
     assert told == ["rank 1 failed; stopping the 2 other workers"]
 
 
-def test_the_others_have_time_to_say_what_they_saw(script: Script, tmp_path: Path) -> None:
+def test_the_others_have_time_to_report_their_errors(script: Script, tmp_path: Path) -> None:
     path = script(
         """
         import os, pathlib, sys, time
@@ -118,7 +118,7 @@ def test_the_others_have_time_to_say_what_they_saw(script: Script, tmp_path: Pat
     assert outcome.exits[0].last_words() == "rank 1 is gone"
 
 
-def test_who_raised_first_counts_not_who_ended_first(script: Script, tmp_path: Path) -> None:
+def test_the_first_to_raise_counts_not_the_first_to_end(script: Script, tmp_path: Path) -> None:
     path = script(
         """
         import atexit, os, pathlib, sys, time

@@ -47,7 +47,7 @@ class Told:
         return lines
 
 
-def test_a_wait_is_told_after_ten_seconds_and_then_ever_more_rarely() -> None:
+def test_a_wait_is_reported_after_ten_seconds_and_then_less_and_less_often() -> None:
     told = Told()
     found = [told.look(role("worker 0", "waiting", seconds, "worker 1")) for seconds in (8.0, 12.0, 20.0, 37.0, 40.0)]
     assert found == [[], ["rank 0 waits for rank 1 in pull (12 s)"], [], ["rank 0 waits for rank 1 in pull (37 s)"], []]
@@ -69,7 +69,7 @@ def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None
     ]
 
 
-def test_what_workers_are_at_themselves_is_told_once_and_again_when_it_lasts() -> None:
+def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> None:
     told = Told()
 
     def fetching(*seconds: float) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_folder_that_is_gone_is_passed_over() -> None:
 
 
 @pytest.mark.slow
-def test_a_job_s_screen_says_who_is_frozen(tmp_path: Path, script: Callable[[str], Path]) -> None:
+def test_a_job_s_screen_names_a_frozen_process(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
         import torch, anabranch as ab

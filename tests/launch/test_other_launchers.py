@@ -96,7 +96,7 @@ if job.rank == 0:
 
 
 @pytest.mark.slow
-def test_workers_that_torchrun_starts_again_go_on_with_the_servers_at_their_addresses(
+def test_workers_restarted_by_torchrun_continue_with_the_servers_at_their_addresses(
     script: Script, tmp_path: Path
 ) -> None:
     """The servers lived on and are three steps ahead of the checkpoint: resuming takes them back to it."""

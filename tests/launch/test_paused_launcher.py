@@ -37,7 +37,7 @@ def state(pid: int) -> str:
         ),
     ],
 )
-def test_a_job_goes_on_while_its_launcher_is_paused(
+def test_a_job_continues_while_its_launcher_is_paused(
     script: Script, tmp_path: Path, number: signal.Signals, experts: int, spawn: bool
 ) -> None:
     """Its output filled a pipe that nobody read, and experts lost the directory that lay in the launcher."""

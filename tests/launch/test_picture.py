@@ -118,7 +118,7 @@ def test_roles_that_run_well_make_room_for_those_that_do_not() -> None:
     assert lines[-1].split() == ["15", "more", "15", "running"]
 
 
-def test_what_nobody_has_told_is_left_out() -> None:
+def test_unknown_values_are_left_out() -> None:
     lines = shown(JobStatus((RoleStatus("worker", 0, 1, None, "starting"),), None, None), 80)
     assert [line.split() for line in lines[1:]] == [["worker", "0", "starting"]]
     ended = JobStatus((RoleStatus("worker", 0, 1, None, "gone"),), 1.0, 2.0, 1.0)
@@ -150,7 +150,7 @@ def test_names_cannot_move_the_cursor() -> None:
     assert not any("\x1b" in line or "\x9b" in line or "\r" in line for line in lines)
 
 
-def test_what_crosses_has_two_lines_and_what_finds_no_room_is_counted() -> None:
+def test_traffic_has_two_lines_and_parts_without_room_are_counted() -> None:
     rates = {f"table of.a.long.name.{number}": 2e6 - number * 1e5 for number in range(7)}
     lines = shown(replace(JOB, roles=(replace(WORKER, crossing=rates),)), 80)
     assert lines[-2:] == [

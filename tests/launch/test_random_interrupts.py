@@ -34,7 +34,7 @@ TRAINS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(PRESSES))
-def test_ctrl_c_at_a_random_moment_is_told_in_two_lines(
+def test_ctrl_c_at_a_random_moment_is_reported_in_two_lines(
     seed: int, script: Callable[[str], Path], tmp_path: Path, mark: str
 ) -> None:
     before = marked_processes(mark)

@@ -291,7 +291,7 @@ print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), 
     assert list(temporary.glob("anabranch*")) == []
 
 
-def test_a_job_on_tcp_lets_nobody_in_without_its_certificates(temporary: Path) -> None:
+def test_a_job_on_tcp_admits_only_peers_with_its_certificates(temporary: Path) -> None:
     """The directory is in the launcher, so a script without torch will do."""
     foreign = temporary / "foreign"
     make_keys(foreign, roles=["worker"])

@@ -80,7 +80,7 @@ def test_wrong_arguments_are_named_without_a_traceback(
     assert "Traceback" not in output.err
 
 
-def test_a_script_in_the_place_of_a_command_is_told_how_it_is_started(
+def test_a_script_given_as_a_command_is_answered_with_the_right_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["anabranch", "my train.py", "--lr", "0.1"])
@@ -90,7 +90,7 @@ def test_a_script_in_the_place_of_a_command_is_told_how_it_is_started(
     assert "anabranch run 'my train.py'" in capsys.readouterr().err
 
 
-def test_options_behind_the_script_are_the_script_s_and_that_is_said(script: Script) -> None:
+def test_options_after_the_script_belong_to_it_and_a_note_says_so(script: Script) -> None:
     prints = script("import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:])")
     done = run(prints, "--workers", 2, "--servers=1")
     assert done.stdout == "1 ['--workers', '2', '--servers=1']\n"

@@ -29,7 +29,7 @@ def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path, capfd: pytest.
     assert shown.err == "anabranch: /dev/full ends here: No space left on device\nthree\n"
 
 
-def test_what_was_written_before_a_line_of_the_launcher_stands_before_it(
+def test_output_written_before_a_line_of_the_launcher_is_shown_before_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Screen(tmp_path / "log") as screen:
@@ -117,7 +117,7 @@ def test_a_reader_that_has_gone_does_not_end_the_log(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
 
 
-def test_a_reader_that_does_not_keep_up_holds_nobody_but_rank_0_up(tmp_path: Path) -> None:
+def test_a_slow_reader_delays_only_rank_0(tmp_path: Path) -> None:
     reader, writer, filled = full_pipe()
     copying = Copying(tmp_path / "log", writer)
     os.write(copying.given, b"one\n")

@@ -59,7 +59,7 @@ def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
     assert status_of(tmp_path).roles[0].state == "running"
 
 
-def test_a_job_of_executors_tells_its_steps(tmp_path: Path, script: Callable[[str], Path]) -> None:
+def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
         import os, subprocess, sys, torch, anabranch as ab
@@ -86,7 +86,7 @@ def test_a_job_of_executors_tells_its_steps(tmp_path: Path, script: Callable[[st
     assert {"waiting_for", "waiting_seconds"} <= set(seen["roles"][0])
 
 
-def test_the_command_prints_a_table_and_refuses_what_is_no_job(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_refuses_anything_but_a_job(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     done = subprocess.run([*STATUS, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[1].split() == ["worker", "0", "running"]
@@ -132,7 +132,7 @@ TRAINS = """
 @pytest.mark.parametrize(
     ("frozen", "options"), [("worker 1", ["--workers", "2"]), ("parameters 0", ["--servers", "1"])]
 )
-def test_status_says_who_waits_for_a_frozen_process(
+def test_status_names_the_processes_that_wait_for_a_frozen_one(
     frozen: str, options: list[str], tmp_path: Path, script: Callable[[str], Path]
 ) -> None:
     with start_run(*options, "--log-dir", tmp_path, script(TRAINS)) as job:
@@ -223,7 +223,7 @@ def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
         (["--address", "nonsense"], "nonsense"),
     ],
 )
-def test_the_command_refuses_what_contradicts_itself(arguments: list[str], said: str) -> None:
+def test_the_command_refuses_contradictory_options(arguments: list[str], said: str) -> None:
     done = subprocess.run([*STATUS, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert said in done.stderr

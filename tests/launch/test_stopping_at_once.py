@@ -184,14 +184,14 @@ def test_every_key_press_of_a_terminal_counts() -> None:
     assert others(0.0, 0.001, 0.002, sender=TERMINAL) == [False, True, True]
 
 
-def test_what_a_wrapper_passes_on_beside_the_terminal_is_no_second_press() -> None:
+def test_a_signal_passed_on_by_a_wrapper_is_not_a_second_press() -> None:
     requests = StopRequests()
     assert not requests.is_another(signal.SIGINT, TERMINAL, 0.0)
     assert not requests.is_another(signal.SIGINT, 4711, 0.2)
     assert requests.is_another(signal.SIGINT, TERMINAL, 0.3)
 
 
-def test_what_one_process_sends_to_the_launcher_and_to_its_group_is_one() -> None:
+def test_a_signal_sent_to_the_launcher_and_to_its_group_counts_once() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         assert others(0.0, 0.001, number=number) == [False, False]
         assert others(0.0, 0.6, number=number) == [False, True]

@@ -123,7 +123,9 @@ def show(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone", peer="ranks 1, 2"), KeyboardInterrupt()])
-def test_what_only_follows_is_held_back(error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_consequential_error_is_held_back(
+    error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     show(error)
     assert capsys.readouterr().err == ""
     assert type(error).__name__ in hook.read_text()
@@ -144,13 +146,13 @@ def test_what_only_follows_is_held_back(error: BaseException, hook: Path, capsys
         DeadlineExceeded("late", peer="rank 1"),
     ],
 )
-def test_what_may_be_a_cause_is_shown(error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_possible_causes_are_shown(error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(error)
     assert str(error) in capsys.readouterr().err
     assert not hook.exists()
 
 
-def test_what_cannot_be_held_is_shown(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_that_cannot_be_held_back_is_shown(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hook.mkdir()
     show(KeyboardInterrupt())
     assert "KeyboardInterrupt" in capsys.readouterr().err

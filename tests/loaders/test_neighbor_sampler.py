@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_one_others() -> None:
     assert not torch.equal(first[0].seeds, second[0].seeds)  # another order each epoch
 
 
-def test_workers_do_together_what_one_does() -> None:
+def test_workers_together_compute_the_same_as_one() -> None:
     whole = NeighborSampler(INDPTR, INDICES, [3, 2], 50)
     parts = [NeighborSampler(INDPTR, INDICES, [3, 2], 50, rank=rank, world_size=3) for rank in range(3)]
     for batch, *shares in zip(whole, *parts, strict=True):
@@ -93,7 +93,7 @@ def test_workers_do_together_what_one_does() -> None:
                 assert all(sorted(together[node]) == sorted(ns) for node, ns in shown(share, hop).items())
 
 
-def test_it_goes_on_where_it_stood() -> None:
+def test_it_resumes_where_it_was() -> None:
     one, two = (NeighborSampler(INDPTR, INDICES, [3], 64) for _ in range(2))
     batches = iter(one)
     for _ in range(3):

@@ -20,5 +20,5 @@ QUICK = {
 
 @pytest.mark.parametrize("name", quickly(BATCHES, QUICK))
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
-def test_what_a_batch_holds_changes(engine: str, name: str) -> None:
+def test_the_contents_of_a_batch_change(engine: str, name: str) -> None:
     check(BATCHES[name], engine)

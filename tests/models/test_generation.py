@@ -28,7 +28,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_a_whole_model_generates_what_its_own_generate_does(make: Callable[[], nn.Module]) -> None:
+def test_a_whole_model_generates_the_same_as_its_own_generate(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     prompt = torch.randint(2, 16, (2, 5))
     with torch.no_grad():

@@ -85,7 +85,7 @@ def _trained_here() -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(" " in sys.executable, reason="Ray gives a shell the path of Python with its space unquoted")
-def test_workers_of_ray_train_are_a_job_on_servers_and_go_on_when_one_dies(tmp_path: Path) -> None:
+def test_workers_of_ray_train_are_a_job_on_servers_and_continue_when_one_dies(tmp_path: Path) -> None:
     keys, anabranch = tmp_path / "keys", [sys.executable, "-m", "anabranch.cli"]
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

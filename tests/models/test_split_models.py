@@ -73,7 +73,7 @@ def test_language_models(name: str, schedule: str, chunks: int, checkpoint: str)
             assert_same(pipe, plain)
 
 
-def test_gpt2_trains_with_dropout_of_its_own_in_every_microbatch():
+def test_gpt2_trains_with_its_own_dropout_in_every_microbatch():
     model = gpt2(n_layer=2).double()
     parts = split(model, ["transformer.h.1"])
     ids = torch.zeros(4, 6, dtype=torch.int64)

@@ -27,7 +27,7 @@ def fetch(url: str) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
 
 
-def test_a_server_of_experts_tells_its_counts() -> None:
+def test_an_expert_server_exports_its_counters() -> None:
     module = nn.Linear(4, 4)
     backend = ExpertBackend("ffn.0", module, torch.optim.SGD(module.parameters(), lr=0.1), args_schema=[TensorSpec(4)])
     with ExpertServer([backend]) as server, serve_metrics(":0", lambda: expert_metrics(server)) as url:
@@ -55,7 +55,7 @@ def test_a_server_of_experts_tells_its_counts() -> None:
         fetch(url)
 
 
-def test_a_shard_tells_its_counts() -> None:
+def test_a_shard_exports_its_counters() -> None:
     with (
         ParameterServer() as server,
         ParameterClient([server.endpoint]) as client,

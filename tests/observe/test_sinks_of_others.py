@@ -94,7 +94,7 @@ def test_the_sinks_are_sinks() -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_what_was_told(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_metrics(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     code = (
         "import sys, torch; from test_sinks_of_others import BATCH, make_step; import anabranch as ab\n"
@@ -134,7 +134,7 @@ def test_the_logger_is_silent_by_default() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_directory_tells_its_counts() -> None:
+def test_a_directory_exports_its_counters() -> None:
     with DirectoryServer() as server, serve_metrics(":0", lambda: directory_metrics(server)) as url:
         ab.Directory(server.endpoint).announce(["ffn.0"], "unix:/run/experts", ttl=30.0)
         assert page(url)['anabranch_requests_total{verb="directory.announce"}'] == 1

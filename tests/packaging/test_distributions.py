@@ -111,7 +111,7 @@ def test_the_wheel_holds_the_package_and_its_licence_and_nothing_else(wheel: Pat
     assert ends == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 
 
-def test_the_archive_holds_what_is_tracked_and_what_the_readme_starts(archive: Path) -> None:
+def test_the_archive_holds_tracked_files_and_those_that_the_readme_runs(archive: Path) -> None:
     held = {str(path.relative_to(archive)) for path in archive.rglob("*") if path.is_file()}
     assert held - {"PKG-INFO", ".gitignore"} <= tracked(".")
     for folder in ("src", "tests", "docs", "examples", "benchmarks", "tools"):

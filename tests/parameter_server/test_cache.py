@@ -245,7 +245,7 @@ def test_hot_rows_age_in_steps_and_not_in_lookups() -> None:
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("LRU", 2), ("LFU", 1), ("LFUOpt", 1)])
-def test_the_policy_says_who_leaves(policy: str, stays: int) -> None:
+def test_the_policy_decides_which_row_is_evicted(policy: str, stays: int) -> None:
     server = Server(2)
     cache = make(server, policy=policy, capacity=2, pull_bound=100)
     for step, known_id in enumerate([1, 1, 1, 2, 3]):
@@ -316,7 +316,7 @@ def test_waiting_pushes_without_a_way_to_read_them_are_refused() -> None:
         RowCache(Cache(push_bound=1), 2, torch.float32, Server(2))
 
 
-def test_what_the_next_step_reads_does_not_leave_for_what_comes() -> None:
+def test_rows_of_the_next_step_are_not_evicted_for_prefetched_ones() -> None:
     server = Server(1)
     cache = RowCache(Cache(capacity=4, pull_bound=50), 1, torch.float32, server, move=add)
     cache.read(torch.tensor([1, 2]), 0)

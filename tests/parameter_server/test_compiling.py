@@ -73,7 +73,7 @@ def test_it_does_not_wait_for_ever(module: ModuleType, monkeypatch: pytest.Monke
         os.close(held)
 
 
-def test_what_another_process_has_compiled_is_loaded(module: ModuleType) -> None:
+def test_kernels_compiled_by_another_process_are_loaded(module: ModuleType) -> None:
     assert module.twice(2.0) == 4.0
     again = fresh(module)
     assert again.twice(2.0) == 4.0
@@ -94,7 +94,7 @@ def index_of(module: ModuleType) -> Path:
     return Path(module.twice._cache._cache_file._index_path)
 
 
-def test_what_other_sources_were_compiled_to_is_compiled_anew(
+def test_code_compiled_from_other_sources_is_compiled_again(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numba looks at the file of a kernel alone; what the kernel calls may have changed all the same."""
@@ -133,7 +133,7 @@ def test_without_a_place_to_keep_it_a_kernel_is_compiled_all_the_same(monkeypatc
     assert kernel(2.0) == 4.0
 
 
-def test_processes_that_load_what_is_compiled_do_not_wait_for_each_other(
+def test_processes_that_load_compiled_code_do_not_wait_for_each_other(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine a server said that it compiled kernels while it waited for others that loaded them."""

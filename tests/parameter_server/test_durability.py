@@ -94,7 +94,7 @@ def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
         for nth in (1, 5, 11)
     ],
 )
-def test_what_is_on_the_disk_at_any_point_is_every_acknowledged_push_and_no_half_of_one(
+def test_at_any_point_the_disk_holds_every_acknowledged_push_and_no_half_of_one(
     point: str, nth: int, tmp_path: Path
 ) -> None:
     """The files as a death at the point would leave them are put aside, and a shard is started from them."""
@@ -152,9 +152,7 @@ with on_fault_point(strike), ParameterServer(listen=endpoint, durability="log", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", SHARD)
-def test_a_shard_that_is_killed_comes_back_and_the_client_goes_on(
-    point: str, tmp_path: Path, programs: Programs
-) -> None:
+def test_a_killed_shard_restarts_and_the_client_continues(point: str, tmp_path: Path, programs: Programs) -> None:
     """The shard's process is a child that is killed at the point; the client goes on with the one started anew."""
     directory = tmp_path / "socket"
     directory.mkdir(mode=0o700)
@@ -187,7 +185,7 @@ def test_a_shard_that_is_killed_comes_back_and_the_client_goes_on(
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 @pytest.mark.parametrize("released", [False, True])
-def test_a_shard_that_comes_back_knows_the_norm_of_what_was_held(released: bool, way: str, tmp_path: Path) -> None:
+def test_a_restarted_shard_knows_the_norm_of_its_held_pushes(released: bool, way: str, tmp_path: Path) -> None:
     """A worker that asked after another's release, and after a restart, was told that nothing is held of the step."""
     network = MemoryTransport()
     ids, gradients = torch.tensor([1, 4, 1]), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -221,7 +219,7 @@ def test_a_shard_that_comes_back_knows_the_norm_of_what_was_held(released: bool,
 
 @pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])
 @pytest.mark.parametrize("durability", few(["checkpoint", "log"], "log"))
-def test_a_checkpoint_cut_short_leaves_what_was_there(durability: str, point: str, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_leaves_the_previous_one(durability: str, point: str, tmp_path: Path) -> None:
     network = MemoryTransport()
 
     def serve(place: str) -> ParameterServer:
@@ -342,7 +340,7 @@ def test_a_flipped_bit_is_damage_if_anything_valid_lies_behind_it(written: tuple
     assert path.stat().st_size == len(whole)
 
 
-def test_a_log_that_ends_before_what_was_durable_is_damaged(written: tuple[Path, int, int]) -> None:
+def test_a_log_that_ends_before_its_durable_position_is_damaged(written: tuple[Path, int, int]) -> None:
     """Cut between two records nothing in the file tells; the owner's position does."""
     path, begin, size = written
     whole = path.read_bytes()
@@ -382,7 +380,7 @@ def test_a_missing_or_foreign_file_is_damage(tmp_path: Path) -> None:
         records(mine)
 
 
-def test_a_repair_keeps_what_comes_before_the_damage_and_sets_the_rest_aside(
+def test_a_repair_keeps_the_records_before_the_damage_and_sets_the_rest_aside(
     written: tuple[Path, int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path, begin, size = written
@@ -490,7 +488,7 @@ def test_a_file_that_cannot_be_begun_leaves_the_old_one(tmp_path: Path, monkeypa
     assert records(tmp_path) == ["first", "second", "third"]
 
 
-def test_a_disk_that_fails_to_sync_is_said_and_nothing_more_is_taken(tmp_path: Path) -> None:
+def test_a_disk_that_fails_to_sync_is_reported_and_further_pushes_are_refused(tmp_path: Path) -> None:
     def fail(name: str) -> None:
         if name == "push_log.before_sync":
             raise OSError(5, "Input/output error")

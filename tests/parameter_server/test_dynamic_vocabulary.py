@@ -119,7 +119,7 @@ def test_neighbours_beyond_a_double_s_precision_are_two_rows() -> None:
     assert table.versions(ids).tolist() == [1, 0, 0, 0]
 
 
-def test_evaluation_admits_nothing_and_reads_what_training_will_begin_with() -> None:
+def test_evaluation_admits_no_rows_and_reads_the_initial_values_of_training() -> None:
     table = make(initial=Normal())
     ids = torch.tensor([7, -3])
     first = table.pull(ids)
@@ -197,7 +197,7 @@ def test_more_rows_than_the_capacity_cannot_be_restored() -> None:
 
 @pytest.mark.parametrize("kind", ["compiled", "plain"])
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
-def test_the_order_of_a_request_tells_neither_who_comes_nor_who_leaves(kind: str, eviction: str) -> None:
+def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(kind: str, eviction: str) -> None:
     """A cache asks for what it misses first, and the table is that without one."""
     spec = TableSpec("t", None, 2, capacity=4, eviction=eviction, admission=0.9)
     there, back = (RowTable(spec, RowOptimizer(Family.SGD, lr=0.5), kernels_kind=kind) for _ in range(2))

@@ -276,7 +276,7 @@ def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], words: str) ->
         ab.KeyedJagged(given["keys"], torch.tensor([1, 2]), **sizes)
 
 
-def test_what_a_collection_cannot_do_is_refused() -> None:
+def test_a_collection_refuses_unsupported_options() -> None:
     with pytest.raises(TypeError, match=r"'a' needs an nn.EmbeddingBag"):
         ab.EmbeddingBagCollection({"a": nn.Embedding(3, 2)})
     with pytest.raises(ValueError, match="give it a mode="):

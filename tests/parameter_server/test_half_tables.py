@@ -126,7 +126,7 @@ def test_rows_in_a_file_and_of_odd_width_are_those_in_memory(rows: int | None, w
         assert torch.equal(tables[0].pull_with_state(ids), tables[1].pull_with_state(ids))
 
 
-def test_what_overflows_float16_is_refused_and_changes_nothing() -> None:
+def test_values_that_overflow_float16_are_refused_and_change_nothing() -> None:
     network = MemoryTransport()
     with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
         sgd = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))

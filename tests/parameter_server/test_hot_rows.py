@@ -130,7 +130,7 @@ def test_a_table_described_before_there_were_hot_rows_is_read() -> None:
     assert TableSpec.from_dict({key: value for key, value in spec.to_dict().items() if key != "hot_rows"}) == spec
 
 
-def test_what_is_used_most_stays_under_frequency() -> None:
+def test_the_most_used_rows_stay_under_frequency() -> None:
     table = RowTable(
         TableSpec("t", 100, 4, memory_map=True, hot_rows=2, eviction="frequency"),
         RowOptimizer.from_factory(RULES["adam"]),

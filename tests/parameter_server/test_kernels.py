@@ -161,7 +161,7 @@ def test_merged_gradients_are_summed_in_the_order_of_the_lookups(scaled: bool, s
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("module", [COMPILED, PLAIN], ids=["compiled", "plain"])
-def test_gather_passes_over_unknown_rows_and_what_lies_between_rows(module: object, dtype: torch.dtype) -> None:
+def test_gather_skips_unknown_rows_and_the_gaps_between_rows(module: object, dtype: torch.dtype) -> None:
     storage = torch.randn(6, 4).to(dtype)
     out = torch.zeros(3, 5, dtype=dtype)
     memory, apart = as_rows(out[:, 1:4], 3)
@@ -259,7 +259,7 @@ def test_a_crew_of_two_gives_the_bits_of_one() -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_a_crew_raises_what_a_part_raised_and_lives_on() -> None:
+def test_a_thread_pool_raises_the_error_of_a_part_and_stays_usable() -> None:
     def fail(first: int, last: int) -> None:
         if first:
             raise KeyError("second part")

@@ -24,7 +24,7 @@ from waiting import join
 
 @pytest.mark.parametrize("way", ["flushed", "due in a step without rows"])
 @pytest.mark.parametrize("mean", [True, False])
-def test_what_waited_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool, way: str) -> None:
+def test_waiting_gradients_are_weighted_by_their_worker_s_share_like_a_step_s_push(mean: bool, way: str) -> None:
     """Flushed gradients once counted as if their worker were alone, and those due in a step without rows not at all."""
     network = MemoryTransport()
     ids, weights = torch.tensor([1]), [1.0, 3.0]
@@ -126,7 +126,7 @@ def test_a_push_that_did_not_arrive_is_raised_by_whoever_needs_it(monkeypatch: p
         tables.close()
 
 
-def test_nothing_is_forgotten_before_what_is_on_its_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a push from before would move what a checkpoint has put back."""
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
@@ -194,7 +194,7 @@ def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
         tables.abandon()
 
 
-def test_a_push_that_overruns_its_deadline_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_overruns_its_deadline_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends with the tables: it was once waited for as long as a call may take, and then left behind."""
     clock = FakeClock()
 

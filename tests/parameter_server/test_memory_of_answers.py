@@ -36,7 +36,7 @@ def memory_of(pid: int, line: str) -> int:
 
 @pytest.mark.slow  # the budget itself is tested in tests/transport/test_answers_nobody_reads.py
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_answers_nobody_reads_cost_their_budget_and_nothing_once_the_clients_have_gone(programs: Programs) -> None:
+def test_unread_answers_cost_their_budget_and_nothing_once_the_clients_are_gone(programs: Programs) -> None:
     """Forty of 25 MB each took 740 MB while they were there, and hundreds for as long as the server ran."""
     ids = torch.randint(0, 1000, (ROWS,))
     message = pack(PullMessage([PullPart("t", ROWS)]))

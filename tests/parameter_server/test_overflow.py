@@ -105,7 +105,7 @@ def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_pushes_that_add_up_to_what_overflows_are_refused_when_they_do(
+def test_pushes_that_overflow_when_summed_are_refused_when_they_do(
     serve: Callable[..., tuple[ParameterServer, ParameterClient]],
 ) -> None:
     """Three pushes of -3e38 read NaN."""
@@ -123,7 +123,7 @@ def test_pushes_that_add_up_to_what_overflows_are_refused_when_they_do(
     assert all(torch.isfinite(part).all() for part in state(client, "momentum"))
 
 
-def test_under_bsp_the_worker_whose_push_is_too_much_is_refused_and_may_push_another(
+def test_under_bsp_a_worker_with_an_overflowing_push_is_refused_and_may_push_another(
     serve: Callable[..., tuple[ParameterServer, ParameterClient]],
 ) -> None:
     server, first = serve(Worker(0, 2))

@@ -27,7 +27,7 @@ SHARES = st.lists(
 
 
 @given(SHARES, st.sampled_from([None, "bfloat16", "int8"]))
-def test_what_is_joined_is_split_again(shares, compression):
+def test_join_and_split_are_inverse(shares, compression):
     tensors = [torch.randn(share.shape).to(share.dtype) for share in shares]
     flat = join(tensors, shares, compression)
     assert [(tensor.dtype, tensor.numel()) for tensor in flat] == expected(shares, compression)
@@ -72,7 +72,7 @@ def test_a_number_too_large_for_8_bits_is_refused(large: float) -> None:
 
 
 @pytest.mark.parametrize("cache", [None, Cache(capacity=8, push_bound=3)])
-def test_a_client_neither_pushes_nor_reads_what_8_bits_cannot_carry(cache: Cache | None) -> None:
+def test_a_client_neither_pushes_nor_reads_values_that_8_bits_cannot_carry(cache: Cache | None) -> None:
     network = MemoryTransport()
     module = nn.Embedding(4, 16, sparse=True)
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_a_client_neither_pushes_nor_reads_what_8_bits_cannot_carry(cache: Cache
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
-def test_what_is_no_number_is_told_from_numbers_on_the_far_side(bad, compression):
+def test_nan_is_distinguished_from_numbers_at_the_receiver(bad, compression):
     rows = torch.ones(4, 16)
     share = Share(torch.float32, (4, 16), "rows")
     assert all_finite(join([rows], [share], compression))

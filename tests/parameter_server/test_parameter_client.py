@@ -75,7 +75,7 @@ def test_rows_of_several_dimensions_keep_theirs() -> None:
         assert torch.equal(client.pull("t"), values - 0.5)
 
 
-def test_another_client_learns_what_there_is() -> None:
+def test_another_client_learns_the_existing_tables() -> None:
     with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
         first.init("t", (50, 2), kind="rows", init=Normal(), optimizer=SGD)
         first.init("b", (3,), init=2.0)
@@ -143,7 +143,7 @@ def test_poisoned_pushes_are_refused_one_by_one_and_counted() -> None:
         assert client.pull("t")[2].tolist() == [95.0, 95.0]
 
 
-def test_what_one_shard_refuses_the_others_do_not_apply() -> None:
+def test_a_push_refused_by_one_shard_is_applied_by_none() -> None:
     """And the step can be pushed again, for none of them has counted it."""
     with (
         cluster(3) as (network, endpoints),

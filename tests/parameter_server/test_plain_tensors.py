@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_what_is_no_plain_tensor_is_refused_in_one_sentence(kind: str) -> None:
+def test_anything_but_a_plain_tensor_is_refused_in_one_sentence(kind: str) -> None:
     make, cure = KINDS[kind]
     odd = make()
     with ParameterClient() as client:

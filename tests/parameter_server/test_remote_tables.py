@@ -164,7 +164,7 @@ def test_own_writes_are_read_while_they_wait_to_be_pushed(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_waits_in_rows_that_leave_is_pushed_once(dtype: torch.dtype) -> None:
+def test_waiting_gradients_of_evicted_rows_are_pushed_once(dtype: torch.dtype) -> None:
     """Rows leave at once; bfloat16 rows, which no group has, show only that gradients are as many."""
     plain = nn.Embedding(ROWS, WIDTH, dtype=dtype)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
@@ -195,7 +195,7 @@ def test_what_waits_in_rows_that_leave_is_pushed_once(dtype: torch.dtype) -> Non
         (lambda: nn.Embedding(4, 2), lambda m: m(torch.tensor([4])), "ids 0 to 3"),
     ],
 )
-def test_what_servers_cannot_do_is_refused_with_a_reason(
+def test_options_unsupported_by_servers_are_refused_with_a_reason(
     make: Callable[[], nn.Module], use: Callable[[nn.Module], object], words: str
 ) -> None:
     model = nn.Sequential(make())

@@ -55,7 +55,7 @@ def shards(count: int) -> Iterator[ParameterClient]:
 
 @pytest.mark.parametrize(("count", "kind"), [(1, None), (3, None), (3, "plain")])
 @pytest.mark.parametrize("which", TABLES)
-def test_what_is_asked_comes_and_what_is_known_does_not(
+def test_unknown_rows_are_sent_and_known_ones_are_not(
     which: str, count: int, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against whole tables with their states, and a book of which row was changed when; with and without Numba."""
@@ -129,7 +129,7 @@ def test_a_row_that_left_and_came_again_never_looks_unchanged(capacity: int | No
             assert all(row == [1.0, 1.0] for row in found.rows.tolist())
 
 
-def test_a_shard_that_did_not_go_on_from_where_it_was_knows_of_nothing_known(tmp_path: Path) -> None:
+def test_a_shard_that_lost_changes_treats_all_rows_as_unknown(tmp_path: Path) -> None:
     """Its steps are those that were lost, counted again: a row that changed in one of them has not changed *since*."""
     network = MemoryTransport()
     ids, ones = torch.arange(4), torch.ones(1, 2)
@@ -208,7 +208,7 @@ def test_steps_of_any_size_and_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert not len(client.pull_many({"t": ids}, known={"t": held})["t"].rows)
 
 
-def test_nothing_is_said_of_an_id_that_its_kind_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_costs_only_the_bytes_that_its_kind_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[int] = []
     pull, push = Shard.pull, Shard.push
 
@@ -347,7 +347,7 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         Routed(layout, [torch.tensor([1, 10])], 1)
 
 
-def test_versions_go_on_over_generations() -> None:
+def test_versions_keep_growing_over_generations() -> None:
     clock = VersionClock()
     answers = [(3, 5), (3, 4), (8, 0), (3, 9), (8, 1)]
     assert [clock.read(generation, [step, 0]) + step for generation, step in answers] == [5, 4, 6, 16, 18]

@@ -223,7 +223,7 @@ def test_versions_say_when_a_row_last_changed() -> None:
     assert table.versions(torch.tensor([3, 4, 5, 6])).tolist() == [3, 2, 0, 0]
 
 
-def test_restored_rows_go_on_as_if_nothing_had_happened() -> None:
+def test_restored_rows_continue_as_if_uninterrupted() -> None:
     rule = RowOptimizer.from_factory(DENSE["adam"])
     spec = TableSpec("t", ROWS, WIDTH, every_row_moves=True)
     table = RowTable(spec, rule)

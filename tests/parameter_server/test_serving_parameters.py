@@ -29,7 +29,9 @@ def endpoint_of(process: Program) -> str:
 
 
 @pytest.mark.slow
-def test_sigterm_under_load_loses_no_acknowledged_push_and_tells_the_others(tmp_path: Path, programs: Programs) -> None:
+def test_sigterm_under_load_loses_no_acknowledged_push_and_refuses_the_others(
+    tmp_path: Path, programs: Programs
+) -> None:
     clients = 3
     pushed, ended = [0] * clients, list[BaseException]()
 

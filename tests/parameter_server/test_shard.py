@@ -51,7 +51,7 @@ def test_other_consistencies_are_refused(name: str) -> None:
         Consistency.parse(name)
 
 
-def test_a_shard_that_waits_for_a_worker_gives_up_while_there_is_time_to_say_for_whom() -> None:
+def test_a_shard_that_waits_for_a_worker_gives_up_in_time_to_name_it() -> None:
     clock = FakeClock()
     deadline = Deadline.after(10.0, clock)
     patience = shard_module._patience(deadline)
@@ -218,7 +218,7 @@ def test_ten_thousand_pushes_over_a_connection_cut_after_delivery_count_to_ten_t
         assert client.pull("n").item() == 10_000
 
 
-def test_what_lies_beside_the_steps_counts_by_its_workers_share_also_after_a_restart() -> None:
+def test_pushes_beside_the_steps_are_weighted_by_their_worker_s_share_also_after_a_restart() -> None:
     shard = Shard()
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"))
@@ -237,7 +237,7 @@ def test_what_lies_beside_the_steps_counts_by_its_workers_share_also_after_a_res
         shard.push(PushMessage([PushPart("t", 1)], [], 2, -1), [ids, grad])
 
 
-def test_what_lies_beside_the_steps_waits_until_its_worker_s_share_is_known() -> None:
+def test_pushes_beside_the_steps_wait_until_their_worker_s_share_is_known() -> None:
     """It once counted whole, or by the share in an older step, if it came before the others' push of its last step."""
     shard = Shard()
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))

@@ -118,7 +118,7 @@ class Nowhere:
         raise AssertionError
 
 
-def test_a_cache_keeps_the_squares_of_what_waits():
+def test_a_cache_keeps_the_squares_of_waiting_gradients():
     cache = RowCache(
         Cache(capacity=4, push_bound=3), 2, torch.float32, Nowhere(), move=lambda rows, grads, squares: rows + grads
     )

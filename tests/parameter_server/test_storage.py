@@ -146,7 +146,7 @@ def test_a_table_larger_than_the_address_space_is_kept_saved_and_loaded(tmp_path
     assert done.stdout.splitlines() == ["[0.9, 0.9, 0.8293]"] * 2, done.stderr[-3000:]
 
 
-def test_a_server_keeps_its_mapped_tables_where_it_is_told(tmp_path: Path) -> None:
+def test_a_server_keeps_its_mapped_tables_in_the_given_directory(tmp_path: Path) -> None:
     network = MemoryTransport()
     with (
         ParameterServer(transport=network, memory_map_dir=tmp_path / "scratch") as server,

@@ -192,7 +192,7 @@ def test_whole_tables_are_shared_out_only_where_that_keeps_threads_busy() -> Non
     assert not balanced([1000, 10, 10], 2)
 
 
-def test_a_table_whose_quiet_rows_never_moved_does_not_touch_them() -> None:
+def test_a_table_does_not_touch_quiet_rows_that_never_moved() -> None:
     """Plain SGD leaves rows without a gradient alone, however the table was made, so their versions stay."""
     table = RowTable(TableSpec("t", 10, 2, every_row_moves=True), RowOptimizer(Family.SGD, lr=1.0))
     everyone = torch.arange(10)

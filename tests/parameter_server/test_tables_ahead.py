@@ -79,7 +79,7 @@ def test_prefetching_needs_a_cache() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad"])
-def test_what_was_asked_ahead_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_prefetched_rows_are_not_requested_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Over several rounds of both bounds: no step waits for the servers to answer, and its rows are what they are."""
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS[name])
     draw = torch.Generator().manual_seed(0)
@@ -112,7 +112,7 @@ def test_what_was_asked_ahead_is_not_asked_about_again(monkeypatch: pytest.Monke
             torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_of_a_row_whose_state_was_asked_for_wait_for_it() -> None:
+def test_gradients_of_a_row_wait_for_its_requested_state() -> None:
     """Else its first gradient is pushed, and the state that comes is too old to be of use."""
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     ids = torch.tensor([1, 2])
@@ -134,7 +134,7 @@ def test_gradients_of_a_row_whose_state_was_asked_for_wait_for_it() -> None:
         assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
 
 
-def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
+def test_prefetched_rows_are_as_of_the_requesting_step() -> None:
     """Asked before the other worker's push of the step before, it is answered after it."""
     network = MemoryTransport()
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def _row_1_left() -> Iterator[tuple[ParameterClient, RemoteTables, nn.Module, nn
         yield client, tables, model, plain, own
 
 
-def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_one_reads() -> None:
+def test_gradients_evicted_by_an_earlier_read_of_the_step_are_in_the_rows_of_a_later_read() -> None:
     with _row_1_left() as (client, tables, model, plain, own):
         one_step(model, plain, own, torch.tensor([1]))
         tables.push()
@@ -192,7 +192,7 @@ def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_on
         torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_what_left_before_the_servers_rows_were_replaced_is_not_pushed_after() -> None:
+def test_rows_evicted_before_a_restore_are_not_pushed_after_it() -> None:
     with _row_1_left() as (client, tables, *_):
         wanted = client.pull("0.weight")  # the step fails, so a checkpoint is loaded
         tables.drop_caches()

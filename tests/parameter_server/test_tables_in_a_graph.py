@@ -130,7 +130,7 @@ def test_an_executor_trains_a_remote_embedding_on_either_engine(engine: str) -> 
     assert all(map(torch.equal, run("tape"), run(engine)))
 
 
-def test_a_lost_server_ends_a_graph_run_as_it_ends_the_tape_and_the_next_run_goes_on() -> None:
+def test_a_lost_server_ends_a_graph_run_as_it_ends_the_tape_and_the_next_run_works() -> None:
     model = Users()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = StepProgram(model, loss, [optimizer])

@@ -52,12 +52,12 @@ def test_a_failure_anywhere_ends_the_step_and_the_next_goes_over_the_host(ranks:
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
 
 
-def test_a_failure_is_told_once():
+def test_a_failure_is_reported_once():
     for found in LocalJob(2, timeout=60).run(SCRIPT, "told_once").check().results:
         assert [text.split(":")[0] for text in found["said"]] == ["a turn of the pipe failed"]
 
 
-def test_a_stopped_rank_is_named_and_the_pipe_works_when_it_goes_on():
+def test_a_stopped_rank_is_named_and_the_pipe_works_when_it_resumes():
     found = LocalJob(2, timeout=60, environment=DIRECT).run(RANKS, "stopped").check().results
     assert "its process is stopped" in found[0]["text"]
 
@@ -197,7 +197,7 @@ def test_receives_begin_in_the_order_of_headers():
     assert into.received == [[5], [3], [4]]
 
 
-def test_what_is_sent_is_kept_until_it_has_gone_and_no_longer():
+def test_sent_tensors_are_kept_until_they_are_sent():
     links, _, out, _ = linked()
     part = torch.zeros(2, dtype=torch.uint8)
     kept = weakref.ref(part)
@@ -210,7 +210,7 @@ def test_what_is_sent_is_kept_until_it_has_gone_and_no_longer():
     assert kept() is None
 
 
-def test_what_was_waited_for_never_comes_over_a_closed_link():
+def test_a_receive_over_a_closed_link_never_completes():
     links, inbox, out, into = linked()
     inbox.deliver(1, announce(header()), [])
     (receipt,) = links.receive()
@@ -226,7 +226,7 @@ def test_what_was_waited_for_never_comes_over_a_closed_link():
     assert links.all_arrived()
 
 
-def test_what_is_received_is_kept_until_the_turn_has_ended():
+def test_received_tensors_are_kept_until_the_turn_has_ended():
     links, inbox, *_ = linked()
     inbox.deliver(1, announce(header()), [])
     kept = weakref.ref(links.receive()[0].tensors[0])
@@ -235,7 +235,7 @@ def test_what_is_received_is_kept_until_the_turn_has_ended():
     assert kept() is None
 
 
-def test_the_end_of_a_turn_waits_for_what_was_sent_and_lets_go_of_it():
+def test_the_end_of_a_turn_waits_for_sent_tensors_and_releases_them():
     links, _, out, _ = linked()
     part = torch.zeros(2, dtype=torch.uint8)
     kept = weakref.ref(part)
@@ -246,7 +246,7 @@ def test_the_end_of_a_turn_waits_for_what_was_sent_and_lets_go_of_it():
     assert kept() is None
 
 
-def test_what_was_sent_over_a_closed_link_is_let_go():
+def test_tensors_sent_over_a_closed_link_are_released():
     links, *_ = linked()
     part = torch.zeros(2, dtype=torch.uint8)
     kept = weakref.ref(part)
@@ -256,7 +256,7 @@ def test_what_was_sent_over_a_closed_link_is_let_go():
     assert kept() is None
 
 
-def test_a_backend_s_error_closes_its_link_and_is_told_in_that_turn_only():
+def test_an_error_of_a_backend_closes_its_link_and_is_reported_in_that_turn_only():
     links, _, out, into = linked(patience=-1.0)
 
     def fail(*_: object) -> Work:
@@ -298,7 +298,7 @@ def test_a_wait_of_the_host_that_is_in_vain_is_ended(lost: dict[int, str], secon
     assert links.lost() == lost
 
 
-def test_a_lost_rank_is_no_matter_while_nobody_waits_for_tensors():
+def test_a_lost_rank_is_ignored_while_no_rank_waits_for_tensors():
     links, *_ = linked()
     asked: list[None] = []
     arrived = links.all_arrived

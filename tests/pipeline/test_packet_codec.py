@@ -80,7 +80,7 @@ def test_a_sparse_tensor_arrives_coalesced() -> None:
     ],
     ids=lambda value: str(value)[:20].replace("\ud800", "surrogate"),
 )
-def test_what_would_arrive_as_something_else_is_refused_by_name(value: object, words: str) -> None:
+def test_values_that_would_arrive_changed_are_refused_by_name(value: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         pack([[value]])
 

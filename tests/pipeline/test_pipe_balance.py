@@ -98,7 +98,7 @@ def test_time_is_forward_and_backward_of_each_layer(monkeypatch: pytest.MonkeyPa
     assert balance_by_time(2, model, torch.randn(2, 3)) == [1, 3]
 
 
-def test_size_counts_parameters_and_what_is_kept_for_backward():
+def test_size_counts_parameters_and_tensors_kept_for_backward():
     wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400, bias=False), nn.Linear(400, 4, bias=False), nn.Linear(4, 4))
     assert balance_by_size(2, wide, torch.randn(1, 4)) == [2, 2]
     activations = nn.Sequential(*[nn.Tanh() for _ in range(6)])
@@ -309,7 +309,7 @@ def test_every_rank_holds_the_bytes_that_the_simulator_says(name: str, checkpoin
 @pytest.mark.parametrize(
     ("name", "stages"), [("GPipe", 3), ("1F1B", 3), ("Interleaved1F1B", 6), ("ZB1P", 3), ("ZBV", 6)]
 )
-def test_every_rank_runs_its_schedule_in_order_on_a_thread_of_its_own(name: str, stages: int, checkpoint: str):
+def test_every_rank_runs_its_schedule_in_order_on_its_own_thread(name: str, stages: int, checkpoint: str):
     m = 4
     events: list[Event] = []
     x = torch.zeros(m, 2)

@@ -50,7 +50,7 @@ def test_a_copy_waits_for_its_source_and_is_waited_for():
 
 
 @two_devices
-def test_a_copy_does_not_hold_up_what_the_source_computes_next():
+def test_a_copy_does_not_delay_the_next_computation_of_its_source():
     """It is on neither device's computing stream: the source's goes on while the copy waits for its own."""
     x = torch.randn(4 << 20, device="cuda:0")
     torch.cuda.synchronize(0)
@@ -93,7 +93,7 @@ def test_two_ranks_that_share_a_device_go_over_the_host():
 
 @nccl
 @two_devices
-def test_a_killed_rank_is_named_by_one_whose_device_waits_for_it():
+def test_a_killed_rank_is_named_by_a_rank_with_a_device_waiting_for_it():
     result = LocalJob(2, timeout=120).run(SCRIPT, "killed_on_cuda")
     assert result.exit_codes[1] == -9
     assert "rank 1 is lost" in result.results[0]["text"]

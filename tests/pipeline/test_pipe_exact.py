@@ -254,7 +254,7 @@ def test_layers_that_keep_their_weights_in_lists_norms_and_parametrizations(sche
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
-def test_what_runs_in_backward_besides_gradients_runs_once(schedule: str):
+def test_side_effects_of_backward_run_once(schedule: str):
     """A hook inside a layer, and a function of one's own that takes a weight."""
     calls = []
 

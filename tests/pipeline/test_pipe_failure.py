@@ -202,7 +202,7 @@ def test_a_call_past_its_deadline_ends_with_an_error_that_says_so():
         assert pipe(torch.ones(2, 2)).shape == (2, 2)
 
 
-def test_a_stage_that_waits_past_the_deadline_says_for_whom():
+def test_a_stage_that_waits_past_the_deadline_names_the_peer():
     release = threading.Event()
 
     class Stuck(nn.Module):
@@ -252,7 +252,7 @@ def test_bad_arguments_are_refused_naming_value_and_cure(arguments: dict, error:
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunks", 0), ("chunks", 2.5), ("checkpoint", "sometimes")])
-def test_what_may_be_changed_between_calls_is_checked_again(name: str, value: object):
+def test_attributes_changed_between_calls_are_checked_again(name: str, value: object):
     module, x, _ = model_and_batch()
     with Pipe(module, [2, 2], chunks=2) as pipe:
         before = getattr(pipe, name)

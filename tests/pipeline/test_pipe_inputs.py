@@ -180,7 +180,7 @@ def test_batches_of_a_train_step():
                 executor.run("train", x)
 
 
-def test_a_pipe_tells_its_layers_balance_and_devices():
+def test_a_pipe_has_its_layers_balance_and_devices_as_attributes():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), nn.ReLU())
     pipe = Pipe(model, [1, 2], ["cpu", "cpu"])
     assert len(pipe) == 4

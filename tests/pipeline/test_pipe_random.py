@@ -46,7 +46,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_what_draws_draws_from_the_stream_and_leaves_the_process_generator_alone(name: str):
+def test_random_operations_draw_from_the_stream_and_not_from_the_global_generator(name: str):
     x = torch.ones(6, 4)
     before = torch.get_rng_state()
 

@@ -13,7 +13,7 @@ OVER_GLOO = {"PIPELINE_POST": "gloo"}
 """Ranks of one host use shared memory unless they are told not to."""
 
 
-def test_ranks_are_one_process_in_what_they_compute_and_in_how_they_fail(tmp_path: Path):
+def test_ranks_compute_and_fail_like_one_process(tmp_path: Path):
     """A job for all of it: outputs and gradients, random numbers, clipping, state, mistakes, failures, pipes left open.
 
     What each of them is says the function of that name in the job, and the test below that runs it on more ranks.
@@ -39,7 +39,7 @@ def test_so_they_are_over_gloo_alone(what: tuple[str, ...]):
 
 
 @pytest.mark.slow
-def test_three_ranks_draw_what_one_process_draws():
+def test_three_ranks_draw_the_same_numbers_as_one_process():
     LocalJob(3, timeout=60).run(SCRIPT, "random_numbers").check()
 
 
@@ -70,7 +70,7 @@ def test_pipelines_of_a_grid_stand_beside_one_another():
 
 
 @pytest.mark.parametrize("environment", [{}, pytest.param(OVER_GLOO, marks=pytest.mark.slow)], ids=str)
-def test_a_stopped_rank_is_named_by_its_beats_and_the_pipe_works_when_it_goes_on(environment: dict[str, str]):
+def test_a_stopped_rank_is_found_by_its_heartbeats_and_the_pipe_works_when_it_resumes(environment: dict[str, str]):
     found = LocalJob(2, timeout=60, environment=environment).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"
     assert "its process is stopped" in found[0]["text"]

@@ -110,7 +110,7 @@ def test_a_first_layer_that_works_in_place_survives_recomputation():
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_change_in_place_of_what_also_goes_elsewhere_is_refused(checkpoint: str):
+def test_an_in_place_change_of_a_value_that_is_also_used_elsewhere_is_refused(checkpoint: str):
     """Unsplit, it changes what is popped, and gradients flow through it; a stage's graph knows nothing of that."""
     refused = pytest.raises(RuntimeError, match="stage 1 changes its input in place, which is also sent to another")
     with Pipe(changing_model(), [2, 1, 2], chunks=2, checkpoint=checkpoint) as pipe, refused:
@@ -122,7 +122,7 @@ def test_a_change_in_place_of_what_also_goes_elsewhere_is_refused(checkpoint: st
         assert_same_gradients(pipe, model)
 
 
-def test_what_is_handed_through_may_be_changed_in_place_by_the_next_stage():
+def test_a_passed_on_value_may_be_changed_in_place_by_the_next_stage():
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, torch.tanh(x)
@@ -328,7 +328,7 @@ def test_outputs_are_kept_only_where_somebody_wants_them():
         assert all(reference.expired() for reference in kept[:4]), "put together, the parts are let go of"
 
 
-def test_an_output_that_cannot_be_put_together_is_nobodys_concern_until_it_is_asked_for():
+def test_an_output_that_cannot_be_joined_raises_only_when_it_is_requested():
     class Number(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.sum()
@@ -378,7 +378,7 @@ def test_the_pipes_threads_end_with_it():
         assert not thread.is_alive()
 
 
-def test_a_copied_pipe_runs_on_threads_of_its_own():
+def test_a_copied_pipe_runs_on_its_own_threads():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     x = torch.randn(4, 2)
     with Pipe(model, [1, 1], chunks=2) as pipe:

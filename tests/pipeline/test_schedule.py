@@ -204,7 +204,7 @@ def test_numbers_that_cannot_run_are_refused_with_those_that_can(
         make_schedule(name, stages, microbatches, ranks=ranks)
 
 
-def test_a_number_that_is_none_is_refused():
+def test_a_value_that_is_not_a_number_is_refused():
     with pytest.raises(TypeError, match="GPipe needs a whole number of stages, got '2'"):
         make_schedule("GPipe", "2", 2)  # type: ignore[arg-type]
 

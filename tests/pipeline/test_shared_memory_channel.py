@@ -90,7 +90,7 @@ def test_a_slot_serves_again_when_the_last_tensor_in_it_is_freed(pair: Pair):
     assert len(slots(sender)) == 2
 
 
-def test_what_arrives_is_no_copy_and_may_be_changed_in_place(pair: Pair):
+def test_received_tensors_are_not_copies_and_may_be_changed_in_place(pair: Pair):
     sender, receiver, inbox = pair
     x = torch.ones(4)
     post_value(sender, x)
@@ -118,7 +118,7 @@ def test_messages_longer_than_a_frame_and_more_than_a_socket_holds_arrive_in_ord
     assert not sender._lines[1].unsent
 
 
-def test_what_is_said_before_this_rank_is_in_the_turn_stays_in_the_socket(pair: Pair):
+def test_messages_for_a_later_turn_stay_in_the_socket(pair: Pair):
     sender, receiver, inbox = pair
     sender.send(1, Header(1, "step", "end"))
     sender.send(1, Header(2, "step", "end", body="later"))

@@ -161,7 +161,7 @@ def test_a_shared_name_that_is_neither_stashed_nor_popped_is_refused():
         skippable(stash=["a"], shared=["b"])
 
 
-def test_popping_what_was_not_stashed_names_module_and_skip():
+def test_popping_an_unstashed_skip_names_module_and_skip():
     with pytest.raises(RuntimeError, match="Pop pops 'a', which has not been stashed"):
         nn.Sequential(Pop())(torch.zeros(1))
 

@@ -132,7 +132,7 @@ def test_dropout_between_modules_follows_the_mode():
         assert torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"]), "a plain value that has changed is seen"
 
 
-def test_what_the_model_keeps_may_change_between_calls():
+def test_values_kept_by_the_model_may_change_between_calls():
     class Settings:
         factor = 1.0
 
@@ -546,7 +546,7 @@ def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():
         split(Views(), ["b"], example=torch.zeros(2, 4))(torch.zeros(2, 4))
 
 
-def test_a_copy_of_the_parts_is_a_model_of_its_own():
+def test_a_copy_of_the_parts_is_an_independent_model():
     parts = split(Language().double(), ["h.1"])
     other = copy.deepcopy(parts)
     with torch.no_grad():

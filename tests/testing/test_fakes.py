@@ -10,7 +10,7 @@ from anabranch.testing import FakeClock, LossyTransport, MemoryTransport, faults
 from anabranch.transport import Call, Client, Request, Server, Verb
 
 
-def test_time_stands_still_until_it_is_moved_and_never_runs_backwards() -> None:
+def test_time_advances_only_when_moved_and_never_backwards() -> None:
     clock = FakeClock(5.0)
     deadline = Deadline.after(1.0, clock)
     assert clock() == 5.0

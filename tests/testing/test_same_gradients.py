@@ -59,7 +59,7 @@ def test_a_remote_expert_is_the_module_that_it_calls():
         assert_same_gradients(model, ab.RemoteExpert("ffn.0", server.endpoint), torch.randn(4, 3))
 
 
-def test_what_differs_is_named():
+def test_differences_are_named():
     model, other = pair(Detached)
     x = torch.randn(5, 3)
     with pytest.raises(AssertionError, match="the gradient of input 0: they differ by"):

@@ -375,7 +375,7 @@ def test_a_bit_changed_in_a_header_on_plain_tcp_costs_a_retry(
 @pytest.mark.parametrize(
     ("listen", "retries", "attempts"), [("tcp://127.0.0.1:0", 8, 2), ("tcp://127.0.0.1:0", 0, 1), (None, 8, 1)]
 )
-def test_a_header_that_is_damaged_twice_is_told(
+def test_a_header_that_is_damaged_twice_is_reported(
     direction: str, listen: str | None, retries: int, attempts: int
 ) -> None:
     """And at once where no byte can change on the way: there the peer speaks something else."""
@@ -439,6 +439,6 @@ def test_an_old_server_is_refused_in_one_sentence(said: bytes, tmp_path: Path) -
             thread.join(timeout=20)
 
 
-def test_bytes_of_something_else_are_told_so_before_a_whole_preamble_came() -> None:
+def test_bytes_of_another_protocol_are_rejected_before_a_whole_preamble_arrives() -> None:
     with pytest.raises(ProtocolError, match="another protocol"):
         reader().advance(Bytes(b"HTTP/1.1 400"))  # type: ignore[arg-type]

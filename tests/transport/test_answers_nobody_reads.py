@@ -109,7 +109,7 @@ def test_a_client_frees_its_connection_when_it_is_closed(lost: bool) -> None:
     assert [ref() for ref in made if ref() is not None] == []
 
 
-def test_answers_nobody_reads_have_a_budget_and_those_who_read_get_in() -> None:
+def test_unread_answers_have_a_budget_and_reading_clients_are_served() -> None:
     large = Large(quick=True)
     with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack:
         for _ in range(2):
@@ -272,7 +272,7 @@ def read_frames(sock: socket.socket, least: int) -> int:
     return total
 
 
-def test_memory_of_answers_nobody_read_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_unread_answers_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[int] = []
     monkeypatch.setattr("anabranch.transport.server.server._GIVEN_BACK", 4 * NBYTES)
     monkeypatch.setattr("anabranch.transport.server.server.give_memory_back", lambda: returned.append(large.held()))

@@ -129,7 +129,7 @@ def test_a_call_may_be_answered_from_another_thread_later() -> None:
         (Overloaded("the queue is full"), Overloaded),
     ],
 )
-def test_an_error_of_the_handler_is_raised_as_what_it_was(error: Exception, expected: type[Exception]) -> None:
+def test_an_error_of_the_handler_is_raised_with_its_type(error: Exception, expected: type[Exception]) -> None:
     def refuse(call: Call) -> None:
         raise error
 
@@ -153,7 +153,7 @@ def test_any_other_error_arrives_with_its_type_and_traceback() -> None:
     assert caught.value.elapsed is not None
 
 
-def test_an_unknown_verb_is_told_which_there_are() -> None:
+def test_an_unknown_verb_is_refused_with_the_known_ones() -> None:
     with Server([ECHO]) as server, Client() as client, pytest.raises(NotFound, match="there are: echo"):
         client.call(Request(server.endpoint, "pull"), soon())
 
@@ -189,7 +189,7 @@ def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
         assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
-def test_a_body_over_the_limit_is_refused_and_the_server_goes_on() -> None:
+def test_a_body_over_the_limit_is_refused_and_the_server_continues() -> None:
     with Server([ECHO], limits=Limits(body=1000)) as server, Client(retries=0) as client:
         with pytest.raises(ProtocolError, match="over the limit of 1000"):
             client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon())
@@ -245,7 +245,7 @@ LARGE = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60
     [b"", GREETING[:10], GREETING + SMALL[:-3], GREETING + LARGE[:-3]],
     ids=["nothing", "half a greeting", "half a request", "half of a request with a thread of its own"],
 )
-def test_who_stalls_in_the_middle_is_let_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_stalls_in_the_middle_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.connection._GREETING", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._STALLED", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
@@ -261,7 +261,7 @@ def test_who_stalls_in_the_middle_is_let_go(said: bytes, monkeypatch: pytest.Mon
         assert server.statistics().bytes_in_flight == 0
 
 
-def test_what_is_done_once_must_be_numbered() -> None:
+def test_a_verb_that_runs_once_needs_numbered_requests() -> None:
     done: list[Call] = []
     with (
         Server([Verb("push", done.append, once=True)]) as server,
@@ -272,7 +272,7 @@ def test_what_is_done_once_must_be_numbered() -> None:
     assert not done
 
 
-def test_a_second_request_on_a_connection_whose_first_is_served_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_while_the_first_is_served_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
     gate = Gate("echo")
     with Server([gate.verb]) as server, socket.socket(socket.AF_UNIX) as sock:
@@ -324,14 +324,14 @@ def test_one_dead_peer_does_not_delay_the_answers_of_others() -> None:
         assert isinstance(outcomes[1], Answer)
 
 
-def test_a_deadline_that_ends_the_retries_says_what_they_met() -> None:
+def test_a_deadline_that_ends_the_retries_names_their_errors() -> None:
     with Server([ECHO]) as gone:
         endpoint = gone.endpoint
     with Client(retries=1000) as client, pytest.raises(DeadlineExceeded, match=r"No such file.*, at attempt \d"):
         client.call(Request(endpoint, "echo"), Deadline.after(0.2))
 
 
-def test_a_client_outlives_its_servers_restart_without_being_told() -> None:
+def test_a_client_survives_its_servers_restart_without_being_notified() -> None:
     network = MemoryTransport()
     with Client(transport=network) as client:
         for _ in range(3):
@@ -340,7 +340,7 @@ def test_a_client_outlives_its_servers_restart_without_being_told() -> None:
                     assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
-def test_connections_to_servers_that_have_gone_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_to_stopped_servers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.client._PRUNE", 0.0)
     monkeypatch.setattr("anabranch.transport.client._FRESH", 0.0)
     with Client() as client, Server([ECHO]) as stays:
@@ -376,7 +376,7 @@ def test_small_requests_of_many_clients_are_read_by_one_thread_and_large_ones_by
         assert threads[32:] == ["anabranch-connection"] * 2
 
 
-def test_a_handler_that_waits_holds_nobody_else_up() -> None:
+def test_a_waiting_handler_delays_no_other_request() -> None:
     opened = threading.Event()
     verbs = [Verb("wait", lambda call: call.reply(payload=str(opened.wait(timeout=60)).encode())), ECHO]
     verbs.append(Verb("quick", lambda call: call.reply(), quick=True))
@@ -418,7 +418,7 @@ def test_answers_that_are_gathered_leave_together_and_are_right() -> None:
         assert len(outcomes) == 8
 
 
-def test_draining_waits_until_what_was_gathered_and_what_is_long_has_left() -> None:
+def test_draining_waits_until_gathered_requests_and_long_answers_are_sent() -> None:
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
     replied, leave = threading.Event(), threading.Event()
@@ -478,7 +478,7 @@ def test_a_fault_of_ours_with_one_connection_spares_the_others(monkeypatch: pyte
         assert server.statistics().connections == 1
 
 
-def test_above_the_cap_a_client_is_told_at_once() -> None:
+def test_a_client_above_the_cap_is_refused_at_once() -> None:
     gate = Gate()
     with Server([gate.verb, ECHO], max_connections=2) as server, Client() as client:
         threads = [in_thread(lambda: client.call(Request(server.endpoint, "gate"), soon())) for _ in range(2)]
@@ -511,7 +511,7 @@ def test_a_server_that_gets_no_thread_loses_that_client_and_serves_the_others(
         assert server.statistics().connections == 1
 
 
-def test_bytes_in_flight_are_bounded_and_given_back() -> None:
+def test_bytes_in_flight_are_bounded_and_released() -> None:
     gate = Gate()
     with Server([gate.verb, ECHO], max_bytes_in_flight=5000) as server, Client() as client:
         thread = in_thread(lambda: client.call(Request(server.endpoint, "gate", tensors=[torch.zeros(1000)]), soon()))
@@ -526,7 +526,7 @@ def test_bytes_in_flight_are_bounded_and_given_back() -> None:
         assert server.statistics().bytes_in_flight == 0
 
 
-def test_a_draining_server_finishes_what_it_has_and_declines_the_rest() -> None:
+def test_a_draining_server_finishes_its_requests_and_declines_new_ones() -> None:
     gate = Gate()
     with Server([gate.verb, ECHO]) as server, Client(retries=0) as client:
         answers: list[Answer] = []
@@ -562,7 +562,7 @@ def test_a_closed_client_ends_the_calls_of_other_threads() -> None:
             client.call(Request(server.endpoint, "gate"), soon())
 
 
-def test_mistakes_in_making_a_server_say_what_is_wrong() -> None:
+def test_mistakes_in_the_arguments_of_a_server_are_explained() -> None:
     with pytest.raises(ValueError, match="two verbs are called 'echo'"):
         Server([ECHO, ECHO])
     with pytest.raises(ValueError, match="not an endpoint"):

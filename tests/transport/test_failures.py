@@ -44,7 +44,7 @@ def arrived(error: BaseException, sequence: int | None) -> tuple[FailureFrame, E
 
 @pytest.mark.parametrize("sequence", [None, 0, 1, 2**40])
 @pytest.mark.parametrize("lost", [0, 1, 52, 2**40])
-def test_a_rollback_arrives_with_its_request_and_with_what_is_lost(lost: int, sequence: int | None) -> None:
+def test_a_rollback_error_carries_its_request_and_the_loss(lost: int, sequence: int | None) -> None:
     failure, error = arrived(RolledBack("52 pushes are gone", lost=lost, peer="another"), sequence)
     assert failure.sequence == sequence
     assert isinstance(error, RolledBack)
@@ -58,7 +58,7 @@ def test_a_rollback_arrives_with_its_request_and_with_what_is_lost(lost: int, se
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_arrives_as_what_it_was(kind: type[Exception]) -> None:
+def test_an_error_arrives_with_its_type(kind: type[Exception]) -> None:
     failure, error = arrived(kind("why"), 3)
     assert type(error) is kind
     assert failure.sequence == 3

@@ -61,7 +61,7 @@ rows.close()
 """
 
 
-def test_a_client_used_before_a_fork_says_so_in_the_child_and_goes_on_in_the_parent(programs: Programs) -> None:
+def test_a_client_used_before_a_fork_raises_in_the_child_and_works_in_the_parent(programs: Programs) -> None:
     module = nn.Linear(2, 2)
     backend = ExpertBackend("ffn.0", module, args_schema=[TensorSpec(2)])
     with ExpertServer([backend]) as experts, ParameterServer() as parameters:

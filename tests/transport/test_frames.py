@@ -239,7 +239,7 @@ def request_with(*tensors: TensorHeader) -> bytes:
         (signed(2, request_with(TensorHeader(1, (1,), 0, 1)), b"\x02"), "bool"),
     ],
 )
-def test_what_breaks_a_rule_is_a_protocol_error_that_says_which(data: bytes, says: str) -> None:
+def test_a_broken_rule_is_a_protocol_error_that_names_it(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         read(data)
 
@@ -295,7 +295,7 @@ def test_mutated_frames_give_only_protocol_errors_and_no_growth(count: int) -> N
     assert peak < 1 << 20
 
 
-def test_what_no_frame_carries_is_refused_before_it_leaves() -> None:
+def test_tensors_that_no_frame_carries_are_refused_before_sending() -> None:
     with pytest.raises(ValueError, match="at most 64 tensors"):
         encode(ReplyHeader(), [torch.zeros(1)] * 65)
     with pytest.raises(ValueError, match="at most 8 dimensions"):
@@ -335,7 +335,7 @@ ROWS = torch.arange(6.0).reshape(2, 3)
         (torch.complex(ROWS, ROWS).conj(), False),
     ],
 )
-def test_what_numpy_takes_as_it_is_has_the_bytes_that_it_has_the_long_way(tensor: Tensor, plain: bool) -> None:
+def test_the_fast_path_through_numpy_gives_the_same_bytes(tensor: Tensor, plain: bool) -> None:
     short, long = plain_bytes(tensor), bytes_of(dense_on_cpu(tensor))
     assert (short is not None) == plain
     if short is not None:
@@ -345,7 +345,7 @@ def test_what_numpy_takes_as_it_is_has_the_bytes_that_it_has_the_long_way(tensor
     assert torch.equal(frame.tensors[0], tensor)
 
 
-def test_what_cannot_cross_is_told_though_the_short_way_does_not_ask() -> None:
+def test_an_argument_that_cannot_cross_is_reported_on_the_short_path_too() -> None:
     with pytest.raises(TypeError, match="only strided tensors cross"):
         encode(ReplyHeader(), [ROWS.to_sparse()])
 

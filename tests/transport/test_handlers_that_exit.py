@@ -63,7 +63,7 @@ def test_a_connection_that_fails_is_ended_and_the_server_serves_on(size: int, ca
     assert "from the allocator" in caplog.text
 
 
-def test_beats_go_on_after_a_look_at_the_servers_health_has_exited(caplog: pytest.LogCaptureFixture) -> None:
+def test_heartbeats_continue_after_a_health_check_has_exited(caplog: pytest.LogCaptureFixture) -> None:
     looks = 0
 
     def healthy() -> bool:

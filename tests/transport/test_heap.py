@@ -39,7 +39,7 @@ print((resident() - before) // SIZE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only glibc has heaps for threads")
-def test_one_heap_returns_what_many_would_keep() -> None:
+def test_one_heap_returns_memory_that_many_would_keep() -> None:
     def kept(heaps: str) -> int:
         command = [sys.executable, "-c", PROGRAM, str(Path(heap.__file__)), heaps]
         return int(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
@@ -77,7 +77,7 @@ print(kept // SIZE, (resident() - before) // SIZE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only glibc keeps what lies below a block")
-def test_what_lies_between_blocks_in_use_is_given_back() -> None:
+def test_memory_between_blocks_in_use_is_returned() -> None:
     command = [sys.executable, "-c", PINNED, str(Path(heap.__file__))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     kept, left = map(int, done.stdout.split())

@@ -66,7 +66,7 @@ def test_the_role_is_demanded_of_a_connection_that_is_used_again(keys: dict[str,
             client.call(Request(server.endpoint, "echo", role="directory"), soon())
 
 
-def test_another_user_who_serves_a_unix_socket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unix_socket_served_by_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([ECHO]) as server, Client() as client:
         monkeypatch.setattr("anabranch.transport.network.sockets._trusted_users", lambda: frozenset({os.geteuid() + 1}))
         with pytest.raises(Unauthorized, match=f"user {os.geteuid()} serves this socket"):
@@ -194,7 +194,7 @@ def test_a_group_that_is_not_ours_is_others(own: Path, monkeypatch: pytest.Monke
         Client(keys=own)
 
 
-def test_what_a_link_leads_to_is_what_counts(own: Path, tmp_path: Path) -> None:
+def test_the_target_of_a_link_counts(own: Path, tmp_path: Path) -> None:
     """As Kubernetes mounts a secret: links in a sticky directory, whose own modes say nothing."""
     mounted = tmp_path / "mounted"
     mounted.mkdir()

@@ -136,7 +136,7 @@ def test_an_event_of_one_request_does_not_ask_all_that_wait_how_long_they_will()
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(60.0, ["first", "second", "round"]), (0.0, ["first", "round", "second", "round"])]
 )
-def test_what_comes_while_requests_are_read_is_read_before_any_is_served_but_not_for_ever(
+def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
     seconds: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drivers, "_ROUND", seconds)

@@ -40,7 +40,7 @@ def test_it_is_private_and_goes_with_its_block_whatever_lies_in_it(parent: Path)
     assert list(parent.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_live_is_not(
+def test_folders_of_killed_processes_are_removed_by_the_next_and_live_ones_are_not(
     parent: Path, programs: Programs
 ) -> None:
     with programs.start(PROGRAM) as process:

@@ -85,7 +85,7 @@ def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subproc
         assert beats.lost() == {1: "its process is stopped"}
 
 
-def test_a_peer_that_goes_on_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
+def test_a_peer_that_resumes_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
     clock = Clock()
     with ProcessHeartbeats(
         {0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock

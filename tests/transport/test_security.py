@@ -105,7 +105,9 @@ def refused(client: Client, endpoint: str) -> None:
     assert caught.value.peer == endpoint
 
 
-def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path, tmp_path: Path) -> None:
+def test_a_foreign_certificate_is_rejected_at_once_with_the_reason(
+    keys: Path, foreign_keys: Path, tmp_path: Path
+) -> None:
     # Its own authority, so it refuses the server; with ours beside its certificate, the server refuses it.
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -120,7 +122,7 @@ def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path
             assert client.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_an_expired_certificate_is_told_so_at_once(keys: Path, tmp_path: Path) -> None:
+def test_an_expired_certificate_is_rejected_at_once_with_the_reason(keys: Path, tmp_path: Path) -> None:
     for name in ("authority.pem", "authority.key"):
         (tmp_path / name).write_bytes((keys / name).read_bytes())
         (tmp_path / name).chmod(0o600)
@@ -129,7 +131,7 @@ def test_an_expired_certificate_is_told_so_at_once(keys: Path, tmp_path: Path) -
         refused(client, server.endpoint)
 
 
-def test_a_role_that_may_not_ask_is_told_so(keys: Path) -> None:
+def test_a_role_without_permission_is_refused_with_the_reason(keys: Path) -> None:
     verb = Verb("echo", echo, roles=frozenset({"worker"}))
     with Server([verb], listen="tcp://127.0.0.1:0", keys=keys) as server:
         with Client(keys=keys, role="directory") as client:
@@ -138,7 +140,7 @@ def test_a_role_that_may_not_ask_is_told_so(keys: Path) -> None:
             assert client.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_a_peer_without_tls_is_told_so_at_once(keys: Path) -> None:
+def test_a_peer_without_tls_is_rejected_at_once_with_the_reason(keys: Path) -> None:
     with (
         Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
         Client(insecure=True) as client,
@@ -156,7 +158,7 @@ def test_a_server_without_tls_is_refused_by_a_client_with_keys(keys: Path) -> No
         client.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_a_peer_without_a_certificate_gets_nothing_and_is_told_so(keys: Path) -> None:
+def test_a_peer_without_a_certificate_gets_only_the_reason(keys: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -217,7 +219,7 @@ def private(path: Path) -> Path:
     return path
 
 
-def test_a_new_socket_lies_in_a_directory_of_its_own_that_goes_with_it() -> None:
+def test_a_new_socket_has_its_own_directory_which_is_removed_with_it() -> None:
     with Server([ECHO]) as server:
         path = Path(server.endpoint.removeprefix("unix:"))
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -261,7 +263,7 @@ def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs
     assert list(folder.iterdir()) == []
 
 
-def test_a_unix_peer_of_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unix_peer_of_another_user_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from anabranch.transport.network import sockets
 
     def stranger(owner: int) -> object:

@@ -70,7 +70,7 @@ def test_the_oldest_goes_first(keys: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 peer.recv(1)
 
 
-def test_those_who_are_known_have_room_of_their_own(keys: Path) -> None:
+def test_known_peers_have_reserved_room(keys: Path) -> None:
     with (
         Server([ECHO], listen=TCP, max_connections=1, max_strangers=2, keys=keys) as server,
         Client(keys=keys) as first,
@@ -83,7 +83,7 @@ def test_those_who_are_known_have_room_of_their_own(keys: Path) -> None:
         assert first.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_a_handshake_that_stands_still_is_closed(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_handshake_is_closed(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.connection._HANDSHAKE", 0.1)
     monkeypatch.setattr("anabranch.transport.server.drivers._SWEEP", 0.02)
     with Server([ECHO], listen=TCP, keys=keys) as server, silent(server, 1) as peers:
@@ -91,7 +91,7 @@ def test_a_handshake_that_stands_still_is_closed(keys: Path, monkeypatch: pytest
         until(lambda: server.statistics().connections == 0)
 
 
-def test_a_handshake_may_take_ten_seconds_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_may_take_ten_seconds_while_it_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server([ECHO], listen=TCP, insecure=True) as server, silent(server, 1) as peers:
         until(lambda: server.statistics().connections == 1)
         (connection,) = server._connections
@@ -106,7 +106,7 @@ def test_a_handshake_may_take_ten_seconds_as_long_as_it_goes_on(monkeypatch: pyt
         assert connection.patience(began + 9.5) == pytest.approx(0.5)
 
 
-def test_a_peer_that_leaves_before_it_is_accepted_stops_nobody(keys: Path) -> None:
+def test_a_peer_that_leaves_before_it_is_accepted_does_not_stop_others(keys: Path) -> None:
     with Server([ECHO], listen=TCP, keys=keys) as server, Client(keys=keys) as client:
         with silent(server, 8) as peers:
             for peer in peers:

@@ -103,7 +103,7 @@ def test_a_retry_joins_the_request_that_still_runs() -> None:
     assert answers[0].payload == b"once"
 
 
-def test_what_was_declined_is_done_when_it_is_asked_again() -> None:
+def test_a_declined_request_is_served_when_it_is_repeated() -> None:
     tries: list[int] = []
 
     def sometimes(call: Call) -> None:
@@ -140,7 +140,7 @@ class _Asked:
         self.identity = (epoch, sequence)
 
 
-def test_the_table_forgets_what_is_settled_and_answers_over_its_budget() -> None:
+def test_the_table_forgets_settled_requests_and_answers_over_its_budget() -> None:
     table = OnceTable(budget_bytes=100, epochs=2)
 
     def ask(epoch: bytes, sequence: int, settled: int = 0) -> object:
@@ -198,9 +198,7 @@ def server_process(programs: Programs) -> Iterator[tuple[Program, str]]:
 
 
 @pytest.mark.parametrize("when", [pytest.param("before the call", marks=pytest.mark.slow), "during the call"])
-def test_a_server_that_freezes_is_lost_and_asked_again_when_it_goes_on(
-    server_process: tuple[Program, str], when: str
-) -> None:
+def test_a_frozen_server_is_lost_and_used_again_when_it_resumes(server_process: tuple[Program, str], when: str) -> None:
     process, endpoint = server_process
     with Client(heartbeat=20.0) as client:
         client.call(Request(endpoint, "echo"), soon())  # from here on its own heartbeat counts
@@ -229,7 +227,7 @@ def test_a_server_that_is_killed_is_lost_and_named(server_process: tuple[Program
     os.unlink(endpoint.removeprefix("unix:"))
 
 
-def test_a_fault_before_the_answer_leaves_does_not_undo_what_was_done() -> None:
+def test_a_fault_before_the_answer_is_sent_does_not_undo_the_request() -> None:
     parameter = Parameter()
     with Server([parameter.verb]) as server, Client() as client:
         push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)

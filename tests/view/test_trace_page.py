@@ -63,7 +63,7 @@ def test_arrows_lead_from_lane_to_lane(tmp_path: Path) -> None:
     assert names == [("requests", "served"), ("served", "requests")]
 
 
-def test_bytes_are_counted_between_those_who_exchanged_them(tmp_path: Path) -> None:
+def test_bytes_are_counted_between_the_peers_that_exchanged_them(tmp_path: Path) -> None:
     found = {(one["from"], one["to"], one["name"]): one["bytes"] for one in trace_of(tmp_path)["crossings"]}
     assert found == {
         ("worker 0", "parameters 0", "pull"): 100,
@@ -79,7 +79,7 @@ def test_the_longest_wait_comes_first_with_its_step_and_in_words(tmp_path: Path)
     assert second["operation"] == "pipeline step: gradients of microbatch 3"
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_parts_are_reported(tmp_path: Path) -> None:
     notes = trace_of(tmp_path, complete=False)["notes"]
     assert "parameters 0 dropped 5 spans for lack of space" in notes
     assert "the run ended before all of its steps were recorded" in notes

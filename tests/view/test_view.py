@@ -120,9 +120,7 @@ def test_texts_of_the_data_stay_texts(tmp_path: Path) -> None:
         ("folder", "", "there is no job.json in"),
     ],
 )
-def test_a_path_that_is_none_of_these_is_a_mistake_in_a_sentence(
-    name: str, content: str | None, said: str, tmp_path: Path
-) -> None:
+def test_any_other_path_is_refused_in_one_sentence(name: str, content: str | None, said: str, tmp_path: Path) -> None:
     if name == "folder":
         (tmp_path / name).mkdir()
     elif content is not None:

@@ -218,7 +218,7 @@ def _at_work(folder: Path) -> set[tuple[str, str, int | None]]:
     return {(role.name, role.state, role.steps) for role in status_of(folder / "logs").roles}
 
 
-def test_a_trace_holds_what_every_role_did_on_its_node(cluster: Any, tmp_path: Path) -> None:
+def test_a_trace_holds_the_spans_of_every_role_on_its_node(cluster: Any, tmp_path: Path) -> None:
     options = ("--servers", "1", "--experts", "1", "--trace", str(tmp_path / "trace.json"))
     done = _run(_command(cluster, tmp_path, options=options, script=ALL_ROLES), tmp_path)
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def _attempt(ray: ModuleType, folder: Path) -> _Attempt:
     return _Attempt(ray, PythonProgram("train.py"), 1, 0, 0, {}, "none", 300.0, JobFile(folder), {})
 
 
-def test_a_node_without_the_package_is_told_by_one_sentence(tmp_path: Path) -> None:
+def test_a_node_without_the_package_is_reported_in_one_sentence(tmp_path: Path) -> None:
     words = "The actor died in its creation task\n...\nModuleNotFoundError: No module named 'anabranch'"
     with pytest.raises(
         RayError, match=r"a node of the cluster does not have Anabranch: pip install 'anabranch\[ray\]'"
@@ -92,7 +92,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         import_ray()
 
 
-def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
+def test_a_cluster_of_another_version_is_reported_in_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with (
@@ -102,7 +102,7 @@ def test_a_cluster_of_another_version_is_told_by_one_sentence() -> None:
             pass
 
 
-def test_an_address_that_nobody_answers_is_named_with_the_cure() -> None:
+def test_an_address_without_an_answer_is_named_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
     with pytest.raises(RayError, match=rf"nothing answers at {address} .*ray start --head"), connected(_Ray(), address):
@@ -151,7 +151,7 @@ def test_options_that_mean_nothing_to_the_engine_are_refused(options: tuple[str,
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_it_is_said_where_files_and_the_logs_of_servers_are(
+def test_the_places_of_files_and_server_logs_are_printed(
     sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

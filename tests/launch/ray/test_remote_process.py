@@ -36,7 +36,7 @@ def _process(
     return RemoteProcess(spec, 0, actor, lambda: 7, fetch, partial(job_file.seen_elsewhere, "worker", 0))
 
 
-def test_status_shows_what_a_process_on_another_machine_tells_and_its_end(tmp_path: Path) -> None:
+def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tmp_path: Path) -> None:
     since = time.monotonic() - AHEAD - 20.0
     status = {"pid": 7, "waits": [{"peers": ["rank 1"], "operation": "all_reduce", "since": since}]}
     told = {".status": json.dumps(status).encode(), ".steps": (12).to_bytes(8, "little")}
@@ -52,7 +52,7 @@ def test_status_shows_what_a_process_on_another_machine_tells_and_its_end(tmp_pa
     assert (role.state, process.exit.code, process.log.read_text()) == ("gone", 0, "hello\n")
 
 
-def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_goes_on(tmp_path: Path) -> None:
+def test_status_shows_that_a_process_on_another_machine_is_frozen_and_that_it_resumes(tmp_path: Path) -> None:
     seen: list[str] = []
 
     def look() -> None:

@@ -41,7 +41,7 @@ def _follow_to_the_end(actor: RoleActor) -> tuple[dict[int, bytes], int]:
             return said, news.code
 
 
-def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(actor: RoleActor, tmp_path: Path) -> None:
+def test_a_role_has_its_keys_and_its_output_and_exit_code_are_reported(actor: RoleActor, tmp_path: Path) -> None:
     program = _program(
         tmp_path,
         "import os, sys\n"
@@ -54,7 +54,7 @@ def test_a_role_sees_its_keys_and_its_output_and_exit_code_are_told(actor: RoleA
     assert _follow_to_the_end(actor) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
 
 
-def test_a_process_that_is_frozen_on_its_node_is_told_so_until_it_goes_on(actor: RoleActor, tmp_path: Path) -> None:
+def test_a_process_frozen_on_its_node_is_reported_until_it_resumes(actor: RoleActor, tmp_path: Path) -> None:
     pid = actor.start(_program(tmp_path, "import time; time.sleep(600)"), ENVIRONMENT, str(tmp_path), False)
     assert not actor.follow().stopped
     os.kill(pid, signal.SIGSTOP)
@@ -63,7 +63,7 @@ def test_a_process_that_is_frozen_on_its_node_is_told_so_until_it_goes_on(actor:
     wait_until(lambda: not actor.follow().stopped)
 
 
-def test_a_process_that_nobody_follows_is_killed_when_the_lease_is_over(
+def test_a_process_that_is_not_followed_is_killed_at_the_end_of_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(role_actor_module, "LEASE_SECONDS", 0.2)
@@ -72,7 +72,7 @@ def test_a_process_that_nobody_follows_is_killed_when_the_lease_is_over(
         wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_closing_kills_the_process_and_what_it_has_started(tmp_path: Path) -> None:
+def test_closing_kills_the_process_and_its_children(tmp_path: Path) -> None:
     with closing(RoleActor({}, "127.0.0.1")) as actor:
         source = (
             "import subprocess, sys, time\n"
@@ -93,9 +93,7 @@ def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(actor: Role
         actor.start(PythonProgram("train.py"), ENVIRONMENT, str(tmp_path), False)
 
 
-def test_what_a_process_tells_of_itself_comes_once_and_what_it_has_recorded_when_asked(
-    actor: RoleActor, tmp_path: Path
-) -> None:
+def test_a_process_s_status_is_sent_once_and_its_recording_on_request(actor: RoleActor, tmp_path: Path) -> None:
     program = _program(
         tmp_path,
         "import os, pathlib, sys\n"
