@@ -14,7 +14,7 @@ from anabranch.transport import Server
 from waiting import wait_until
 
 
-def test_facts_are_asked_for_at_each_writing_and_the_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_facts_are_read_at_each_write_and_the_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "worker-0.status"
     file, done = StatusFile(path), 1
     file.put(done=lambda: done, run=lambda: {"loss": 0.5})

@@ -112,21 +112,21 @@ def test_a_request_and_its_answer_are_arrows(tmp_path: Path) -> None:
     assert [(source["pid"], target["pid"]) for source, target in trace.arrows] == [(7, 9), (9, 7)]
 
 
-def test_the_answer_to_a_request_sent_twice_comes_from_the_last_to_serve_it(tmp_path: Path) -> None:
+def test_a_request_sent_twice_has_one_arrow_back_from_the_last_server(tmp_path: Path) -> None:
     asks = one("pull", 0, 10_000, track="requests", flow=("ask", "41"))
     serves = [one("pull", start, start + 1_000, track="served", flow=("serve", "41")) for start in (2_000, 6_000)]
     trace = written(tmp_path, [part("worker 0", [asks]), part("parameters 0", serves, pid=9)])
     assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == [(0.0, 6.0), (6.999, 9.999)]
 
 
-def test_an_answer_that_came_too_late_is_no_arrow(tmp_path: Path) -> None:
+def test_a_late_answer_has_no_arrow(tmp_path: Path) -> None:
     asks = one("pull", 0, 10_000, track="requests", flow=("ask", "41"), error="PeerLost")
     serves = one("pull", 3_000, 20_000, track="served", flow=("serve", "41"))
     trace = written(tmp_path, [part("worker 0", [asks]), part("parameters 0", [serves], pid=9)])
     assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == [(0.0, 3.0)]
 
 
-def test_a_message_goes_from_sender_to_receiver(tmp_path: Path) -> None:
+def test_a_message_has_an_arrow_from_sender_to_receiver(tmp_path: Path) -> None:
     sends, receives = one("send", 1_000, 2_000, flow=("send", "a")), one("receive", 0, 5_000, flow=("receive", "a"))
     trace = written(tmp_path, [part("worker 0", [sends]), part("worker 1", [receives], pid=9)])
     assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == [(1.0, 4.999)]

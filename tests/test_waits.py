@@ -106,7 +106,7 @@ def test_a_call_that_is_not_answered_is_recorded_with_its_endpoint(many: int) ->
         assert waits.current() == ()
 
 
-def test_a_shard_that_waits_for_a_worker_names_it_and_the_worker_that_asks_names_the_shard() -> None:
+def test_a_shard_names_the_worker_it_waits_for_and_the_waiting_worker_names_the_shard() -> None:
     ids, grad = torch.tensor([1]), torch.ones(1, 2)
     with (
         ParameterServer() as server,

@@ -346,7 +346,7 @@ def test_a_sweep_without_roots_starts_from_the_boundary_tokens(session: str) -> 
     assert got["w"].tolist() == [5.0, 5.0]
 
 
-def test_a_boundary_is_reached_though_no_wanted_tensor_lies_behind_it() -> None:
+def test_a_boundary_is_reached_without_a_wanted_tensor_behind_it() -> None:
     weight, log, got = torch.ones(2, requires_grad=True), [], {}
     with ab.Grad().wrt(weight, callback=saver(got, "w")) as grad:
         received = Receive.apply(ab.autodiff.boundary_entry(), log)

@@ -86,7 +86,7 @@ def test_a_future_is_handed_to_the_next_callback_and_waited_for_after_the_sweep(
 
 
 @pytest.mark.parametrize("kind", [concurrent.futures.Future, torch.futures.Future])
-def test_a_future_that_never_comes_is_a_deadline_exceeded_and_the_manager_works_on(kind) -> None:
+def test_a_future_that_never_completes_is_a_deadline_exceeded_and_the_manager_stays_usable(kind) -> None:
     x = torch.ones(2, requires_grad=True)
     answers = [kind(), None]
     manager = ab.GradManager(timeout=0.01).attach(x, lambda tensor, grad: answers.pop(0))
@@ -424,7 +424,7 @@ def test_plain_backward_between_sessions_is_left_alone() -> None:
     assert x.grad.tolist() == [11.0, 11.0]
 
 
-def test_a_reentrant_checkpoint_that_splits_a_gradient_is_an_error_that_says_so() -> None:
+def test_a_reentrant_checkpoint_that_splits_a_gradient_is_a_clear_error() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     manager = ab.GradManager().attach(layer.parameters(), lambda tensor, grad: None)
     with pytest.raises(RuntimeError, match="use_reentrant=False"), manager:

@@ -388,7 +388,7 @@ def failing(phase: str, bad: int, stopped: list[int]) -> type[Function]:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("bad", [0, 2])
-def test_the_first_error_comes_with_its_calls_index_after_the_others_have_stopped(phase: str, bad: int) -> None:
+def test_the_first_error_has_its_call_s_index_and_is_raised_after_the_others_have_stopped(phase: str, bad: int) -> None:
     stopped: list[int] = []
     func = failing(phase, bad, stopped)
     x = torch.ones(1, requires_grad=True)

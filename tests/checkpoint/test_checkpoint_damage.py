@@ -318,7 +318,7 @@ def test_a_manifest_of_another_shape_is_refused(tmp_path: Path, change: Callable
     ],
     ids=lambda body: body[:12],
 )
-def test_a_manifest_that_is_no_json_of_ours_is_refused(tmp_path: Path, body: str) -> None:
+def test_a_manifest_that_is_not_our_json_is_refused(tmp_path: Path, body: str) -> None:
     sign(save(tmp_path, 1), body)
     with pytest.raises(CheckpointError, match=r"the manifest (cannot be read|has format)"):
         checkpoint.read(tmp_path)
@@ -369,7 +369,7 @@ def forge_header(directory: Path, change: Callable[[str], str]) -> None:
         ('{"__metadata__"', "[", "the header cannot be read"),
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_false_header_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     save(tmp_path, 1)
     forge_header(tmp_path, lambda text: text)
     assert checkpoint.read(tmp_path).step == 1

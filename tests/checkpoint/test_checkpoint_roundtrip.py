@@ -167,7 +167,7 @@ def same(a: object, b: object) -> bool:
 
 @settings(deadline=None, max_examples=60)
 @given(states)
-def test_state_comes_back_with_every_type_key_order_and_bit(value: object) -> None:
+def test_state_is_restored_with_every_type_key_order_and_bit(value: object) -> None:
     text = json.dumps(checkpoint_state.encode(value), allow_nan=False)
     assert same(checkpoint_state.decode(json.loads(text)), value)
 
@@ -178,12 +178,12 @@ def test_ints_of_any_size_come_back(tmp_path: Path, value: int) -> None:
     assert checkpoint.read(tmp_path).state == {"n": value}
 
 
-def test_an_int_of_more_digits_than_python_prints_comes_back(tmp_path: Path) -> None:
+def test_an_int_of_more_digits_than_python_prints_round_trips(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, {}, -(2**70000), step=0)
     assert checkpoint.read(tmp_path).state == -(2**70000)
 
 
-def test_state_of_optimizers_schedulers_and_generators_comes_back(tmp_path: Path) -> None:
+def test_state_of_optimizers_schedulers_and_generators_is_restored(tmp_path: Path) -> None:
     import random as python_random
 
     weight = torch.nn.Parameter(torch.randn(3))
@@ -284,7 +284,7 @@ def test_groups_that_cannot_be_kept_are_refused_before_anything_is_touched(
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.5, None])
-def test_a_step_that_is_no_count_is_refused(tmp_path: Path, step: int) -> None:
+def test_a_step_that_is_not_a_count_is_refused(tmp_path: Path, step: int) -> None:
     with pytest.raises(ValueError, match="step of a checkpoint is an int >= 0"):
         checkpoint.write(tmp_path, {}, None, step=step)
 
@@ -347,12 +347,12 @@ def test_read_newest_takes_the_highest_step_of_the_directories_under_a_path(tmp_
         checkpoint.read(tmp_path)
 
 
-def test_reading_a_directory_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_reading_a_missing_directory_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no such directory"):
         checkpoint.read(tmp_path / "nowhere")
 
 
-def test_an_unknown_group_is_named_beside_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_group_is_named_with_the_known_ones(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"has the groups \['model'\], not 'optimizer'"):
         checkpoint.read(tmp_path).tensors("optimizer")

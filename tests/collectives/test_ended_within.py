@@ -37,6 +37,6 @@ def test_one_that_ends_just_after_its_time_has_ended_well() -> None:
 
 
 @pytest.mark.parametrize("waits", [0, 1])
-def test_one_that_has_failed_says_why(waits: int) -> None:
+def test_a_failed_one_gives_the_reason(waits: int) -> None:
     with pytest.raises(RuntimeError, match="connection reset"):
         ended_within(1.0, Work(waits, "connection reset"))

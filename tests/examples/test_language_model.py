@@ -62,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 # One process.
 
 
-def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_text, tmp_path, capsys, drawn):
+def test_a_run_ends_with_one_line_of_json_a_checkpoint_and_a_picture(small_text, tmp_path, capsys, drawn):
     out = tmp_path / "out"
     result = run_here(capsys, *SMALL, "--engine", "auto", "--text", small_text, "--out", out, "--seed", 3)
     assert result["steps"] == 4

@@ -21,7 +21,7 @@ RUN = [sys.executable, "-m", "anabranch.cli", "run", "--experts", "4"]
 @pytest.mark.parametrize(
     "launcher", [[sys.executable], RUN, [*RUN, "--workers", "2"]], ids=["alone", "job", "two workers"]
 )
-def test_a_killed_server_comes_back_and_the_accuracy_is_that_of_the_undisturbed_run(
+def test_a_killed_server_restarts_and_the_accuracy_is_that_of_the_undisturbed_run(
     launcher: list[str], tmp_path: Path
 ) -> None:
     arguments = [*launcher, str(EXAMPLE), "--steps", "60", "--out", str(tmp_path)]

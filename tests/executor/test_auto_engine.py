@@ -199,9 +199,7 @@ def test_fetched_values_equal_those_of_the_tape(clip: float | None) -> None:
 # What does not.
 
 
-def test_a_branch_on_data_stays_on_the_tape_without_a_word(
-    captures: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_branch_on_data_stays_on_the_tape_silently(captures: list[object], caplog: pytest.LogCaptureFixture) -> None:
     expected, _ = train("tape", Branching)
     with caplog.at_level(logging.INFO, logger="anabranch"):
         found, used = train("auto", Branching)  # warnings are errors
@@ -246,7 +244,7 @@ def test_threads_capture_their_own_models_at_the_same_time() -> None:
         assert list(pool.map(train, range(3))) == ["graph"] * 3
 
 
-def test_explain_says_why() -> None:
+def test_explain_gives_the_reason() -> None:
     model = Branching()
     step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
     with ab.Executor(step, capture_after=1) as executor:
@@ -410,7 +408,7 @@ def test_changes_between_steps_are_noticed(changes: list[str]) -> None:
     assert used == "graph"
 
 
-def test_a_gradient_hook_that_comes_later_is_called() -> None:
+def test_a_gradient_hook_that_is_added_later_is_called() -> None:
     def hook(step: int, model: Any) -> None:
         if step == 5:
             model.last.weight.register_hook(lambda grad: grad * 2)

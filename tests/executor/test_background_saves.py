@@ -146,7 +146,7 @@ def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) ->
     held.go.set()
 
 
-def test_a_save_that_waits_comes_after_those_that_did_not(held: Held, tmp_path: Path) -> None:
+def test_a_waiting_save_comes_after_background_saves(held: Held, tmp_path: Path) -> None:
     threading.Timer(0.2, held.go.set).start()
     with executor() as target:
         target.save(tmp_path, wait=False)

@@ -222,7 +222,7 @@ def test_all_workers_are_notified() -> None:
     assert list(found[:2]) == [{"error": "bias was changed by hand", "steps": 1}] * 2
 
 
-def test_an_interrupt_in_a_push_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_push_requires_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     with executor_of(model) as executor:
         executor.run("train", IDS)

@@ -59,7 +59,7 @@ def test_a_placed_model_gives_the_same_numbers(engine: Engine) -> None:
     assert transfers == []  # it is where it was
 
 
-def test_each_part_goes_to_its_own_device_and_hands_back_to_the_one_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_runs_on_its_own_device_and_returns_to_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     moves: dict[nn.Module, tuple[str, str]] = {}
 
     def note(module: nn.Module, device: torch.device, around: torch.device) -> AbstractContextManager[None]:

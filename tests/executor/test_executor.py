@@ -292,7 +292,7 @@ def test_modes_are_taken_in_any_case(mode: str) -> None:
         (lambda model, batch: torch.zeros(()), ValueError, "does not depend"),
     ],
 )
-def test_a_loss_that_is_no_scalar_of_the_parameters_is_refused(loss: Any, error: Any, message: str) -> None:
+def test_a_loss_that_is_not_a_scalar_of_the_parameters_is_refused(loss: Any, error: Any, message: str) -> None:
     model = Net()
     with ab.Executor(ab.TrainStep(model, loss, sgd(model))) as executor, pytest.raises(error, match=message):
         executor.run(batch=batch_of())

@@ -35,7 +35,9 @@ def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Callable[
 
 
 @pytest.mark.parametrize("batches", [0, 1, 3])
-def test_a_generator_has_one_epoch_and_says_so(batches: int, opened: Callable[..., BoundLoader]) -> None:
+def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(
+    batches: int, opened: Callable[..., BoundLoader]
+) -> None:
     loader = opened(iter(range(batches)))
     assert drain(loader) == batches
     loader.start_epoch()

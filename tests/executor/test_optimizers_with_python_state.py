@@ -315,7 +315,7 @@ def test_a_parameter_added_to_a_second_group_is_left_to_the_tape(engine: str) ->
 
 
 @pytest.mark.parametrize("engine", ["tape", *ENGINES])
-def test_a_zero_grad_of_ones_own_beside_another_optimizer_clears_its_own_alone(engine: Any) -> None:
+def test_an_overridden_zero_grad_clears_only_its_own_optimizer_s_gradients(engine: Any) -> None:
     def made() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

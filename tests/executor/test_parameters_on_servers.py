@@ -66,7 +66,7 @@ def trained(
 # Where things live.
 
 
-def test_routes_are_a_table_that_says_why() -> None:
+def test_routes_are_a_table_with_reasons() -> None:
     model = new_model()
     model.head.bias.requires_grad_(False)
     with ab.Executor(step_of(model), "hybrid", routes={"head.weight": "ps"}) as executor:
@@ -191,7 +191,7 @@ def test_cached_at_bound_0_is_uncached_to_the_bit(mode: str, policy: str) -> Non
             assert torch.equal(one, other)
 
 
-def test_the_next_batch_is_asked_for_before_this_backward_ends() -> None:
+def test_the_next_batch_s_rows_are_requested_before_this_backward_ends() -> None:
     """Ids of the batch, wrapped around and shifted: the first run shows how they are made, the second asks ahead."""
     data = [{"ids": torch.full((2, 3), 10 * k + k), "y": torch.zeros(2)} for k in range(4)]
     log: list[str] = []
@@ -221,7 +221,7 @@ def test_the_next_batch_is_asked_for_before_this_backward_ends() -> None:
         assert (loads.misses, loads.hits) == (9, 3)  # the third batch's rows were there when its step came
 
 
-def test_a_step_that_is_a_graph_asks_ahead_too() -> None:
+def test_a_step_that_is_a_graph_prefetches_too() -> None:
     """The first run is the tape's, which shows how ids are made; the rest are replays."""
     data = [{"ids": torch.full((2, 3), 11 * k), "y": torch.zeros(2)} for k in range(4)]
     seen: list[str] = []

@@ -166,7 +166,7 @@ def test_no_line_is_longer_than_a_terminal_and_long_names_keep_both_ends() -> No
     assert lines[2].startswith("encoder.laye...dense.weight servers, table read whole  6,400,000,000")
 
 
-def test_a_link_goes_through_its_measurements() -> None:
+def test_a_link_speed_fits_its_measurements() -> None:
     link = LinkSpeed.of_rows(20, small=(64, 2.0), large=(4096, 65.0), wide=75.0)
     assert link.cost(64 * 20, 64) == pytest.approx(2.0)
     assert link.cost(4096 * 20, 4096) == pytest.approx(65.0)
@@ -337,7 +337,7 @@ def test_a_plan_needs_a_training_step() -> None:
         executor.plan("validate")
 
 
-def test_auto_alone_is_no_question(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_on_a_single_worker_needs_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with ab.Executor(step_of(Model()), "Auto") as executor:
         executor.run(batch=IDS)
         assert executor.comm_mode == "AllReduce"

@@ -57,7 +57,7 @@ def test_so_many_steps_are_recorded_and_then_none(engine: str, names: list[str],
     assert trace.processes == [f"process {os.getpid()}"]
 
 
-def test_nothing_is_recorded_without_being_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise AssertionError("the clock was read for a span")
 

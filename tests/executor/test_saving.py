@@ -131,7 +131,7 @@ def test_several_models_and_steps_share_a_checkpoint(tmp_path: Path) -> None:
             assert_same(other, model)
 
 
-def test_resume_says_whether_there_was_anything_to_resume(tmp_path: Path) -> None:
+def test_resume_returns_true_if_there_was_a_checkpoint(tmp_path: Path) -> None:
     _, executor = program()
     with executor:
         assert executor.resume(tmp_path / "nothing yet") is False

@@ -184,7 +184,7 @@ def test_slow_sinks_get_fewer_steps_and_cost_little() -> None:
     assert max(later - earlier for earlier, later in itertools.pairwise(told)) <= 110
 
 
-def test_an_event_comes_after_the_steps_before_it() -> None:
+def test_an_event_is_delivered_after_the_steps_before_it() -> None:
     order: list[str] = []
 
     class Ordered(Kept):

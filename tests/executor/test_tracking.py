@@ -62,7 +62,7 @@ def test_elsewhere_a_line_is_written_every_five_seconds() -> None:
     ]
 
 
-def test_a_short_loop_elsewhere_says_nothing() -> None:
+def test_a_short_loop_without_a_terminal_prints_nothing() -> None:
     clock, stream = Seconds(), io.StringIO()
     run(Progress(True, stream, clock), clock, 10, 0.1)
     assert stream.getvalue() == ""

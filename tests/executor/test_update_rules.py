@@ -413,7 +413,7 @@ def test_a_window_of_another_precision_is_refused(tmp_path: Any) -> None:
             other.load(tmp_path)
 
 
-def test_a_batch_whose_step_raised_counts_in_its_epoch() -> None:
+def test_a_batch_of_a_failed_step_counts_in_its_epoch() -> None:
     model = model_of()
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, flush="step")
     batches = [batch_of(index, bad=index == 1) for index in range(5)]

@@ -40,7 +40,7 @@ def test_a_uid_that_another_live_server_announced_is_warned_of_once_and_served(
     assert "stop one of them" in warnings[0]
 
 
-def test_a_server_that_comes_back_at_a_new_address_is_not_warned_of_its_old_one(
+def test_a_server_restarted_at_a_new_address_is_not_warned_of_its_old_one(
     caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     gone = f"unix:{tmp_path_factory.mktemp('gone')}/socket"

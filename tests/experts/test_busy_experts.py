@@ -62,7 +62,7 @@ def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
         assert torch.equal(expert(torch.ones(1, 2)), torch.ones(1, 2))
 
 
-def test_a_queue_that_is_full_says_so_while_the_module_computes_and_serves_again() -> None:
+def test_a_full_queue_is_reported_while_the_module_computes_and_serves_again() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=2, max_queue_rows=4)
     with served(backend) as server:

@@ -106,7 +106,7 @@ class Merges(nn.Linear):
         return super().forward(self.frozen(x))
 
 
-def test_a_module_that_changes_with_its_mode_is_asked_to_change_back_and_frozen_parts_stay_frozen() -> None:
+def test_a_module_that_overrides_train_is_restored_through_it_and_frozen_parts_stay_frozen() -> None:
     module = Merges()
     module.frozen.eval()
     nn.init.constant_(module.weight, 4.0)
@@ -223,7 +223,7 @@ class Chain(nn.Module):
             return self.mixture(self.expert(self.first(x)))  # type: ignore[no-any-return]
 
 
-def test_a_graph_asks_in_the_mode_and_precision_of_now() -> None:
+def test_a_graph_calls_experts_in_the_current_mode_and_precision() -> None:
     results = []
     for engine in ("tape", "graph"):
         torch.manual_seed(0)

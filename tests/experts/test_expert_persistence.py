@@ -173,7 +173,7 @@ def test_a_server_killed_in_its_first_saving_starts_as_if_it_had_never_saved(tmp
     assert Persistence(tmp_path, {"ffn.0": make()}, paused=nullcontext).load()
 
 
-def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path, programs: Programs) -> None:
+def test_a_server_killed_during_a_save_recovers_completely(tmp_path: Path, programs: Programs) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     endpoint = f"unix:{folder}/socket"

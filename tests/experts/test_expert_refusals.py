@@ -201,7 +201,7 @@ def test_optimizers_that_need_more_than_gradients_are_refused_at_the_start(
 
 
 @pytest.mark.parametrize(("timeout", "least"), [(None, 8), (0.01, 8), (None, 1)])
-def test_a_server_says_that_small_requests_may_wait_until_their_deadline(
+def test_a_server_warns_that_small_requests_may_wait_until_their_deadline(
     caplog: pytest.LogCaptureFixture, timeout: float | None, least: int
 ) -> None:
     made = [

@@ -44,7 +44,7 @@ def one(**said: object) -> ExpertBackend:
 # --- what can be said
 
 
-def test_every_plain_argument_of_a_backend_can_be_said() -> None:
+def test_every_plain_argument_of_a_backend_can_be_given() -> None:
     backend = one(
         features=4,
         optimizer="sgd",
@@ -82,7 +82,7 @@ def test_a_group_can_say_all_that_a_backend_takes() -> None:
     assert said - {"where"} <= options
 
 
-def test_nothing_said_is_what_the_command_always_served() -> None:
+def test_without_options_the_command_serves_its_defaults() -> None:
     backend = one()
     assert backend.schema.arguments == (TensorSpec(512),)
     assert isinstance(backend.optimizer, torch.optim.Adam)
@@ -98,7 +98,7 @@ def test_a_factory_takes_arguments() -> None:
     assert backend.module.scale == 2.0
 
 
-def test_schemas_of_several_inputs_are_said_in_plain_values() -> None:
+def test_schemas_of_several_inputs_are_given_in_plain_values() -> None:
     backend = one(
         module=f"{HERE}:two",
         module_args={},
@@ -229,7 +229,7 @@ def test_a_user_s_directory_without_claims_is_asked_for_the_served_uids() -> Non
     assert backend.uid == "ffn.3"
 
 
-def test_a_server_that_comes_back_draws_the_experts_it_has_saved(tmp_path: Path) -> None:
+def test_a_restarted_server_draws_the_experts_it_has_saved(tmp_path: Path) -> None:
     group = ExpertGroup(uids="ffn.[0:1000]", count=3, features=2)
     first = make_experts([group], checkpoint_dir=tmp_path)
     with served(*first, checkpoint_dir=tmp_path):
@@ -415,7 +415,7 @@ def test_a_factory_that_does_not_fit_is_reported(said: dict[str, object], says: 
     assert says in str(raised.value)
 
 
-def test_yaml_without_its_extra_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_without_its_extra_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fleet.yaml").write_text(YAML)
     real = builtins.__import__
 

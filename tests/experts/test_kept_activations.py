@@ -218,7 +218,7 @@ def test_a_budget_is_a_number_of_rows() -> None:
         backend_of(nn.Linear(4, 4), keep=-1)
 
 
-def test_a_server_that_keeps_nothing_is_asked_once_forward_and_once_backward() -> None:
+def test_a_server_without_kept_activations_gets_one_forward_and_one_backward() -> None:
     backend = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
     with ExpertServer([backend]) as server:
         RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4)).sum().backward()

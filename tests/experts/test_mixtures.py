@@ -378,7 +378,7 @@ def test_contradictory_arguments_say_which(options: dict[str, object], says: str
 @pytest.mark.parametrize(
     "name", ["grid_dropout", "k_best", "k_min", "backward_k_min", "forward_timeout", "timeout_after_k_min"]
 )
-def test_an_argument_that_is_no_number_is_named(name: str) -> None:
+def test_an_argument_that_is_not_a_number_is_named(name: str) -> None:
     arguments = {"in_features": 4, "grid_size": (2,), "directory": Directory(), "uid_prefix": "ffn", name: "a"}
     with pytest.raises(TypeError, match=f"{name} is a .*number.* got 'a'"):
         RemoteMixtureOfExperts(**arguments)  # type: ignore[arg-type]
@@ -429,7 +429,7 @@ def test_beam_search_is_exhaustive_search_on_a_full_grid(sizes: list[int], k: in
                 assert found.uids[slot] == "ffn." + ".".join(map(str, point))
 
 
-def test_beam_search_asks_the_directory_once_a_dimension() -> None:
+def test_beam_search_queries_the_directory_once_a_dimension() -> None:
     class Counting(Directory):
         asked = 0
 

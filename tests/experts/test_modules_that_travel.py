@@ -52,7 +52,7 @@ class Named(RemoteExpert):
 @WAYS
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("by_directory", [False, True])
-def test_an_expert_travels_and_asks_the_same_expert(way: Way, used: bool, by_directory: bool) -> None:
+def test_a_pickled_expert_calls_the_same_expert(way: Way, used: bool, by_directory: bool) -> None:
     module = Feedforward()
     with (
         DirectoryServer() as names,

@@ -127,7 +127,7 @@ def test_a_step_that_waits_in_the_queue_keeps_its_session() -> None:
     assert len(came) == 1
 
 
-def test_a_first_step_that_comes_after_the_end_opens_nothing() -> None:
+def test_a_first_step_after_the_end_opens_nothing() -> None:
     sessions, backend = Sessions(SessionLimits(), FakeClock()), causal_backend()
     sessions.end(b"a", "the session was ended by its caller")
     with pytest.raises(SessionGone, match="ended by its caller"):

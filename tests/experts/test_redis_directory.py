@@ -143,7 +143,7 @@ def test_shards_are_announced(redis: RealRedis, directory: RedisDirectory) -> No
     assert directory.active(["parameters"]) == {"parameters": []}
 
 
-def test_a_redis_that_comes_back_empty_fills_as_servers_announce_themselves_again(
+def test_an_empty_restarted_redis_fills_as_servers_announce_themselves_again(
     redis: RealRedis, directory: RedisDirectory
 ) -> None:
     with served(make("ffn.0"), directory=redis.url, ttl=1.0):
@@ -257,7 +257,7 @@ def test_one_that_answers_a_byte_at_a_time_meets_the_deadline_too(stack: ExitSta
         (b"-ERR something else\r\n", RemoteError, "Redis answered with an error: something else"),
     ],
 )
-def test_answers_that_are_no_answer(stack: ExitStack, answer: bytes, kind: type[Exception], told: str) -> None:
+def test_invalid_answers(stack: ExitStack, answer: bytes, kind: type[Exception], told: str) -> None:
     pytest.importorskip("redis")
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     over = threading.Event()
@@ -329,7 +329,7 @@ def test_addresses_that_are_none(wrong: str) -> None:
         RedisDirectory(wrong)
 
 
-def test_the_url_of_a_redis_is_no_endpoint() -> None:
+def test_the_url_of_a_redis_is_not_an_endpoint() -> None:
     with pytest.raises(ValueError, match=r"redis://db:1 is a Redis server; use anabranch\.RedisDirectory"):
         Directory("redis://:secret@db:1")
 

@@ -37,7 +37,7 @@ def test_a_caller_outlives_its_servers_restart(tmp_path: Path) -> None:
                 expert(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_server_that_comes_back_with_another_schema_is_asked_for_it(tmp_path: Path) -> None:
+def test_the_schema_of_a_server_restarted_with_another_is_requested_again(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"unix:{tmp_path}/experts"
     expert = RemoteExpert("ffn.0", endpoint)
@@ -48,7 +48,7 @@ def test_a_server_that_comes_back_with_another_schema_is_asked_for_it(tmp_path: 
         assert expert(torch.ones(2, 4)).shape == (2, 6)
 
 
-def test_a_mixture_asks_again_for_the_schema_of_an_expert_that_comes_back_with_another(tmp_path: Path) -> None:
+def test_a_mixture_requests_the_changed_schema_of_a_restarted_expert(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"unix:{tmp_path}/experts"
     directory = Directory()

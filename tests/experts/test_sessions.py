@@ -187,7 +187,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_sent_and_the_session_c
     assert all(torch.equal(a, b) for a, b in zip(came, locally(backend.module, pieces), strict=True))
 
 
-def test_nan_is_refused_and_the_same_step_may_be_asked_for_with_numbers() -> None:
+def test_nan_is_refused_and_the_same_step_may_be_repeated_with_numbers() -> None:
     backend = causal_backend()
     pieces = pieces_of(lengths=(2, 1))
     with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
@@ -209,7 +209,7 @@ def test_more_leading_dimensions_are_rows_and_come_back() -> None:
 # --- ends
 
 
-def test_the_end_frees_the_cache_at_once_and_a_step_after_it_says_so() -> None:
+def test_the_end_frees_the_cache_at_once_and_a_later_step_is_an_error() -> None:
     backend = causal_backend()
     with served(backend) as server:
         expert = RemoteExpert("block.0", server.endpoint)
@@ -237,7 +237,7 @@ def test_a_session_that_was_never_stepped_costs_nothing() -> None:
         assert not server.statistics().transport.requests
 
 
-def test_a_session_without_a_step_for_its_ttl_is_freed_and_says_so() -> None:
+def test_a_session_without_a_step_for_its_ttl_is_freed_and_reported_as_gone() -> None:
     clock = FakeClock()
     backend = causal_backend()
     with served(backend, clock=clock) as server:
@@ -273,7 +273,7 @@ def test_thousands_of_sessions_dropped_without_an_end_leave_nothing() -> None:
         assert not backend.open_sessions
 
 
-def test_a_server_that_came_back_says_that_the_session_is_gone(tmp_path: Path) -> None:
+def test_a_restarted_server_reports_that_the_session_is_gone(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"unix:{tmp_path}/experts"
     session = RemoteExpert("block.0", endpoint).session(8)
@@ -283,7 +283,7 @@ def test_a_server_that_came_back_says_that_the_session_is_gone(tmp_path: Path) -
         session.step(torch.ones(1, 1, 8))
 
 
-def test_a_server_that_came_back_with_another_schema_says_the_same(tmp_path: Path) -> None:
+def test_a_restarted_server_with_another_schema_reports_the_same(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     endpoint = f"unix:{tmp_path}/experts"
     session = RemoteExpert("block.0", endpoint).session(8)
@@ -513,7 +513,7 @@ def test_caches_beyond_the_bytes_are_refused_and_steps_wait_for_others_to_end() 
             first.step(torch.ones(1, 1, 8))
 
 
-def test_a_session_that_would_not_fit_alone_is_no_matter_of_waiting() -> None:
+def test_a_session_that_would_never_fit_is_refused_for_good() -> None:
     with served(causal_backend(), session_limits=SessionLimits(tokens=20, nbytes=250)) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with (
@@ -601,7 +601,7 @@ class Stepping(nn.Module):
         return self.linear(self.session.step(x))
 
 
-def test_a_session_is_no_part_of_a_graph() -> None:
+def test_a_session_is_not_part_of_a_graph() -> None:
     with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
         step = EvalStep(Stepping(session), lambda model, batch: {"y": model(batch)})
         with Executor({"evaluate": step}, engine="graph") as executor:

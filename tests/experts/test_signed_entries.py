@@ -193,7 +193,7 @@ def test_one_more_owner_is_not_believed_while_the_first_one_has_it(
     assert directories.of("one", "worker").lookup([UID]) == {UID: THERE}, "who has seen no other believes it"
 
 
-def test_an_old_entry_is_no_news(directories: Directories, warned: Callable[[], str]) -> None:
+def test_an_old_entry_is_ignored(directories: Directories, warned: Callable[[], str]) -> None:
     server, knows = directories.of("one"), directories.of("one", "worker")
     server.announce([UID], HERE, ttl=60.0)
     old = directories.entry()

@@ -51,7 +51,7 @@ def test_announcements_outlive_the_first_and_the_second(places: list[str]) -> No
             assert Directory(places[1]).lookup(["ffn.3.0"])
 
 
-def test_one_that_is_left_out_is_asked_again_once_it_may_be_back(places: list[str]) -> None:
+def test_a_skipped_one_is_tried_again_later(places: list[str]) -> None:
     now = [0.0]
     client = ab.transport.Client(retries=0)
     replicas = Replicas(",".join(places), clock=lambda: now[0])

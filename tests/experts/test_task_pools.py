@@ -143,7 +143,7 @@ def test_no_batch_runs_while_the_runtime_is_paused() -> None:
         assert ran.wait(timeout=60)
 
 
-def test_pools_without_tasks_are_not_looked_at_however_many_there_are() -> None:
+def test_pools_without_tasks_are_not_examined() -> None:
     looked: list[str] = []
     done = threading.Semaphore(0)
 

@@ -52,7 +52,7 @@ def test_tasks_without_a_caller_are_served_in_the_order_of_arrival() -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_higher_priority_goes_first_whoever_waits_longer() -> None:
+def test_a_higher_priority_goes_first_regardless_of_waiting_time() -> None:
     pool = TaskPool(lambda x: [x], max_batch_size=2)
     for caller, priority in (("a", 0), ("a", 0), ("b", -1), ("c", 5), ("a", 5)):
         pool.submit(task(caller, priority=priority))

@@ -63,7 +63,7 @@ def test_the_number_of_shards_is_changed_by_save_and_load_into_another_directory
     assert list(pushed(tmp_path / "two", 2, load=tmp_path / "saved")) == [2.0] * 4
 
 
-def test_a_shard_that_was_lost_starts_beside_the_others_of_its_number(tmp_path: Path) -> None:
+def test_a_lost_shard_starts_anew_beside_the_others_of_its_number(tmp_path: Path) -> None:
     directory = tmp_path / "kept"
     pushed(directory, 2)
     (directory / "shard-1-of-2").rename(tmp_path / "elsewhere")

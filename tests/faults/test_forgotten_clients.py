@@ -81,7 +81,7 @@ def test_a_forgotten_client_continues_and_learns_of_no_loss(durability: str, tmp
 
 
 @pytest.mark.usefixtures("_few")
-def test_a_forgotten_client_has_lost_nothing_when_its_shard_comes_back_from_a_log(tmp_path: Path) -> None:
+def test_a_forgotten_client_has_lost_nothing_when_its_shard_recovers_from_a_log(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "log")
     with shard.client() as client:
         client.init_table(SPEC, SGD)

@@ -41,7 +41,7 @@ def test_a_second_server_of_one_directory_is_refused_with_the_owner_s_name(durab
         assert client.pull("bias").tolist() == pytest.approx([-0.01, -0.01])
 
 
-def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: Path, programs: Programs) -> None:
+def test_the_lock_ends_with_its_process_and_is_kept_while_it_is_frozen(tmp_path: Path, programs: Programs) -> None:
     script = textwrap.dedent(
         """
         import sys

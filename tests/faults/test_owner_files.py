@@ -94,7 +94,7 @@ def cut_to_its_beginning(log: Path) -> None:
 
 @pytest.mark.parametrize("harm", [whole, cut, overwrite, empty, cut_to_its_beginning])
 @pytest.mark.parametrize("lose", [remove, empty, make_zeros])
-def test_a_log_beside_which_its_owner_is_gone_is_damaged(
+def test_a_log_without_its_owner_file_is_damaged(
     lose: Callable[[Path], None], harm: Callable[[Path], None], ours: Path
 ) -> None:
     """A shard began with fewer pushes than it had acknowledged, or with none, and without a word."""
@@ -106,7 +106,7 @@ def test_a_log_beside_which_its_owner_is_gone_is_damaged(
 
 
 @pytest.mark.parametrize("lose", [remove, empty])
-def test_a_checkpoint_beside_which_its_owner_is_gone_is_damaged_too(lose: Callable[[Path], None], ours: Path) -> None:
+def test_a_checkpoint_without_its_owner_file_is_damaged_too(lose: Callable[[Path], None], ours: Path) -> None:
     lose(ours / "owner")
     for log in ours.glob("log-*"):
         log.unlink()
@@ -130,7 +130,7 @@ def test_the_owner_of_another_directory_is_refused(
     assert log.read_bytes() == before
 
 
-def test_an_owner_that_was_begun_anew_beside_a_log_is_refused(ours: Path, tmp_path: Path) -> None:
+def test_a_new_owner_file_beside_a_log_is_refused(ours: Path, tmp_path: Path) -> None:
     with Ownership(tmp_path / "new"):
         pass
     shutil.copy(tmp_path / "new" / "owner", ours / "owner")

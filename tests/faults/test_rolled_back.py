@@ -122,7 +122,7 @@ def test_nothing_is_reported_without_a_loss(tmp_path: Path) -> None:
         shard.die()
 
 
-def test_a_shard_without_durability_that_is_started_again_says_so(tmp_path: Path) -> None:
+def test_a_restart_of_a_shard_without_durability_is_reported(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "none")
     with shard.client() as client:
         client.init_table(SPEC, SGD)
@@ -204,7 +204,7 @@ def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_reports_th
 
 
 @pytest.mark.parametrize("durability", ["log", "checkpoint"])
-def test_a_log_or_a_checkpoint_that_was_removed_is_no_empty_shard(durability: str, tmp_path: Path) -> None:
+def test_a_removed_log_or_checkpoint_is_not_an_empty_shard(durability: str, tmp_path: Path) -> None:
     shard = Shard(tmp_path, durability)
     with shard.client() as client:
         client.init_table(SPEC, SGD)

@@ -75,7 +75,7 @@ def test_a_dense_gradient_of_another_shape_is_refused_before_anything_is_sent(sh
         assert not client.sparse_pull("t", IDS).any()
 
 
-def test_a_worker_goes_no_further_once_its_shards_differ(shards: Any, tmp_path: Path) -> None:
+def test_a_worker_stops_once_its_shards_differ(shards: Any, tmp_path: Path) -> None:
     with client_of(shards, worker=Worker(0, 1, "bsp")) as client:
         client.init("t", (8, 1), "rows", optimizer=SGD)
         client.join(0)

@@ -246,7 +246,7 @@ def test_a_gradient_hook_is_refused_by_name_and_line() -> None:
     program.run(torch.ones(1, 2))
 
 
-def test_a_session_that_is_attached_to_the_parameters_is_no_obstacle() -> None:
+def test_a_session_attached_to_the_parameters_is_allowed() -> None:
     model = nn.Linear(2, 2)
     manager = GradManager().attach(model.parameters())
     with manager:

@@ -129,7 +129,7 @@ def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypat
     assert Recording.made == 2
 
 
-def test_a_program_that_cannot_be_recorded_runs_on_and_says_so_once(
+def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:

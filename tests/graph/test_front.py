@@ -167,7 +167,7 @@ def test_a_pytorch_with_broken_guards_is_slower_but_correct(monkeypatch: pytest.
         ab.capture(nn.ReLU(), torch.ones(2))
 
 
-def test_where_torch_compile_is_switched_off_auto_stays_on_the_tape_and_says_so(
+def test_with_torch_compile_switched_off_auto_stays_on_the_tape_and_gives_the_reason(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(front_module, "_passed", None)

@@ -411,7 +411,7 @@ def attention(model: nn.Module, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(y, y, y).square().mean()
 
 
-def test_code_that_asks_whether_it_is_compiled_takes_the_tapes_step_and_is_refused() -> None:
+def test_code_that_checks_for_compilation_runs_on_the_tape_and_is_refused_by_graph() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean() * (2.0 if torch.compiler.is_compiling() else 1.0)
 
@@ -534,7 +534,7 @@ def test_a_users_kernel_or_backward_of_a_librarys_operator_is_refused(registrati
         executor.run(batch=torch.ones(3, 2))
 
 
-def test_an_object_of_the_step_that_does_something_when_it_goes_is_refused() -> None:
+def test_an_object_of_the_step_with_a_finalizer_is_refused() -> None:
     gone: list[int] = []
 
     class Span:

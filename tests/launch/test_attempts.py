@@ -29,7 +29,7 @@ def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(t
     assert run_attempts(lambda number: stopped, 3, lambda line: pytest.fail(line)) is stopped
 
 
-def test_a_budget_refills_as_time_goes_by() -> None:
+def test_a_budget_refills_over_time() -> None:
     """Three restarts for the life of a job ended a week's run at the fourth crash."""
     now = 0.0
     budget = RestartBudget(3, 600.0, clock=lambda: now)

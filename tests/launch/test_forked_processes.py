@@ -328,7 +328,7 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
     assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")
 
 
-def test_a_service_comes_back_though_the_fork_server_has_died(script: Script, tmp_path: Path) -> None:
+def test_a_service_restarts_although_the_fork_server_has_died(script: Script, tmp_path: Path) -> None:
     """The launcher ended with a traceback: it asked the server that had forked the service the first time."""
     path = script(
         """

@@ -132,7 +132,7 @@ def test_a_redis_that_does_not_answer_is_reported_before_anything_starts(script:
     assert "secret" not in found.output
 
 
-def test_a_redis_is_asked_at_its_address(redis: RealRedis) -> None:
+def test_a_redis_is_queried_at_its_address(redis: RealRedis) -> None:
     with Addresses([redis.url]) as addresses:
         (role,) = addresses.look().roles
         assert (role.role, role.state, role.endpoint) == ("directory", "running", redis.url)

@@ -247,7 +247,7 @@ def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_
     assert (tmp_path / "worker-0.log").read_text() == "saved\n"
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(script: Script, tmp_path: Path) -> None:
+def test_a_signal_that_arrives_twice_at_once_counts_once(script: Script, tmp_path: Path) -> None:
     path = script(
         """
         import os, signal, sys, time

@@ -55,12 +55,12 @@ def test_a_wait_is_reported_after_ten_seconds_and_then_less_and_less_often() -> 
     assert told.look(role("worker 0", "waiting", 11.0, "worker 1")) == ["rank 0 waits for rank 1 in pull (11 s)"]
 
 
-def test_a_line_says_when_the_wait_is_given_up_where_that_is_known() -> None:
+def test_a_line_gives_the_deadline_of_a_wait_where_it_is_known() -> None:
     waits = replace(role("worker 0", "waiting", 12.0, "worker 1", "all_reduce"), waiting_limit=599.6)
     assert Told().look(waits) == ["rank 0 waits for rank 1 in all_reduce (12 s, at most 600 s)"]
 
 
-def test_those_that_wait_for_the_same_share_a_line_that_says_how_it_is() -> None:
+def test_waits_for_the_same_process_share_a_line_with_its_state() -> None:
     roles = [role(f"worker {rank}", "waiting", 10.0 + rank, "parameters 0") for rank in (0, 2, 1)]
     other = role("worker 3", "waiting", 10.0, "worker 9", "all_reduce")
     assert Told().look(*roles, role("parameters 0", "stopped"), other) == [
@@ -83,7 +83,7 @@ def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> N
     assert fetching(40.0, 0.0) == ["rank 0 is fetching a batch from its loader (40 s)"]
 
 
-def test_a_job_s_screen_says_that_a_loader_gives_no_batch(tmp_path: Path, script: Callable[[str], Path]) -> None:
+def test_a_job_s_screen_reports_a_loader_without_a_batch(tmp_path: Path, script: Callable[[str], Path]) -> None:
     path = script(
         """
         import sys, time, torch, anabranch as ab

@@ -77,7 +77,7 @@ wait_for("ready-1")
         assert (tmp_path / f"expert-{rank}.log").read_text() == f"expert {rank} 2 2 unix: False\ndrained\n"
 
 
-def test_a_service_that_was_still_starting_is_no_failure(script: Script, tmp_path: Path) -> None:
+def test_a_service_that_was_still_starting_is_not_a_failure(script: Script, tmp_path: Path) -> None:
     path = script("import os, time; time.sleep(600 if 'ANABRANCH_ROLE' in os.environ else 0)")
     outcome = launch(path, workers=1, servers=1, experts=1, log_dir=tmp_path)
     assert outcome.exit_code == 0

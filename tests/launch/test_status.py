@@ -177,7 +177,7 @@ def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -
     assert named((role(0), waiting(1)), (role(1), waiting(0))) == ["worker 1", "worker 0"]
 
 
-def test_a_file_of_the_process_before_says_nothing(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_process_is_ignored(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     told = {"pid": os.getpid() + 1, "run": {"loss": 0.5}}
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
@@ -186,7 +186,7 @@ def test_a_file_of_the_process_before_says_nothing(tmp_path: Path) -> None:
     assert status_of(tmp_path).loss == 0.5
 
 
-def test_servers_are_asked_at_their_addresses(tmp_path: Path) -> None:
+def test_servers_are_queried_at_their_addresses(tmp_path: Path) -> None:
     expert = ab.ExpertBackend("e.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
     with ParameterServer() as server, ab.ExpertServer([expert]) as experts:
         ab.RemoteExpert("e.0", experts.endpoint)(torch.ones(3, 2))

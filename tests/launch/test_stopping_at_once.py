@@ -199,7 +199,7 @@ def test_a_signal_sent_to_the_launcher_and_to_its_group_counts_once() -> None:
     assert others(0.0, 0.1, number=signal.SIGTERM) == [False, False]
 
 
-def test_a_terminal_that_is_closed_says_so_more_than_once() -> None:
+def test_repeated_hangups_of_a_closed_terminal_count_once() -> None:
     assert others(0.0, 0.001, number=signal.SIGHUP, sender=TERMINAL) == [False, False]
 
 

@@ -169,7 +169,7 @@ def test_names_follow_prometheus() -> None:
             assert words[-1] == "seconds", metric.name
 
 
-def test_the_dashboard_asks_for_names_that_exist() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     known = {
         f"anabranch_{metric.name}{'_total' if metric.kind == 'counter' else ''}": metric for metric in every_metric()
     }

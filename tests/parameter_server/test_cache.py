@@ -223,7 +223,7 @@ def test_a_row_within_its_bound_costs_no_message() -> None:
     assert (found.hits, found.misses) == (6, 2)
 
 
-def test_a_row_that_is_asked_about_and_has_not_changed_does_not_come_again() -> None:
+def test_an_unchanged_row_is_not_sent_again() -> None:
     server = Server(2)
     cache = make(server)
     for step in range(4):
@@ -284,7 +284,7 @@ def test_a_dirty_row_that_leaves_is_pushed() -> None:
     assert not len(cache.waiting()[0])
 
 
-def test_a_row_comes_without_its_state_until_it_is_used_again() -> None:
+def test_a_row_is_sent_without_its_state_until_it_is_used_again() -> None:
     """Most rows are used once and leave; what they came with would have come for nothing."""
     server = Server(2)
     peer = Later(server, states=True)
@@ -347,7 +347,7 @@ def test_own_gradients_that_were_flushed_meanwhile_stay_in_the_row(flushed: bool
     assert cache.read(ids, 2).tolist() == [[1.0, 1.0, 0.0]]
 
 
-def test_a_row_in_the_place_of_one_that_was_asked_about_waits_for_nothing() -> None:
+def test_a_row_in_the_place_of_a_requested_one_waits_for_nothing() -> None:
     server = Server(2)
     cache = RowCache(
         Cache(capacity=1, pull_bound=9, push_bound=9), 2, torch.float32, Later(server, states=True),

@@ -159,7 +159,7 @@ def said(caplog: pytest.LogCaptureFixture) -> int:
     return sum(record.name == "anabranch.compiling" and record.levelname == "INFO" for record in caplog.records)
 
 
-def test_a_process_that_compiles_for_long_says_so_once_and_one_that_loads_does_not(
+def test_a_long_compilation_is_logged_once_and_loading_is_not(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server printed nothing for 40 seconds on a new machine."""
@@ -183,7 +183,7 @@ def test_a_process_that_compiles_for_long_says_so_once_and_one_that_loads_does_n
     assert said(caplog) == 1
 
 
-def test_a_process_that_waits_for_another_that_compiles_says_so(
+def test_waiting_for_a_compiling_process_is_logged(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "anabranch.compiling")

@@ -313,7 +313,7 @@ def written(tmp_path: Path) -> tuple[Path, int, int]:
     return path, begin, (path.stat().st_size - begin) // 4
 
 
-def test_a_write_that_was_cut_short_is_cut_off_and_said(
+def test_a_truncated_write_is_cut_off_and_reported(
     written: tuple[Path, int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     path, begin, size = written
@@ -328,7 +328,7 @@ def test_a_write_that_was_cut_short_is_cut_off_and_said(
         assert path.stat().st_size == cut - torn
 
 
-def test_a_flipped_bit_is_damage_if_anything_valid_lies_behind_it(written: tuple[Path, int, int]) -> None:
+def test_a_flipped_bit_is_damage_if_a_valid_record_follows(written: tuple[Path, int, int]) -> None:
     path, begin, size = written
     whole = path.read_bytes()
     for at in range(begin + 2 * size, begin + 3 * size):

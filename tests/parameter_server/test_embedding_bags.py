@@ -140,7 +140,7 @@ def remote(key: str, **changes: Any) -> ab.RemoteEmbedding:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_servers_are_asked_once_for_all_features(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_request_reads_all_features(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = None if dynamic else ROWS
     bags = {key: remote(key, num_embeddings=rows) for key in ("user", "seen", "bought")}
     model = nn.ModuleList([ab.EmbeddingBagCollection(bags), nn.Linear(3 * WIDTH, 1)])
@@ -200,7 +200,7 @@ def test_a_graph_is_refused_with_the_reason() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_the_default_engine_stays_on_the_tape_and_says_why() -> None:
+def test_the_default_engine_stays_on_the_tape_and_gives_the_reason() -> None:
     model = Model()
     expected = trained_plainly(copy.deepcopy(model))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
@@ -226,7 +226,7 @@ def test_it_counts_the_rows_of_its_batch_and_comes_apart_into_tensors() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
 @pytest.mark.parametrize("served", [False, True], ids=["here", "on servers"])
-def test_ids_of_a_narrow_dtype_are_taken_however_many_there_are(dtype: torch.dtype, served: bool) -> None:
+def test_any_number_of_ids_of_a_narrow_dtype_is_accepted(dtype: torch.dtype, served: bool) -> None:
     """Rows begin at 0 and 280, a number that neither 8-bit dtype has; each bag counts its ids."""
     bag = (
         ab.RemoteEmbedding("counts", 4, 1, mode="sum", init=1.0, optimizer=torch.optim.SGD)
@@ -241,7 +241,7 @@ def test_ids_of_a_narrow_dtype_are_taken_however_many_there_are(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=str)
-def test_ids_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+def test_ids_that_are_not_integers_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="one dimension of integers"):
         ab.KeyedJagged(["a"], torch.ones(3, dtype=dtype), lengths=torch.tensor([3]))
     with pytest.raises(ValueError, match=r"ids are integers, got 1\.7"):

@@ -70,7 +70,7 @@ def test_first_values_are_not_forgotten_and_quiet_weights_stay() -> None:
     torch.testing.assert_close(weight.data, torch.tensor([0.75, -2.0, 3.25]))  # by g / Q, and Q is (1 + 1) / 0.5
 
 
-def test_a_gradient_that_is_no_number_is_not_hidden() -> None:
+def test_a_nan_gradient_is_not_hidden() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = ab.FTRL([weight], l1=1.0)
     weight.grad = torch.tensor([float("nan"), 1.0])

@@ -171,7 +171,7 @@ def test_a_half_model_trains_on_servers_as_in_the_plain_loop(name: str, cache: a
     assert all(state[label].dtype == torch.float16 for label in state if label != "step")
 
 
-def test_state_comes_through_a_checkpoint_whole(tmp_path: Path) -> None:
+def test_state_survives_a_checkpoint_unchanged(tmp_path: Path) -> None:
     rule = RowOptimizer.from_factory(RULES["adam"])
     network = MemoryTransport()
     kept = []

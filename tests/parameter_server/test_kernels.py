@@ -232,7 +232,7 @@ def test_the_permutation_of_ids_is_one_and_has_an_inverse(rows: int, key: int) -
 
 
 @pytest.mark.parametrize("module", [COMPILED, PLAIN], ids=["compiled", "plain"])
-def test_an_id_outside_is_found_where_it_stands(module: object) -> None:
+def test_an_out_of_range_id_is_found_at_its_position(module: object) -> None:
     assert module.first_outside(np.array([0, 9]), 10) == -1
     assert module.first_outside(np.array([0, 10, -1]), 10) == 1
     assert module.first_outside(np.array([0, -(2**63)]), 10) == 1

@@ -144,7 +144,7 @@ def test_nothing_is_forgotten_before_requests_in_flight_have_ended(monkeypatch: 
         tables.close()
 
 
-def test_gradients_that_are_no_numbers_are_refused_and_spoil_no_cached_row() -> None:
+def test_nan_gradients_are_refused_and_spoil_no_cached_row() -> None:
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     ids = torch.tensor([1, 2])
     with ParameterClient() as client:
@@ -241,7 +241,7 @@ def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
         tables.abandon()
 
 
-def test_a_dense_gradient_that_is_no_number_takes_nothing_out_of_the_cache() -> None:
+def test_a_nan_in_a_dense_gradient_takes_nothing_out_of_the_cache() -> None:
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
     ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
     with ParameterClient() as client:

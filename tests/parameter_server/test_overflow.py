@@ -218,7 +218,7 @@ def test_a_peak_bounds_every_sum_of_gradients() -> None:
     assert peak_of([torch.tensor([3e38, 3e38])]) > 3e38
 
 
-def test_a_table_that_comes_from_a_checkpoint_with_large_numbers_is_known_for_it() -> None:
+def test_a_table_restored_with_large_numbers_is_checked_for_overflow() -> None:
     rule = RowOptimizer(Family.SGD, lr=1.0)
     for number, safe in ((1.0, True), (2e38, False)):
         source, table = (RowTable(TableSpec("t", 6, 4, initial=Constant(start)), rule) for start in (number, 0.0))

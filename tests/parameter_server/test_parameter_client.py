@@ -245,7 +245,7 @@ def test_under_ssp_the_others_halt_after_exactly_k_steps(monkeypatch: pytest.Mon
             client.close()
 
 
-def test_under_asp_nobody_waits() -> None:
+def test_under_asp_no_worker_waits() -> None:
     with (
         cluster(1) as (network, endpoints),
         ParameterClient(endpoints, worker=Worker(0, 2, "asp"), transport=network) as client,

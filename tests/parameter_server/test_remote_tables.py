@@ -208,7 +208,7 @@ def test_options_unsupported_by_servers_are_refused_with_a_reason(
             use(model[0])
 
 
-def test_a_parameter_that_is_no_table_of_the_model_is_refused() -> None:
+def test_a_parameter_that_is_not_a_table_of_the_model_is_refused() -> None:
     model = nn.Linear(2, 2)
     with ParameterClient() as client:
         tables = RemoteTables(client)
@@ -257,7 +257,7 @@ def test_a_remote_embedding_is_a_sparse_one(mode: str | None) -> None:
     remote.close()
 
 
-def test_a_remote_embedding_without_an_optimizer_says_so() -> None:
+def test_a_remote_embedding_without_an_optimizer_is_an_error() -> None:
     with pytest.raises(ValueError, match="optimizer="):
         RemoteEmbedding("t", 4, 2)(torch.tensor([1]))
     with pytest.raises(ValueError, match="mode is None, 'sum'"):

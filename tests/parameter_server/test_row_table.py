@@ -130,7 +130,7 @@ def test_a_row_that_missed_thousands_of_steps_has_the_bits_of_every_step_replaye
     assert torch.equal(found[:, 2 * WIDTH :], optimizer.state[weight]["exp_avg_sq"])
 
 
-def test_a_rate_of_zero_is_no_rest() -> None:
+def test_momentum_decays_through_steps_with_a_learning_rate_of_zero() -> None:
     weight = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
     table = RowTable(TableSpec("t", ROWS, WIDTH, every_row_moves=True), RowOptimizer.from_torch(optimizer))
@@ -165,7 +165,7 @@ def test_touched_rows_only_are_those_of_a_sparse_embedding(kind: str) -> None:
 
 
 @pytest.mark.parametrize("initial", [Constant(0.5), Uniform(-1, 1), Normal(0, 0.1)])
-def test_a_row_begins_the_same_wherever_it_lies_and_whenever_it_is_used(initial: object) -> None:
+def test_a_row_s_first_values_depend_neither_on_its_place_nor_on_its_first_use(initial: object) -> None:
     spec = TableSpec("t", 100, 4, initial=initial, seed=3)
     rule = RowOptimizer(Family.SGD, lr=0.1)
     whole = RowTable(spec, rule)

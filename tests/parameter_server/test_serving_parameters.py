@@ -68,7 +68,7 @@ def test_sigterm_under_load_loses_no_acknowledged_push_and_refuses_the_others(
 @pytest.mark.parametrize(
     "arguments", [("--durability", "log"), ("--shard", "2", "--shards", "2"), ("--checkpoint-dir", "kept")]
 )
-def test_a_shard_that_cannot_be_served_says_why(arguments: tuple[str, ...], programs: Programs) -> None:
+def test_a_shard_that_cannot_be_served_gives_the_reason(arguments: tuple[str, ...], programs: Programs) -> None:
     done = programs.run(SERVE, "serve", "parameters", *arguments)
     assert done.returncode == 2
     assert arguments[0] in done.stderr

@@ -75,7 +75,7 @@ def test_a_worker_of_another_job_is_refused() -> None:
         shard.push(msgspec.structs.replace(push, rank=2), [ids, grad])
 
 
-def test_a_worker_that_comes_again_pushes_its_step_anew() -> None:
+def test_a_restarted_worker_pushes_its_step_again() -> None:
     shard = Shard()
     shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
     for rank in (0, 1):

@@ -25,7 +25,7 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("pull_bound", [0, 3])
-def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: int) -> None:
+def test_the_next_batch_s_rows_are_requested_during_this_one_s_backward(pull_bound: int) -> None:
     """The order of events shows it, and the results are those without prefetching."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, ROWS, (6,), generator=generator) for _ in range(STEPS + 1)]

@@ -29,7 +29,7 @@ def test_a_much_smaller_tensor_leaves_a_large_buffer_alone():
     assert buffers.empty("float64", [60 * ROWS]).data_ptr() == address
 
 
-def test_tensors_are_as_asked_for_and_of_versions_of_their_own():
+def test_tensors_have_the_requested_form_and_independent_versions():
     buffers = Buffers()
     for shape in ([], [0, 3], [5], [ROWS, 3]):
         x = buffers.empty("bfloat16", shape)

@@ -167,7 +167,7 @@ def header(
     return Header(turn, "step", kind, 0, 1, microbatch, None, described, fault=fault)
 
 
-def test_only_data_on_the_device_goes_directly():
+def test_only_data_on_the_device_is_sent_directly():
     links, *_ = linked()
     parts = [torch.zeros(2, dtype=torch.uint8)]
     assert links.carry(1, header(), parts)
@@ -177,7 +177,7 @@ def test_only_data_on_the_device_goes_directly():
     assert not links.carry(1, header(), [*parts, torch.zeros(2, dtype=torch.uint8, device="meta")])
 
 
-def test_nothing_goes_directly_before_the_ends_of_earlier_turns_have_come_nor_after_a_fault():
+def test_nothing_is_sent_directly_before_earlier_turns_have_ended_nor_after_a_fault():
     links, inbox, *_ = linked()
     parts = [torch.zeros(2, dtype=torch.uint8)]
     inbox.begin(2, "step")

@@ -218,7 +218,7 @@ def test_a_drawing_fits_a_terminal():
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
-def test_stages_are_busy_at_once_wherever_the_simulator_says_so(name: str, checkpoint: str):
+def test_stages_are_busy_at_the_same_time_as_simulated(name: str, checkpoint: str):
     """Actions that begin at one tick of the simulated clock wait for one another: one after the other, none would."""
     stages, m = (4 if name in ("Interleaved1F1B", "ZBV") else 2), 4
     again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()

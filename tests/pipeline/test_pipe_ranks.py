@@ -65,7 +65,7 @@ def test_a_callers_mistake_on_one_of_three_ranks_reaches_the_others():
 
 
 @pytest.mark.slow
-def test_pipelines_of_a_grid_stand_beside_one_another():
+def test_pipelines_of_a_grid_run_side_by_side():
     LocalJob(4, timeout=100).run(SCRIPT, "grid").check()
 
 

@@ -231,7 +231,7 @@ def test_modes_between_modules_are_those_of_the_model():
     torch.testing.assert_close(model.b.weight.grad, plain.b.weight.grad)
 
 
-def test_code_that_asks_for_a_mode_is_traced_for_each():
+def test_code_that_reads_a_mode_is_traced_for_each():
     def doubles(model, x):
         x = x * 2 if torch.is_grad_enabled() else x
         return x * 3 if torch.is_autocast_enabled("cpu") else x
@@ -512,7 +512,7 @@ def test_a_module_reached_by_a_closure_is_refused():
         split(model, ["b"], example=torch.randn(4, 4))
 
 
-def test_a_call_that_goes_another_way_than_the_example_is_refused():
+def test_a_call_with_another_control_flow_than_the_example_is_refused():
     class Either(nn.Module):
         def __init__(self) -> None:
             super().__init__()

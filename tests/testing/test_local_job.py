@@ -89,7 +89,7 @@ def test_other_children_of_the_calling_process_live_on(tmp_path: Path) -> None:
         bystander.kill()
 
 
-def test_jobs_run_beside_one_another_in_threads() -> None:
+def test_jobs_run_side_by_side_in_threads() -> None:
     source = "import json, os, subprocess; subprocess.Popen(['sleep', '600']); print(json.dumps({'pid': os.getpid()}))"
     results: list[ab.testing.JobResult] = []
     threads = [

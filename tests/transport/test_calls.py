@@ -66,7 +66,7 @@ def soon() -> Deadline:
     return Deadline.after(60.0)
 
 
-def test_an_answer_comes_back_to_the_asker(network: Transport) -> None:
+def test_an_answer_returns_to_its_caller(network: Transport) -> None:
     tensors = [torch.randn(3, 4), torch.arange(5), torch.zeros(0, 2), torch.tensor([True])]
     with Server([ECHO], transport=network) as server, Client(transport=network) as client:
         answer = client.call(Request(server.endpoint, "echo", tensors=tensors, payload=b"note"), soon())
@@ -290,7 +290,7 @@ def test_a_second_request_while_the_first_is_served_ends_the_connection(monkeypa
         assert server.statistics().calls == 0
 
 
-def test_many_peers_are_asked_at_once_and_stragglers_cancelled() -> None:
+def test_many_peers_are_called_at_once_and_stragglers_cancelled() -> None:
     gate = Gate()
     with (
         Server([ECHO]) as quick,

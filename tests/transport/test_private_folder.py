@@ -31,7 +31,7 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(path)
 
 
-def test_it_is_private_and_goes_with_its_block_whatever_lies_in_it(parent: Path) -> None:
+def test_it_is_private_and_removed_with_its_block_whatever_it_contains(parent: Path) -> None:
     with PrivateFolder() as path:
         assert path.parent == parent
         assert stat.S_IMODE(path.stat().st_mode) == 0o700

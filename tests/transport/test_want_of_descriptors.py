@@ -57,7 +57,7 @@ def test_a_connection_without_a_thread_is_closed_and_the_others_are_served(
     assert "ulimit -n" in said[0].getMessage()
 
 
-def test_a_listener_without_descriptors_says_so_once(
+def test_a_listener_without_descriptors_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries: list[None] = []

@@ -221,7 +221,7 @@ def overlap(one: list[float], other: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE])
-def test_no_label_of_the_map_lies_on_another_or_on_a_box(size: str, tmp_path: Path) -> None:
+def test_no_label_of_the_map_overlaps_another_or_a_box(size: str, tmp_path: Path) -> None:
     found = asked(trace(tmp_path), LABELS, tmp_path, size=size)
     assert len(found["labels"]) >= 4
     assert not any(overlap(*pair) for pair in itertools.combinations(found["labels"], 2))
@@ -264,7 +264,7 @@ def test_on_a_phone_a_finger_scrolls_past_the_timeline_and_the_schedule_is_as_wi
     assert found["schedule"] == pytest.approx([1, 1], abs=0.1)  # letters are as large as they were drawn
 
 
-def test_a_trace_without_spans_says_so(tmp_path: Path) -> None:
+def test_a_trace_without_spans_is_shown_as_such(tmp_path: Path) -> None:
     write_trace(tmp_path / "out.json", [])
     page = page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json")})
     assert "no spans" in asked(page, "out.text = document.body.innerText;", tmp_path)["text"]

@@ -72,7 +72,7 @@ def test_bytes_are_counted_between_the_peers_that_exchanged_them(tmp_path: Path)
     }
 
 
-def test_the_longest_wait_comes_first_with_its_step_and_in_words(tmp_path: Path) -> None:
+def test_the_longest_wait_is_listed_first_with_its_step_and_in_words(tmp_path: Path) -> None:
     first, second = trace_of(tmp_path)["waits"]
     assert (first["peer"], first["operation"], first["step"], first["us"]) == ("parameters 0", "pull", 7, 6)
     assert (second["peer"], second["step"]) == ("worker 1", None)  # outside of every step
@@ -192,7 +192,7 @@ def test_a_packed_trace_is_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[" * 100_000, "{", "{}", "[3]", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}', "nul"]
 )
-def test_a_file_that_is_no_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json is not a trace in Chrome's format: "):
         read_trace(tmp_path / "wrong.json")

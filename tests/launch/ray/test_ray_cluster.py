@@ -234,7 +234,7 @@ def test_a_trace_holds_the_spans_of_every_role_on_its_node(cluster: Any, tmp_pat
     }
 
 
-def test_a_killed_server_comes_back_with_its_log(cluster: Any, tmp_path: Path) -> None:
+def test_a_killed_server_restarts_with_its_log(cluster: Any, tmp_path: Path) -> None:
     options = ("--servers", "1", "--durability", "log")
     done = _run(_command(cluster, tmp_path, options=options, script=KILLS_ITS_SERVER), tmp_path)
     assert done.returncode == 0, done.stderr

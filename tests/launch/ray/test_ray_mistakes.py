@@ -110,7 +110,7 @@ def test_an_address_without_an_answer_is_named_with_the_cure() -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "here", "here:now"])
-def test_an_address_that_is_no_host_and_port_is_refused(address: str) -> None:
+def test_an_address_that_is_not_a_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(RayError, match="HOST:PORT"), connected(_Ray(), address):
         pass
 
@@ -121,7 +121,7 @@ def test_resources_that_are_none_are_refused_with_an_example(text: str) -> None:
         parse_resources(text)
 
 
-def test_a_worker_asks_for_a_fraction_of_a_cpu_and_for_a_gpu_where_there_are_some() -> None:
+def test_a_worker_requests_a_fraction_of_a_cpu_and_a_gpu_if_available() -> None:
     assert resources_of("worker", {}, gpus=False) == {"CPU": 0.5}
     assert resources_of("worker", {}, gpus=True) == {"CPU": 0.5, "GPU": 1.0}
     assert resources_of("worker", {"worker": {"GPU": 0}}, gpus=True) == {"CPU": 0.5}
