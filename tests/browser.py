@@ -1,4 +1,4 @@
-"""Pages in a real browser, without a window: skipped where there is no Chromium."""
+"""Pages in a real browser, without a window; skipped if Chromium is not installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_a_browser = pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium on t
 
 
 def seen(page: Path | str, folder: Path, after: str = "", *, size: str = "1400,900") -> str:
-    """Return the document of a page as it stands once its script has run; fails where that complained."""
+    """Return the document of a page after its script has run; fails if the script reported an error."""
     assert _CHROMIUM is not None
     address = page if isinstance(page, str) else f"file://{page}"
     flags = [*_FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={size}", "--dump-dom"]

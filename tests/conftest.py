@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the promise that a test gives back what it took."""
+"""Fixtures that all tests share, and the check that a test releases all its resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from leaks import held, wait_until_given_back
+from leaks import held_resources, wait_until_released
 from programs import Programs
 
 # Fixtures, not modules with doctests; several of one name cannot be collected as such.
@@ -21,10 +21,10 @@ collect_ignore_glob = ["*/conftest.py"]
 def pytest_configure(config: pytest.Config) -> None:
     """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some.
 
-    What processes leave that a test kills lies in a temporary directory of the tests, and goes with it.
+    Files left by killed processes are in a temporary directory of the tests, and are removed with it.
     """
     if not hasattr(config, "workerinput"):
-        # Caches, and what the tests that failed left, outlive the tests.
+        # Caches, and the folders of failed tests, outlive the tests.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         temporary = tempfile.TemporaryDirectory(prefix="anabranch-tests-", ignore_cleanup_errors=True)
@@ -37,17 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests may take long: their limit is there for what hangs, also where a machine has other work."""
+    """Slow tests may take long, on a busy machine too: their limit only ends those that hang."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
 
 
 def pytest_collection_finish() -> None:
-    """From here on a collection of garbage looks at what the tests have made, and not at all that was imported.
+    """From here on garbage collection examines objects made by tests, and not all imported ones.
 
-    PyTorch keeps a log of its own tracing as soon as somebody listens, and pytest listens to all loggers that do not
-    propagate: a fifth of what a capture costs.
+    PyTorch logs its own tracing as soon as a handler listens, and pytest listens to all loggers that do not propagate:
+    a fifth of the time of a capture.
     """
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
@@ -55,10 +55,9 @@ def pytest_collection_finish() -> None:
 
 
 def _settle_hypothesis() -> None:
-    """A busy machine may take longer over an example than hypothesis would have it.
+    """Set no deadline for an example: a busy machine may take longer than hypothesis' default.
 
-    Imported in processes that run tests: the one that hands them out does without it, and without torch, and so is
-    there seconds sooner.
+    Imported only in processes that run tests: the one that distributes them starts seconds sooner without it and torch.
     """
     import hypothesis
 
@@ -76,13 +75,13 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    before = held()
+    before = held_resources()
     yield
-    left = wait_until_given_back(before)
+    left = wait_until_released(before)
     assert not left, f"outlived the test: {'; '.join(left)}"
 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    """Starts Python programs in processes of their own, in milliseconds; see ``programs.py``."""
+    """Starts Python programs in their own processes, in milliseconds; see ``programs.py``."""
     return Programs(tmp_path_factory.mktemp("programs"))

@@ -1,7 +1,7 @@
-"""Covering arrays: few cases among which every pair of values of two parameters occurs.
+"""Covering arrays: few cases that contain every pair of values of two parameters.
 
-A fault that needs a certain value of one parameter, or of two together, is found by them as by the full product, which
-is left to the slow tests.
+They find every fault that depends on the values of one parameter or two, as the full product does, which is left to the
+slow tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def pairs_of(case: Sequence[int]) -> set[tuple[int, int, int, int]]:
 
 
 def pairwise(*values: Iterable[object], slow: bool = True) -> list[ParameterSet]:
-    """Cases for ``pytest.mark.parametrize``: each time the one with the most pairs that are new, the first of equals.
+    """Return cases for ``pytest.mark.parametrize``, each the one with the most new pairs, the first of equals.
 
     With ``slow`` the rest of the product follows, marked as slow.
     """
@@ -40,7 +40,7 @@ def pairwise(*values: Iterable[object], slow: bool = True) -> list[ParameterSet]
     return found + [pytest.param(*named(case), marks=pytest.mark.slow) for case in left if slow]
 
 
-def few(values: Iterable[object], *quick: object) -> list[ParameterSet]:
-    """Return all values for ``pytest.mark.parametrize``, those that are not named as ``quick`` marked as slow."""
+def slow_except(values: Iterable[object], *quick: object) -> list[ParameterSet]:
+    """Return all values for ``pytest.mark.parametrize``; those not among ``quick`` are marked as slow."""
     cases = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
     return [pytest.param(*case, marks=[] if value in quick else pytest.mark.slow) for value, case in cases]

@@ -1,4 +1,4 @@
-"""Whatever launches a job, as a fork of the tests' fork server, whose own fork server is a fork of it: milliseconds.
+"""Launchers of jobs, as forks of the tests' fork server; their own fork server is a fork of it too: milliseconds.
 
 Started anew, a fork server imports torch, which takes seconds of a core. Here only that is left out: the launcher, be
 it ``anabranch run`` or a script with a ``LocalJob``, is a process of its own that gets signals, has a terminal, prints,
@@ -26,26 +26,26 @@ __all__ = ["run", "start_launcher", "start_run"]
 
 
 def start_launcher(script: Path, *arguments: object) -> Program:
-    """Starts a script whose first fork server is a fork of it; it is to have no other."""
+    """Start a script; its first fork server is a fork of ours, and it must start no other."""
     return start(Path(__file__), script, *arguments)
 
 
 def start_run(
     *arguments: object, command: str = "run", stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE
 ) -> Program:
-    """Starts ``anabranch run``, or ``anabranch plan``, with these arguments."""
+    """Start ``anabranch run``, or ``anabranch plan``, with these arguments."""
     return start(Path(__file__), command, *arguments, stdin=stdin, stdout=stdout, stderr=stderr)
 
 
 def run(*arguments: object, command: str = "run", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Runs ``anabranch run`` to its end, as ``subprocess.run`` with its output captured."""
+    """Run ``anabranch run`` to its end, as ``subprocess.run`` with its output captured."""
     with start_run(*arguments, command=command) as process:
         out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(["anabranch", command, *map(str, arguments)], process.wait(), out, err)
 
 
 class _ForkedServer:
-    """Of ``subprocess.Popen`` what ``ForkServer`` needs, for a server that is there and waits for its channel."""
+    """The part of ``subprocess.Popen`` that ``ForkServer`` needs, for a running server that waits for its channel."""
 
     def __init__(self, pid: int, door: socket.socket) -> None:
         self.pid = pid
@@ -75,7 +75,7 @@ class _ForkedServer:
 
 
 def _wait_for_channel(door: socket.socket) -> None:
-    """Puts the channel in the place of stdin; ends this process if the command never asks for a fork server."""
+    """Put the channel in the place of stdin; ends this process if the command never requests a fork server."""
     os.setsid()
     with suppress(OSError):
         _, descriptors, _, _ = socket.recv_fds(door, 16, 1)

@@ -13,13 +13,13 @@ from time import monotonic, sleep
 
 from anabranch.launch.forks import launcher_side
 
-__all__ = ["Held", "held", "wait_until_given_back"]
+__all__ = ["HeldResources", "held_resources", "wait_until_released"]
 
-SECONDS = 20.0  # the margin of a hang: what is ending already needs milliseconds, more on a busy machine
+SECONDS = 20.0  # the margin of a hang: a release takes milliseconds, more on a busy machine
 
 # Belongs to the process, not to the test that needed it first. By name, with the reason.
 KEPT_THREADS = (
-    "Dummy-",  # a thread of torch's own (autograd, OpenMP) that has run Python once, and lives with the process
+    "Dummy-",  # a thread of torch (autograd, OpenMP) that has run Python once, and lives as long as the process
     "InductorSubproc",  # torch keeps its pool of compiling processes for later graphs
     "SubprocPool",  # the same, under another name
 )
@@ -27,21 +27,21 @@ KEPT_DESCRIPTORS = (
     "/mpl-data/fonts/",  # matplotlib keeps the fonts that it has drawn with
     "/dev/null",  # opened once by numba's and torch's lazy imports
     "/dev/urandom",
-    "/sys/",  # how many cores there are: read by OpenMP and kept
+    "/sys/",  # the number of cores: read by OpenMP and kept open
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a process holds at one moment; each thing is written as a reader of a failure wants to see it."""
+class HeldResources:
+    """The resources of a process at one moment, as text for the message of a failed test."""
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[str]
     shared: frozenset[str]
     children: frozenset[int]
 
-    def since(self, before: Held) -> list[str]:
-        """Return what is here and was not in ``before``, as text."""
+    def since(self, before: HeldResources) -> list[str]:
+        """Return the resources that are not in ``before``, as text."""
         found = [f"thread {thread.name}" for thread in self.threads - before.threads]
         found += [f"descriptor {entry}" for entry in self.descriptors - before.descriptors]
         found += [f"shared memory {name}" for name in self.shared - before.shared if _is_ours(name)]
@@ -49,24 +49,25 @@ class Held:
         return sorted(found)
 
 
-def held() -> Held:
-    """Return what this process holds now."""
-    kept = (
-        launcher_side._kept
-    )  # LocalJob's fork server, for all tests of a process; there is no way to look without starting it
+def held_resources() -> HeldResources:
+    """Return the resources that this process holds now."""
+    # LocalJob's fork server, shared by all tests of a process; the public function would start it.
+    kept = launcher_side._kept
     descriptors, children = _descriptors(), _children()
     if kept is not None and kept.running:
         descriptors = frozenset(entry for entry in descriptors if not entry.startswith(f"{kept.fileno()}: "))
         children -= {kept.pid}
-    return Held(_threads(), descriptors, _shared(), children)
+    return HeldResources(_threads(), descriptors, _shared(), children)
 
 
-def wait_until_given_back(before: Held, seconds: float = SECONDS, now: Callable[[], Held] = held) -> list[str]:
-    """Return what is held beyond ``before`` after what was ending has had its time to end."""
+def wait_until_released(
+    before: HeldResources, seconds: float = SECONDS, now: Callable[[], HeldResources] = held_resources
+) -> list[str]:
+    """Return the resources held beyond ``before``, once those that are ending have had time to end."""
     left = now().since(before)
     if not left:
         return left
-    for _ in range(2):  # what only a cycle of references holds, and then what the cycle's finalizers let go
+    for _ in range(2):  # objects held only by a cycle of references, then those released by the cycle's finalizers
         gc.collect()
     deadline = monotonic() + seconds
     while (left := now().since(before)) and monotonic() < deadline:
@@ -93,7 +94,7 @@ def _shared() -> frozenset[str]:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file of /dev/shm is not another process's: it is mapped here, or in no process at all."""
+    """Return True for a file of /dev/shm that is mapped here, or in no process at all, so not another process's."""
     path = f"/dev/shm/{name}"
     if os.path.isdir(path):  # somebody's temporary directory
         return False

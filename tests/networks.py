@@ -1,4 +1,4 @@
-"""A network for tests that watch what passes, or cut it at a moment of their choosing."""
+"""A network that counts its traffic for tests, and cuts its connections when they choose."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from anabranch.testing import MemoryTransport
 from anabranch.transport import Stream
 
 
-class Watched(MemoryTransport):
-    """Counts the bytes that its clients have received, and cuts their connections when it is told to."""
+class CountingTransport(MemoryTransport):
+    """Counts the bytes that its clients have received, and can cut their connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,18 +20,18 @@ class Watched(MemoryTransport):
     def connect(self, endpoint: str) -> Stream:
         stream = super().connect(endpoint)
         self._streams.append(stream)
-        return cast(Stream, _WatchedStream(self, stream))
+        return cast(Stream, _CountingStream(self, stream))
 
     def cut(self) -> None:
-        """What was sent has arrived; what is on its way back does not."""
+        """Cut all connections: requests already sent arrive, answers in flight do not."""
         for stream in self._streams:
-            with suppress(OSError):  # one that was closed before
+            with suppress(OSError):  # already closed
                 stream.abort()
         self._streams.clear()
 
 
-class _WatchedStream:
-    def __init__(self, network: Watched, stream: Stream) -> None:
+class _CountingStream:
+    def __init__(self, network: CountingTransport, stream: Stream) -> None:
         self._network = network
         self._stream = stream
 

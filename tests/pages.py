@@ -1,4 +1,4 @@
-"""The pages of the documentation, found by looking, and the code and commands on them.
+"""The pages of the documentation, and the code and commands on them.
 
 A page reads as one story, so its ```python blocks run in order and share their names, in a directory of their own. A
 block whose first line is a comment with a file's name is written to that file too, for later blocks to run as a script.
@@ -17,7 +17,7 @@ __all__ = ["DOCS", "ROOT", "Command", "blocks", "code_of", "commands", "pages", 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 Command = tuple[str, str]
-"""A line behind ``$``, and what the page shows that it prints."""
+"""A line after ``$``, and the output that the page shows."""
 
 _BLOCK = re.compile(r"^(?P<above>[^\n]*)\n```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (?P<name>\w+\.py)\n")
@@ -32,7 +32,7 @@ def pages(*, fence: str = "```python\n") -> list[str]:
 
 
 def blocks(page: str) -> Iterator[tuple[int, str]]:
-    """The line at which each block of ``page`` that is to be run starts, and its code."""
+    """Yield the first line and the code of each block of ``page`` that is to be run."""
     text = (DOCS / page).read_text()
     for match in _BLOCK.finditer(text):
         if not match["above"].startswith("% not run: "):
@@ -40,7 +40,7 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
 
 
 def code_of(page: str) -> str:
-    """The blocks of ``page`` as one script, each at its own line, so that a traceback shows the page's."""
+    """Return the blocks of ``page`` as one script, each at its own line, so that tracebacks show the page's lines."""
     lines: list[str] = []
     for line, code in blocks(page):
         lines += [""] * (line - len(lines)) + code.splitlines()
@@ -55,7 +55,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def commands(path: Path) -> Iterator[Command]:
-    """The commands of a page's console blocks, lines that go on joined."""
+    """Yield the commands of a page's console blocks, continued lines joined."""
     for block in _CONSOLE.findall(path.read_text()):
         for part in re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
             line, _, printed = part.partition("\n")

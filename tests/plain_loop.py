@@ -1,8 +1,8 @@
 """Training runs in which something changes between two steps, made in the plain loop and by each engine, and compared.
 
-A case builds a ``Play``: everything that a training loop has, and ``change(k)``, called with 1 before the step at
+A test builds a ``TrainingCase``: the parts of a training loop, and ``change(k)``, called with 1 before the step at
 index ``CHANGES[0]`` and with 2 before that at ``CHANGES[1]``. ``engine="auto"`` takes its graph after ``CAPTURE_AFTER``
-steps, before the first change, so a graph that goes on after a change with what it read before it gives other losses.
+steps, before the first change, so a graph that keeps using values from before a change gives other losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def nothing(k: int) -> None:
 
 
 @dataclasses.dataclass
-class Play:
+class TrainingCase:
     """A training loop's parts; ``batch(i)`` is step i's, ``around()`` what surrounds it, ``seen()`` Python state."""
 
     model: nn.Module
@@ -66,25 +66,25 @@ class Play:
             self.change(CHANGES.index(i) + 1)
 
 
-Build = Callable[[pytest.MonkeyPatch], Play]
+Build = Callable[[pytest.MonkeyPatch], TrainingCase]
 
 
-def taken_for_a_library(patch: pytest.MonkeyPatch) -> None:
-    """From now on the code of these tests counts as that of an installed library, until ``patch`` ends."""
+def treated_as_a_library(patch: pytest.MonkeyPatch) -> None:
+    """Treat the code of these tests as that of an installed library, until ``patch`` ends."""
     libraries = (*origins.LIBRARIES, f"{Path(__file__).parent}/")
     patch.setattr(origins, "LIBRARIES", libraries)
     patch.setattr(optimizer_code, "LIBRARIES", libraries)
 
 
-def quickly(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Parameters for pytest: all names, those outside ``quick`` in the slow set."""
+def mark_others_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Return all names as parameters for pytest; those not in ``quick`` are marked as slow."""
     assert set(quick) <= set(names)
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run gave: a loss or an error's type a step, the state at the end, what was said, which engine ran."""
+    """The outcome of a run: a loss or an error's type a step, the final state, the warnings, and the engine."""
 
     losses: list[object]
     state: dict[str, object]
@@ -113,7 +113,7 @@ class Bits:
 
 
 def frozen(value: object) -> object:
-    """A comparable copy, tensors by their bits."""
+    """Return a comparable copy, tensors by their bits."""
     if isinstance(value, Tensor):
         plain = value.detach().as_subclass(Tensor)
         if plain.layout is not torch.strided:
@@ -139,28 +139,28 @@ def random_state() -> object:
     return [frozen(torch.get_rng_state()), repr(random.getstate()), repr(np.random.get_state())]
 
 
-def state_of(play: Play) -> dict[str, object]:
-    """Parameters, buffers, optimizers' state and groups, schedulers, random numbers and what the case looks at."""
+def state_of(case: TrainingCase) -> dict[str, object]:
+    """Parameters, buffers, optimizers' state and groups, schedulers, random numbers and the watched values."""
     optimizers = []
-    for optimizer in play.optimizers():
+    for optimizer in case.optimizers():
         try:
             optimizers.append(frozen(optimizer.state_dict()))
         except KeyError:  # state of parameters that are in no group any more
             optimizers.append(frozen(list(optimizer.state.values())))
-    schedulers = play.scheduler if isinstance(play.scheduler, list) else [play.scheduler]
+    schedulers = case.scheduler if isinstance(case.scheduler, list) else [case.scheduler]
     return {
-        "parameters": {n: frozen(p) for n, p in play.model.named_parameters(remove_duplicate=False)},
-        "buffers": {n: frozen(b) for n, b in play.model.named_buffers(remove_duplicate=False)},
-        "training": {n: m.training for n, m in play.model.named_modules()},
+        "parameters": {n: frozen(p) for n, p in case.model.named_parameters(remove_duplicate=False)},
+        "buffers": {n: frozen(b) for n, b in case.model.named_buffers(remove_duplicate=False)},
+        "training": {n: m.training for n, m in case.model.named_modules()},
         "optimizers": optimizers,
         "schedulers": [getattr(s, "last_epoch", None) for s in schedulers],
         "random numbers": random_state(),
-        "seen": frozen(play.seen()),
+        "seen": frozen(case.seen()),
     }
 
 
 def differences(got: dict[str, object], wanted: dict[str, object]) -> list[str]:
-    """What differs, named down to the leaf."""
+    """Return the differences, named down to the leaf."""
     found: list[str] = []
 
     def compare(path: str, one: object, other: object) -> None:
@@ -183,8 +183,8 @@ def differences(got: dict[str, object], wanted: dict[str, object]) -> list[str]:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[set[str]]:
-    """The warnings and log records of at least WARNING that the block gives."""
+def collected_warnings() -> Iterator[set[str]]:
+    """Collect the block's warnings and its log records of at least WARNING."""
     said: set[str] = set()
 
     class Ear(logging.Handler):
@@ -202,20 +202,20 @@ def listening() -> Iterator[set[str]]:
         logging.getLogger().removeHandler(ear)
 
 
-def plain_step(play: Play, batch: Any) -> dict[str, Tensor]:
-    """What every engine is held to."""
-    with play.around():
-        for optimizer in play.optimizers():
+def plain_step(case: TrainingCase, batch: Any) -> dict[str, Tensor]:
+    """Take one step of the plain loop, which every engine must equal."""
+    with case.around():
+        for optimizer in case.optimizers():
             optimizer.zero_grad()
-        result = play.loss(play.model, batch)
+        result = case.loss(case.model, batch)
         loss, extras = result if isinstance(result, tuple) else (getattr(result, "loss", result), {})
         loss.backward()
-        if play.clip is not None:
-            torch.nn.utils.clip_grad_norm_(play.model.parameters(), play.clip)
-        for optimizer in play.optimizers():
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(case.model.parameters(), case.clip)
+        for optimizer in case.optimizers():
             optimizer.step()
-        if play.scheduler is not None:
-            for scheduler in play.scheduler if isinstance(play.scheduler, list) else [play.scheduler]:
+        if case.scheduler is not None:
+            for scheduler in case.scheduler if isinstance(case.scheduler, list) else [case.scheduler]:
                 scheduler.step()
     return {"loss": loss.detach()} | {name: value.detach() for name, value in extras.items()}
 
@@ -227,23 +227,23 @@ def seed() -> None:
 
 
 def run(build: Build, engine: str | None) -> Outcome:
-    """Nine steps with ``engine``, or in the plain loop; what an engine="graph" refuses, the plain loop goes on with."""
+    """Run nine steps with ``engine``, or in the plain loop, which also takes the steps that engine="graph" refuses."""
     seed()
-    with listening() as said, pytest.MonkeyPatch.context() as patch:
-        play = build(patch)
-        play.model.train()
+    with collected_warnings() as said, pytest.MonkeyPatch.context() as patch:
+        case = build(patch)
+        case.model.train()
         try:
-            outcome = _steps(play, engine)
-            outcome.state = state_of(play)
+            outcome = _steps(case, engine)
+            outcome.state = state_of(case)
         finally:
-            play.undo()
+            case.undo()
     outcome.said = said
     return outcome
 
 
-def train_step(play: Play) -> ab.TrainStep:
+def train_step(case: TrainingCase) -> ab.TrainStep:
     return ab.TrainStep(
-        play.model, play.loss, play.optimizer, scheduler=play.scheduler, clip_grad_norm=play.clip, rows=play.rows
+        case.model, case.loss, case.optimizer, scheduler=case.scheduler, clip_grad_norm=case.clip, rows=case.rows
     )
 
 
@@ -254,31 +254,31 @@ def make_executor(steps: dict[str, Any], engine: str) -> ab.Executor:
     return ab.Executor(steps, **keywords)
 
 
-def _steps(play: Play, engine: str | None) -> Outcome:
+def _steps(case: TrainingCase, engine: str | None) -> Outcome:
     outcome = Outcome([], {}, set(), [])
     with contextlib.ExitStack() as stack:
-        executor = None if engine is None else stack.enter_context(make_executor({"train": train_step(play)}, engine))
+        executor = None if engine is None else stack.enter_context(make_executor({"train": train_step(case)}, engine))
         for i in range(STEPS):
-            play.change_before(i)
-            batch = play.batch_of(i)
-            before = state_of(play) if engine == "graph" and executor is not None else {}
+            case.change_before(i)
+            batch = case.batch_of(i)
+            before = state_of(case) if engine == "graph" and executor is not None else {}
             try:
                 if executor is None:
-                    out = plain_step(play, batch)
+                    out = plain_step(case, batch)
                 else:
-                    with play.around():
+                    with case.around():
                         out = executor.run("train", batch)
             except ab.CaptureError as error:
                 if engine != "graph":
                     raise
                 # The rest in the plain loop, on what the refusal left: nothing may have happened.
                 outcome.refused_at, outcome.refusal = i, str(error)
-                left = differences(state_of(play), before)
+                left = differences(state_of(case), before)
                 assert not left, "a refused step changed " + "\n".join(left)
                 stack.close()
                 executor = None
                 try:
-                    out = plain_step(play, batch)
+                    out = plain_step(case, batch)
                 except Exception as error:  # noqa: BLE001 - an error of the case is an outcome
                     outcome.losses.append(ERROR)
                     outcome.errors.append(f"step {i}: {type(error).__name__}: {error}")
@@ -290,13 +290,13 @@ def _steps(play: Play, engine: str | None) -> Outcome:
             outcome.engines.append(executor.engine("train") if executor is not None else "plain")
             outcome.explained = executor.explain("train") if executor is not None else ""
             outcome.losses.append(frozen(out["loss"]) if len(out) == 1 else frozen(out))
-            if play.between is not None:
-                play.between(out)
+            if case.between is not None:
+                case.between(out)
     return outcome
 
 
 def check(build: Build, engine: str, wanted: Outcome | None = None) -> Outcome:
-    """Assert that ``engine`` gives what the plain loop gives, silently unless it is "graph"."""
+    """Assert that ``engine`` gives the results of the plain loop, without warnings unless it is "graph"."""
     if wanted is None:
         wanted = run(build, None)
     got = run(build, engine)
@@ -325,14 +325,14 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return model(batch).square().mean()
 
 
-def reading(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> Play:
-    """A loss that multiplies by what ``read()`` gives."""
+def reading(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> TrainingCase:
+    """A loss that multiplies by the value of ``read()``."""
     model = linear()
-    return Play(model, lambda model, x: mean_square(model, x) * read(), sgd(model), change, **keywords)
+    return TrainingCase(model, lambda model, x: mean_square(model, x) * read(), sgd(model), change, **keywords)
 
 
 class Reader(nn.Module):
-    """Multiplies by what ``read()`` gives."""
+    """Multiplies by the value of ``read()``."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ class Reader(nn.Module):
         return self.layer(x) * self.read()  # type: ignore[no-any-return]
 
 
-def reading_inside(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> Play:
-    """A model whose forward multiplies by what ``read()`` gives."""
+def reading_inside(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> TrainingCase:
+    """A model that multiplies by the value of ``read()`` in forward."""
     model = Reader(read)
-    return Play(model, mean_square, sgd(model), change, **keywords)
+    return TrainingCase(model, mean_square, sgd(model), change, **keywords)

@@ -1,8 +1,8 @@
-"""Programs that tests run in processes of their own: forks of the server that ``LocalJob`` keeps, a millisecond each.
+"""Programs that tests run in their own processes: forks of the server that ``LocalJob`` keeps, a millisecond each.
 
 A test that kills, freezes or limits a process writes its program as text, see the fixture ``programs``, or starts a
-file with ``start``. Importing torch and the package costs seconds of a core; a fork has done it. Where none can be made
-they are plain processes. Each sees the environment of the test at the time that it is started.
+file with ``start``. Importing torch and the package costs seconds of a core; a fork has done it. Where forks are
+impossible they are plain processes. Each sees the environment of the test at the time that it is started.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ launcher_side._CODE = launcher_side._CODE.replace(
 
 
 class Program:
-    """A process that runs a program, in a session of its own; of ``subprocess.Popen`` what tests need.
+    """A process that runs a program, in its own session; the part of ``subprocess.Popen`` that tests need.
 
     Left as a context manager, it is killed.
     """
@@ -96,7 +96,7 @@ class Program:
         self._ended = os.pidfd_open(self.pid)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """The exit code, minus the signal's number if one killed it.
+        """Return the exit code; minus the signal's number if one killed it.
 
         Raises:
             TimeoutError: it still runs.
@@ -116,19 +116,19 @@ class Program:
             signal.pidfd_send_signal(self._ended, number)
 
     def kill(self) -> None:
-        """Ends it by SIGKILL, and waits until it has ended."""
+        """End it by SIGKILL, and wait for its end."""
         self.send_signal(signal.SIGKILL)
         self.wait()
 
     def wait_until_stopped(self) -> None:
-        """Returns once the kernel says that the process stands still: a signal that was sent is not yet obeyed."""
+        """Return once the kernel reports the process as stopped: a signal takes effect some time after it was sent."""
         until = time.monotonic() + 60
         while _state(self.pid) not in "Tt":
             assert time.monotonic() < until, f"process {self.pid} does not stop"
             time.sleep(0.001)
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
-        """What it writes on stdout and stderr until its end; its stdin is closed."""
+        """Close its stdin, and return its stdout and stderr up to its end."""
         with suppress(BrokenPipeError):
             self.stdin.close()
         until = time.monotonic() + timeout
@@ -170,13 +170,13 @@ def start(
     stdout: int = PIPE,
     stderr: int = PIPE,
 ) -> Program:
-    """Starts a file of Python source with one thread to compute with; each stream is a pipe or a descriptor."""
+    """Start a file of Python source with one computing thread; each stream is a pipe or a descriptor."""
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     return Program(script, tuple(map(str, arguments)), everything, (stdin, stdout, stderr))
 
 
 class Programs:
-    """Starts programs that are texts; made once a test run by the fixture ``programs``.
+    """Starts programs given as text; made once a test run by the fixture ``programs``.
 
     Args:
         folder: where the texts are kept.
@@ -189,14 +189,14 @@ class Programs:
             _server()  # so that no test is the one that starts it
 
     def start(self, source: str, *arguments: object, stderr: int = 2) -> Program:
-        """Runs Python source text with its arguments in ``sys.argv[1:]``; its input and output are pipes."""
+        """Start Python source text with its arguments in ``sys.argv[1:]``; its input and output are pipes."""
         self._count += 1
         script = self._folder / f"program-{self._count}.py"
         script.write_text(source)
         return start(script, *arguments, stderr=stderr)
 
     def run(self, source: str, *arguments: object, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
-        """Runs a program to its end, as ``subprocess.run`` with its output captured."""
+        """Run a program to its end, as ``subprocess.run`` with its output captured."""
         with self.start(source, *arguments, stderr=PIPE) as program:
             out, err = program.communicate(timeout)
             return subprocess.CompletedProcess([source, *map(str, arguments)], program.wait(), out, err)
@@ -212,7 +212,7 @@ def _forked(script: Path, arguments: tuple[str, ...], environment: Mapping[str, 
 
 
 def _ends(stream: int, place: int) -> tuple[int, int]:
-    """Our end and theirs of one of the three streams."""
+    """Return our end and the program's end of one of the three streams."""
     if stream != PIPE:
         return -1, stream
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""A real ``redis-server``, on a loopback port and a Unix socket; skipped where there is none."""
+"""A real ``redis-server``, on a loopback port and a Unix socket; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RealRedis:
         return self._port
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Start it, and return once it answers."""
         assert _PROGRAM is not None
         socket = self._folder / "redis.sock"
         said = (self._folder / "redis.log").open("ab")
@@ -58,14 +58,14 @@ class RealRedis:
         wait_until(self._answers)
 
     def stop(self) -> None:
-        """Ends it at once, with all that it holds."""
+        """Kill it, with all its data."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(60.0)
             self._process = None
 
     def client(self, **facts: Any) -> Any:
-        """Another's connection, to look at the table and to meddle with it."""
+        """Return a separate connection, to read and change the table."""
         from redis import Redis
 
         return Redis(unix_socket_path=str(self._folder / "redis.sock"), **facts)

@@ -31,7 +31,7 @@ class _Direction:
         self._sent_at = 0.0
 
     def take(self, packet: bytes, now: float) -> None:
-        """Send a packet on its way, or drop it where too many wait before it."""
+        """Queue a packet, or drop it if too many are queued."""
         if self._bytes + len(packet) > _QUEUE_BYTES:
             return
         self._sent_at = max(now, self._sent_at) + len(packet) * 8 / self._bits_per_second
@@ -39,7 +39,7 @@ class _Direction:
         self._bytes += len(packet)
 
     def deliver(self, now: float) -> float | None:
-        """Hand over what has arrived, and return the seconds until the next packet does."""
+        """Deliver the packets that have arrived, and return the seconds until the next one."""
         while self._way and self._way[0][0] <= now:
             packet = self._way.popleft()[1]
             self._bytes -= len(packet)
@@ -79,7 +79,7 @@ def main(delay: float, bits_per_second: float) -> None:
 
 
 def _packet(device: int) -> bytes | None:
-    """Return one packet, or nothing where the host has gone, and its device with it."""
+    """Return one packet; ``None`` if the host and its device are gone."""
     try:
         return os.read(device, _PACKET_BYTES)
     except OSError:

@@ -1,4 +1,4 @@
-"""Traces in tests: read, checked against the format, and looked at by process, thread and name."""
+"""Traces in tests: read, checked against the format, and queried by process, thread and name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Trace:
 
 
 def check_valid(path: Path) -> Trace:
-    """Reads a trace; fails where it is not as viewers need it."""
+    """Read a trace; fails if viewers could not show it."""
     read = json.loads(path.read_text())
     trace = Trace(read["traceEvents"], read["otherData"])
     for event in trace.events:
@@ -85,7 +85,7 @@ def check_valid(path: Path) -> Trace:
 
 
 def _check_nested(spans: list[Event]) -> None:
-    """Fails if two spans of a thread overlap and neither lies in the other, by more than what is rounded."""
+    """Fail if two spans of a thread overlap without nesting, by more than the rounding."""
     open_until: list[float] = []
     for span in spans:
         start, end = span["ts"], span["ts"] + span["dur"]

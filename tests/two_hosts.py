@@ -1,4 +1,4 @@
-"""Two "hosts" on this machine, each with a network of its own, and a cable between them; needs root.
+"""Two "hosts" on this machine, each with its own network, and a cable between them; needs root.
 
 A host is a network namespace, and is there as long as a process in it: one that reads a pipe of ours to its end, and
 those that a test starts. So nothing is left of it, however the test ends.
@@ -41,13 +41,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """What connects the hosts."""
+    """The connection between the hosts."""
 
     commands: IO[str]
     answers: IO[str]
 
     def cut(self, seconds: float) -> None:
-        """Let nothing pass for so long, from now on; neither side is told."""
+        """Drop all packets for so long, from now on; neither side is notified."""
         print(seconds, file=self.commands, flush=True)
         assert self.answers.readline() == "cut\n"
 
@@ -63,7 +63,7 @@ def seeded_linear(features: int) -> torch.nn.Module:
 
 
 def why_not() -> str | None:
-    """Return why there can be no two hosts here."""
+    """Return the reason why two hosts are impossible here; ``None`` if they are possible."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
@@ -77,7 +77,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts(*, delay: float = 0.0, bits_per_second: float = 1e9) -> Iterator[tuple[Host, Host, Cable]]:
-    """Give two hosts, and the cable: a packet travels ``delay`` seconds, either way."""
+    """Yield two hosts and the cable: a packet takes ``delay`` seconds in each direction."""
     with ExitStack() as stack:
         relay = [sys.executable, str(Path(__file__).with_name("relay.py")), str(delay), str(bits_per_second)]
         cable = Cable(*_pipes(stack, relay)[1:])
@@ -108,7 +108,7 @@ def _ip(*words: str, there: Sequence[str] = ()) -> None:
 
 
 def _pipes(stack: ExitStack, words: Sequence[str]) -> tuple[int, IO[str], IO[str]]:
-    """Start what ends when its stdin does; return its process id, its stdin and its stdout."""
+    """Start a program that ends with its stdin; return its process id, its stdin and its stdout."""
     process = stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     assert process.stdin is not None
     assert process.stdout is not None

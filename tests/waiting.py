@@ -1,4 +1,4 @@
-"""Waiting in tests for what another thread or process does: with the patience of a hang, never with a guess."""
+"""Waiting in tests for another thread or process: with a limit for hangs, never with a guessed time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 60.0
-"""Seconds after which a test says that it hangs; a busy machine does not need them."""
+"""Seconds after which a test counts as hanging; far more than a busy machine needs."""
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Returns once ``condition`` holds."""
+    """Return once ``condition`` holds."""
     until = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < until, "what was waited for did not come"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.001)
 
 
 def join(*threads: threading.Thread) -> None:
-    """Returns once all threads have ended."""
+    """Return once all threads have ended."""
     for thread in threads:
         thread.join(timeout=PATIENCE)
     left = [thread.name for thread in threads if thread.is_alive()]

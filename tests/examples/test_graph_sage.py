@@ -14,7 +14,7 @@ from example_jobs import run_example
 
 import anabranch as ab
 from anabranch.testing import LocalJob
-from covering import few
+from covering import slow_except
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "graph_sage.py"
@@ -73,7 +73,7 @@ def test_a_batch_has_each_node_once_and_edges_from_the_graph(graph):
     assert len(shapes) > 1, "a sample's size varies"
 
 
-@pytest.mark.parametrize("seeds", few([30, 1], 1))
+@pytest.mark.parametrize("seeds", slow_except([30, 1], 1))
 def test_padding_makes_few_shapes_and_changes_nothing(graph, seeds):
     import graph_sage
 

@@ -210,7 +210,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-class Watched:
+class WatchedLoader:
     """Notes which thread does what; ``act(index)`` runs as batch ``index`` is fetched."""
 
     def __init__(self, count: int = 6, act: Callable[[int], object] | None = None) -> None:

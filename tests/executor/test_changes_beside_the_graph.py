@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import Build, Play, check, linear, mean_square
+from plain_loop import Build, TrainingCase, check, linear, mean_square
 
 ENGINES = ["auto", "graph"]
 
@@ -21,7 +21,7 @@ def two_layers() -> nn.Sequential:
 # Which parameters an optimizer holds.
 
 
-def groups_exchange_their_parameters(patch: pytest.MonkeyPatch) -> Play:
+def groups_exchange_their_parameters(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two_layers()
     own = list(model.parameters())
     optimizer = torch.optim.Adam([{"params": own[:2]}, {"params": own[2:], "lr": 0.3}], lr=0.01)
@@ -30,10 +30,10 @@ def groups_exchange_their_parameters(patch: pytest.MonkeyPatch) -> Play:
         one, other = optimizer.param_groups
         one["params"], other["params"] = other["params"], one["params"]
 
-    return Play(model, mean_square, optimizer, change)
+    return TrainingCase(model, mean_square, optimizer, change)
 
 
-def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> Play:
+def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two_layers()
     own = list(model.parameters())
     optimizer = torch.optim.Adam(own[:2], lr=0.05)
@@ -41,7 +41,7 @@ def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> Play
     def change(k: int) -> None:
         optimizer.param_groups[0]["params"][0] = own[2 * (k % 2)]
 
-    return Play(model, mean_square, optimizer, change)
+    return TrainingCase(model, mean_square, optimizer, change)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -100,12 +100,12 @@ class OwnStep(torch.optim.SGD):
         super().step(closure)
 
 
-def an_optimizer_reads_what_forward_wrote(patch: pytest.MonkeyPatch) -> Play:
+def an_optimizer_reads_what_forward_wrote(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Counts()
-    return Play(model, mean_square, OwnStep(model), batch=batch_of_two_sizes)
+    return TrainingCase(model, mean_square, OwnStep(model), batch=batch_of_two_sizes)
 
 
-def the_loss_sets_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
+def the_loss_sets_the_learning_rate(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Counts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = optimizer.param_groups[0]
@@ -115,10 +115,10 @@ def the_loss_sets_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
         group["lr"] = 0.1 / model.calls
         return value
 
-    return Play(model, loss, optimizer)
+    return TrainingCase(model, loss, optimizer)
 
 
-def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) -> Play:
+def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Counts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = optimizer.param_groups[0]
@@ -127,7 +127,7 @@ def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) 
         group["weight_decay"] = 0.3 if x.shape[0] == 5 else 0.0
         return mean_square(model, x)
 
-    return Play(model, loss, optimizer, batch=batch_of_two_sizes)
+    return TrainingCase(model, loss, optimizer, batch=batch_of_two_sizes)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

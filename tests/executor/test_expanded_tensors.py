@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plain_loop import Play, check, linear, mean_square, sgd
+from plain_loop import TrainingCase, check, linear, mean_square, sgd
 
 
 class Counting(nn.Module):
@@ -23,24 +23,24 @@ class Counting(nn.Module):
         return self.layer(batch["x"]) * self.count + self.beside.sum(0) + self.table(batch["ids"])
 
 
-def counting(patch: pytest.MonkeyPatch) -> Play:
+def counting(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Counting()
 
     def batch(i: int) -> dict[str, Tensor]:
         wrong = 7 if i == 5 else 2  # raises after the count has changed
         return {"x": torch.ones(3, 4) * i, "ids": torch.tensor([0, 1, wrong])}
 
-    return Play(model, mean_square, sgd(model, lr=1e-3), batch=batch, seen=lambda: model.beside)
+    return TrainingCase(model, mean_square, sgd(model, lr=1e-3), batch=batch, seen=lambda: model.beside)
 
 
-def batch_changed(patch: pytest.MonkeyPatch) -> Play:
+def batch_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, memory = linear(), torch.ones(4)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         x[0] += 1
         return mean_square(model, x)
 
-    return Play(model, loss, sgd(model, lr=1e-3), batch=lambda i: memory.expand(3, 4), seen=lambda: memory)
+    return TrainingCase(model, loss, sgd(model, lr=1e-3), batch=lambda i: memory.expand(3, 4), seen=lambda: memory)
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from loader_kinds import Broken, Squares, Stateful, Watched, drain, numbers, take
+from loader_kinds import Broken, Squares, Stateful, WatchedLoader, drain, numbers, take
 from torch.utils.data import (
     DataLoader,
 )
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("every_fetch_is_worth_a_thread")
 def test_all_but_the_first_two_batches_of_an_epoch_are_fetched_by_another_thread(
     opened: Callable[..., BoundLoader],
 ) -> None:
-    source = Watched()
+    source = WatchedLoader()
     loader = opened(source)
     here = threading.get_ident()
     for epoch in range(2):
@@ -44,7 +44,7 @@ def test_the_next_batch_is_fetched_while_this_one_is_used(opened: Callable[..., 
             fetching.set()
             assert used.wait(30)
 
-    loader = opened(Watched(act=act))
+    loader = opened(WatchedLoader(act=act))
     loader.next_batch()
     loader.next_batch()
     assert fetching.wait(30)  # nobody has asked for it
@@ -53,7 +53,7 @@ def test_the_next_batch_is_fetched_while_this_one_is_used(opened: Callable[..., 
 
 
 def test_at_most_one_batch_is_fetched_ahead(opened: Callable[..., BoundLoader]) -> None:
-    source = Watched(count=20)
+    source = WatchedLoader(count=20)
     loader = opened(source)
     take(loader, 4)
     assert loader._pending is not None
@@ -76,7 +76,7 @@ def test_a_thread_is_started_once_fetches_usually_take_longer_than_handing_over(
 
     monkeypatch.setattr(loading, "_WORTH_A_THREAD", 3e-4)
     monkeypatch.setattr(loading, "time", Clock())
-    source = Watched(count=12, act=act)
+    source = WatchedLoader(count=12, act=act)
     loader = opened(source)
     here = threading.get_ident()
     drain(loader)
@@ -87,7 +87,7 @@ def test_a_thread_is_started_once_fetches_usually_take_longer_than_handing_over(
 
 
 def test_without_prefetch_no_thread_is_started(opened: Callable[..., BoundLoader]) -> None:
-    source = Watched()
+    source = WatchedLoader()
     before = threading.active_count()
     assert drain(opened(source, prefetch=False)) == 6
     assert set(source.fetched) == {threading.get_ident()}
@@ -108,13 +108,13 @@ def test_a_list_needs_no_thread(opened: Callable[..., BoundLoader]) -> None:
 def test_a_loader_that_draws_from_a_global_generator_is_never_fetched_ahead_and_the_log_says_why(
     draw: Callable[[int], float], opened: Callable[..., BoundLoader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Watched(act=draw)
+    source = WatchedLoader(act=draw)
     loader = opened(source)
     take(loader, 15)
     assert set(source.fetched) == {threading.get_ident()}
     [record] = caplog.records
     assert record.name == "anabranch.executor"
-    assert "the batches of the loader Watched are not prefetched, since it draws from" in record.getMessage()
+    assert "the batches of the loader WatchedLoader are not prefetched, since it draws from" in record.getMessage()
     assert "generator=torch.Generator()" in record.getMessage()
 
 
@@ -149,7 +149,7 @@ def test_a_loader_that_fills_the_same_memory_again_is_never_fetched_ahead(
 def test_a_step_that_changes_its_batch_does_not_look_like_a_loader_that_does(
     opened: Callable[..., BoundLoader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = opened(Watched())
+    loader = opened(WatchedLoader())
     while (batch := loader.next_batch()) is not ENDED:
         batch.add_(float("nan"))  # type: ignore[attr-defined]
     assert not caplog.records
@@ -161,7 +161,7 @@ def test_next_batch_raises_the_loader_s_error_with_its_traceback(at: int, opened
         if index == at:
             raise Broken(f"at {index}")
 
-    loader = opened(Watched(act=the_function_that_fails))
+    loader = opened(WatchedLoader(act=the_function_that_fails))
     for _ in range(at):
         loader.next_batch()
     with pytest.raises(Broken, match=f"at {at}") as caught:
@@ -176,7 +176,7 @@ def test_thread_modes_hold_where_batches_are_fetched(opened: Callable[..., Bound
     def act(index: int) -> None:
         seen.append((torch.is_grad_enabled(), variable.get(), str(torch.empty(()).device)))
 
-    loader = opened(Watched(act=act))
+    loader = opened(WatchedLoader(act=act))
     variable.set(3)
     with torch.no_grad(), torch.device("meta"):
         drain(loader)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loader_kinds import Squares, Stream, Watched, bound, drain, numbers, strided, take
+from loader_kinds import Squares, Stream, WatchedLoader, bound, drain, numbers, strided, take
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -97,7 +97,7 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def test_closing_ends_the_thread_and_may_be_done_twice(opened: Callable[..., BoundLoader]) -> None:
-    loader = opened(Watched())
+    loader = opened(WatchedLoader())
     take(loader, 3)
     assert len(loader_threads()) == 1
     loader.close()
@@ -108,7 +108,7 @@ def test_closing_ends_the_thread_and_may_be_done_twice(opened: Callable[..., Bou
 
 
 def test_a_loader_that_is_dropped_leaves_no_thread() -> None:
-    loader = bound(Watched())
+    loader = bound(WatchedLoader())
     take(loader, 3)
     [thread] = loader_threads()
     del loader
@@ -127,14 +127,14 @@ def test_closing_does_not_wait_for_a_loader_that_hangs(
             hanging.set()
             assert release.wait(60)
 
-    loader = opened(Watched(act=act))
+    loader = opened(WatchedLoader(act=act))
     take(loader, 2)
     assert hanging.wait(30)
     [thread] = loader_threads()
     started = time.monotonic()
     loader.close(timeout=0.05)
     assert time.monotonic() - started < 30  # of 60
-    assert "the loader Watched has been fetching a batch for over" in caplog.text
+    assert "the loader WatchedLoader has been fetching a batch for over" in caplog.text
     release.set()
     thread.join(30)
     assert not thread.is_alive()
@@ -153,11 +153,11 @@ def test_the_log_says_that_a_loader_is_slow(
     handler = Release()
     logging.getLogger("anabranch.executor").addHandler(handler)
     try:
-        loader = opened(Watched(act=lambda index: index == 2 and release.wait(60)))
+        loader = opened(WatchedLoader(act=lambda index: index == 2 and release.wait(60)))
         take(loader, 3)
     finally:
         logging.getLogger("anabranch.executor").removeHandler(handler)
-    assert "the loader Watched has been fetching for" in caplog.text
+    assert "the loader WatchedLoader has been fetching for" in caplog.text
 
 
 class Computing(Dataset[Tensor]):
@@ -174,7 +174,7 @@ class Computing(Dataset[Tensor]):
 def test_forked_workers_that_compute_live_beside_our_threads(opened: Callable[..., BoundLoader]) -> None:
     training = opened(DataLoader(Computing(), batch_size=2, num_workers=2))
     validating = opened(DataLoader(Computing(), batch_size=3, num_workers=1))
-    ahead = opened(Watched(count=1000))
+    ahead = opened(WatchedLoader(count=1000))
     expected = [float(index * index * 64**3) for index in range(12)]
     for _ in range(2):
         take(ahead, 3)  # its thread is there as the others fork

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import ERROR, Build, Play, check, linear, mean_square, sgd
+from plain_loop import ERROR, Build, TrainingCase, check, linear, mean_square, sgd
 
 ENGINES = ["auto", "graph"]
 
@@ -31,7 +31,7 @@ class Buffers(nn.Module):
         return self.layer(x * before) + self.scale.sin()  # type: ignore[no-any-return]
 
 
-def views_of_one_batch(patch: pytest.MonkeyPatch) -> Play:
+def views_of_one_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
     def batch(i: int) -> tuple[Tensor, Tensor]:
         whole = rows(i, 8)
         return whole[:4], whole[2:6] if i in (5, 7) else whole[2:6].clone()
@@ -43,10 +43,10 @@ def views_of_one_batch(patch: pytest.MonkeyPatch) -> Play:
         return (model(before) - model(read.sin())[:, :1] * 0.5).square().mean()  # type: ignore[no-any-return]
 
     model = linear(4, 4)
-    return Play(model, loss, sgd(model), batch=batch)
+    return TrainingCase(model, loss, sgd(model), batch=batch)
 
 
-def an_input_is_written_to_before_its_backward(patch: pytest.MonkeyPatch) -> Play:
+def an_input_is_written_to_before_its_backward(patch: pytest.MonkeyPatch) -> TrainingCase:
     """Autograd raises for it."""
 
     def batch(i: int) -> tuple[Tensor, Tensor]:
@@ -59,19 +59,19 @@ def an_input_is_written_to_before_its_backward(patch: pytest.MonkeyPatch) -> Pla
         return (first + model(batch[1])).square().mean()  # type: ignore[no-any-return]
 
     model = linear(4, 4)
-    return Play(model, loss, sgd(model), batch=batch)
+    return TrainingCase(model, loss, sgd(model), batch=batch)
 
 
-def buffers_are_tied(patch: pytest.MonkeyPatch) -> Play:
+def buffers_are_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Buffers()
 
     def change(k: int) -> None:
         model.scale.data = model.counts.data if k == 1 else model.counts.data.clone()
 
-    return Play(model, mean_square, sgd(model), change)
+    return TrainingCase(model, mean_square, sgd(model), change)
 
 
-def a_view_of_a_buffer(patch: pytest.MonkeyPatch) -> Play:
+def a_view_of_a_buffer(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Sequential(nn.Linear(4, 4))
     model.register_buffer("written", torch.zeros(3, 4))
     held = {"read": torch.zeros(3, 4)}
@@ -85,10 +85,10 @@ def a_view_of_a_buffer(patch: pytest.MonkeyPatch) -> Play:
             model.written.add_(0.1)
         return (model(x) + before + held["read"].sin()).square().mean()  # type: ignore[no-any-return]
 
-    return Play(model, loss, sgd(model), change)
+    return TrainingCase(model, loss, sgd(model), change)
 
 
-def a_buffer_of_other_strides(patch: pytest.MonkeyPatch) -> Play:
+def a_buffer_of_other_strides(patch: pytest.MonkeyPatch) -> TrainingCase:
     """Columns of what is written to."""
     model = nn.Sequential(nn.Linear(4, 4))
     model.register_buffer("written", torch.zeros(4, 4))
@@ -103,7 +103,7 @@ def a_buffer_of_other_strides(patch: pytest.MonkeyPatch) -> Play:
             model.written.add_(0.1)
         return (model(x).sum() + model.read.sin()).square().mean()  # type: ignore[no-any-return]
 
-    return Play(model, loss, sgd(model), change)
+    return TrainingCase(model, loss, sgd(model), change)
 
 
 def large() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -116,22 +116,22 @@ def wide(i: int) -> Tensor:
     return torch.randn(8, 256, generator=torch.Generator().manual_seed(i))
 
 
-def large_parameters_are_tied(patch: pytest.MonkeyPatch) -> Play:
+def large_parameters_are_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, optimizer = large()
 
     def change(k: int) -> None:
         model[2].weight.data = model[0].weight.data if k == 1 else model[0].weight.data.clone()
 
-    return Play(model, mean_square, optimizer, change, batch=wide)
+    return TrainingCase(model, mean_square, optimizer, change, batch=wide)
 
 
-def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> Play:
+def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, optimizer = large()
 
     def batch(i: int) -> Tensor:
         return model[2].weight.data[:8] if i in (5, 7) else wide(i)
 
-    return Play(model, mean_square, optimizer, batch=batch)
+    return TrainingCase(model, mean_square, optimizer, batch=batch)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

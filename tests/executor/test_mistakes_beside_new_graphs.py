@@ -21,20 +21,22 @@ from anabranch.executor.running.fetching import Fetch
 SGD = torch.optim.SGD
 ENGINES = ("auto", "graph")
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
-Play: TypeAlias = Callable[[int, Any], Tensor]
-"""``play(i, model)`` changes the model before step ``i``, and returns its batch."""
+TrainingCase: TypeAlias = Callable[[int, Any], Tensor]
+"""``case(i, model)`` changes the model before step ``i``, and returns its batch."""
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()  # type: ignore[no-any-return]
 
 
-def outcomes(model: nn.Module, steps: Iterable[int], play: Play, run: Callable[[Tensor], Tensor]) -> list[object]:
+def outcomes(
+    model: nn.Module, steps: Iterable[int], case: TrainingCase, run: Callable[[Tensor], Tensor]
+) -> list[object]:
     """The loss of each step, or the type of what it raised."""
     torch.manual_seed(1)
     found: list[object] = []
     for i in steps:
-        batch = play(i, model)
+        batch = case(i, model)
         try:
             found.append(run(batch).item())
         except Exception as error:  # noqa: BLE001 - any, to compare with the plain loop's
@@ -48,7 +50,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def expect_the_plain_loop(
-    engine: str, make: Callable[[], nn.Module], loss: Loss, play: Play, steps: int, raises: list[int]
+    engine: str, make: Callable[[], nn.Module], loss: Loss, case: TrainingCase, steps: int, raises: list[int]
 ) -> None:
     plain, model = made(make), made(make)  # a copy of the first would not share memory as it does
     optimizer = SGD(plain.parameters(), lr=0.1)
@@ -60,12 +62,12 @@ def expect_the_plain_loop(
         optimizer.step()
         return value.detach()
 
-    expected = outcomes(plain, range(steps), play, run)
+    expected = outcomes(plain, range(steps), case, run)
     assert [i for i, found in enumerate(expected) if isinstance(found, type)] == raises, "so PyTorch does"
     step = ab.TrainStep(model, loss, SGD(model.parameters(), lr=0.1))
     chosen: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
     with ab.Executor(step, engine=engine, **chosen) as executor:  # type: ignore[arg-type]
-        found = outcomes(model, range(steps), play, lambda batch: executor.run(batch=batch)["loss"])  # type: ignore[arg-type,return-value]
+        found = outcomes(model, range(steps), case, lambda batch: executor.run(batch=batch)["loss"])  # type: ignore[arg-type,return-value]
         assert found == expected
         assert executor.engine() == "graph"
     for name, value in plain.state_dict().items():
@@ -74,11 +76,11 @@ def expect_the_plain_loop(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_batches_of_inference_mode_are_refused_at_every_step(engine: str) -> None:
-    def play(i: int, _model: nn.Module) -> Tensor:
+    def case(i: int, _model: nn.Module) -> Tensor:
         with torch.inference_mode(3 <= i < 6):
             return torch.randn(5, 4)
 
-    expect_the_plain_loop(engine, lambda: nn.Linear(4, 3), square, play, 7, [3, 4, 5])
+    expect_the_plain_loop(engine, lambda: nn.Linear(4, 3), square, case, 7, [3, 4, 5])
 
 
 class ChangesWhatIsSaved(nn.Module):
@@ -104,23 +106,23 @@ class ChangesWhatIsSaved(nn.Module):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_buffer_that_is_changed_before_backward_is_refused_at_every_step(engine: str) -> None:
-    def play(i: int, model: Any) -> Tensor:
+    def case(i: int, model: Any) -> Tensor:
         model.changes = i < 3
         return torch.randn(5, 4)
 
-    expect_the_plain_loop(engine, ChangesWhatIsSaved, square, play, 6, [0, 1, 2])
+    expect_the_plain_loop(engine, ChangesWhatIsSaved, square, case, 6, [0, 1, 2])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_switch_that_backward_refuses_is_refused_at_every_step(engine: str) -> None:
-    def play(i: int, model: Any) -> Tensor:
+    def case(i: int, model: Any) -> Tensor:
         model[0].scale_grad_by_freq = 3 <= i < 5
         return torch.randint(0, 10, (5, 2))
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
 
-    expect_the_plain_loop(engine, make, square, play, 6, [3, 4])
+    expect_the_plain_loop(engine, make, square, case, 6, [3, 4])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -133,19 +135,19 @@ def test_an_exception_that_the_loss_raises_at_times_is_the_users_own(engine: str
             raise model.error
         return square(model, x)
 
-    def play(i: int, model: Any) -> Tensor:
+    def case(i: int, model: Any) -> Tensor:
         model.error = {2: ValueError("mine"), 3: StopIteration()}.get(i)
         return torch.randn(5, 4)
 
-    expect_the_plain_loop(engine, lambda: Raising(4, 3), loss, play, 6, [2, 3])
+    expect_the_plain_loop(engine, lambda: Raising(4, 3), loss, case, 6, [2, 3])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_that_an_operation_refuses_is_the_users_own_mistake(engine: str) -> None:
-    def play(i: int, model: Any) -> Tensor:
+    def case(i: int, model: Any) -> Tensor:
         return torch.randn(5, 3 if i in (1, 4) else 4)
 
-    expect_the_plain_loop(engine, lambda: nn.Linear(4, 3), square, play, 6, [1, 4])
+    expect_the_plain_loop(engine, lambda: nn.Linear(4, 3), square, case, 6, [1, 4])
 
 
 def test_a_capture_names_the_exception_that_the_function_would_raise() -> None:
@@ -277,8 +279,8 @@ def test_a_number_that_is_a_size_may_change_again_and_again(engine: str) -> None
         y = model(x)
         return (y.view(-1, shape.columns).exp().sum(1) + y.reshape(shape.columns, -1).mean()).mean()
 
-    def play(i: int, model: Any) -> Tensor:
+    def case(i: int, model: Any) -> Tensor:
         shape.columns = (4, 4, 4, 6, 3, 2, 4, 6)[i]
         return torch.ones(6, 4)
 
-    expect_the_plain_loop(engine, lambda: nn.Linear(4, 4), loss, play, 8, [])
+    expect_the_plain_loop(engine, lambda: nn.Linear(4, 4), loss, case, 8, [])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import Play, check, linear, mean_square, nothing, taken_for_a_library
+from plain_loop import TrainingCase, check, linear, mean_square, nothing, treated_as_a_library
 
 
 class Own(torch.optim.Optimizer):
@@ -164,16 +164,16 @@ BY_THEMSELVES = {
 CAPTURED = (HoldsTensors, ReadsAList)
 
 
-def play_of(kind: type[Own], patch: pytest.MonkeyPatch | None = None) -> Play:
+def case_of(kind: type[Own], patch: pytest.MonkeyPatch | None = None) -> TrainingCase:
     """With a ``patch``, as if the optimizer were a library's."""
     if patch is not None:
-        taken_for_a_library(patch)
+        treated_as_a_library(patch)
     model = linear()
     optimizer = kind(model.parameters())  # type: ignore[call-arg]
     inner = getattr(optimizer, "inner", optimizer)
     own = {name: value for name, value in vars(optimizer).items() if name in ("counts", "total")}
     seen = lambda: [inner.state_dict(), own, vars(optimizer).get("counts")]  # noqa: E731
-    return Play(model, mean_square, optimizer, nothing, seen=seen)
+    return TrainingCase(model, mean_square, optimizer, nothing, seen=seen)
 
 
 ENGINES = {"auto": ["tape"] * 3 + ["graph"] * 6, "graph": ["graph"] * 9}
@@ -189,7 +189,7 @@ ENGINES = {"auto": ["tape"] * 3 + ["graph"] * 6, "graph": ["graph"] * 9}
 )
 def test_an_optimizer_of_a_library_leaves_the_state_of_the_plain_loop(kind: type[Own], engine: str) -> None:
     """The trial of a graph leaves no trace in them; forward and backward are a graph in any case."""
-    got = check(lambda patch: play_of(kind, patch), engine)
+    got = check(lambda patch: case_of(kind, patch), engine)
     assert got.engines == ENGINES[engine]
     assert ("the optimizer steps by itself" in got.explained) == (kind in BY_THEMSELVES)
     assert BY_THEMSELVES.get(kind, "") in got.explained
@@ -198,7 +198,7 @@ def test_an_optimizer_of_a_library_leaves_the_state_of_the_plain_loop(kind: type
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [CountsInItself, HoldsTensors, CountsInAnObject, Draws, CountsUnderAName])
 def test_an_optimizer_of_ones_own_steps_by_itself(kind: type[Own], engine: str) -> None:
-    got = check(lambda patch: play_of(kind), engine)
+    got = check(lambda patch: case_of(kind), engine)
     assert got.engines == ENGINES[engine]
     assert "the optimizer steps by itself" in got.explained
     assert "is your own code, and a graph would not notice when a value that it reads changes" in got.explained
@@ -206,11 +206,11 @@ def test_an_optimizer_of_ones_own_steps_by_itself(kind: type[Own], engine: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_number_in_a_list_of_a_group_is_noticed_when_it_changes(engine: str) -> None:
-    def build(patch: pytest.MonkeyPatch) -> Play:
-        play = play_of(ReadsAList, patch)
-        betas = play.optimizer.param_groups[0]["betas"]
-        play.change = lambda k: betas.__setitem__(0, 0.9 / k)
-        return play
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        case = case_of(ReadsAList, patch)
+        betas = case.optimizer.param_groups[0]["betas"]
+        case.change = lambda k: betas.__setitem__(0, 0.9 / k)
+        return case
 
     assert "graph" in check(build, engine).engines[5:]
 
@@ -218,7 +218,7 @@ def test_a_number_in_a_list_of_a_group_is_noticed_when_it_changes(engine: str) -
 def test_a_step_that_branches_on_a_computed_value_is_explained_without_tracer_jargon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken_for_a_library(monkeypatch)
+    treated_as_a_library(monkeypatch)
 
     class Branching(Own):
         def update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -252,9 +252,9 @@ class NeverInitialised(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_wrapper_without_its_own_hooks_trains(engine: str) -> None:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
-        return Play(model, mean_square, NeverInitialised(torch.optim.SGD(model.parameters(), lr=0.1)), nothing)
+        return TrainingCase(model, mean_square, NeverInitialised(torch.optim.SGD(model.parameters(), lr=0.1)), nothing)
 
     assert check(build, engine).engines == ENGINES[engine]
 
@@ -281,10 +281,10 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize("engine", ["tape", *ENGINES])
 @pytest.mark.parametrize("kind", [Accumulating, Counting])
 def test_a_zero_grad_of_ones_own_is_called(kind: Any, engine: str) -> None:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
         optimizer = kind(model.parameters(), lr=0.1)
-        return Play(model, mean_square, optimizer, nothing, seen=lambda: optimizer.calls)
+        return TrainingCase(model, mean_square, optimizer, nothing, seen=lambda: optimizer.calls)
 
     assert check(build, engine).refused_at is None
 
@@ -294,11 +294,11 @@ def test_a_zero_grad_of_ones_own_is_called(kind: Any, engine: str) -> None:
     "rate", [np.float32(0.05), np.array(0.05), Fraction(1, 20)], ids=["float32", "array", "fraction"]
 )
 def test_a_learning_rate_of_another_type_is_that_of_the_plain_loop(rate: Any, engine: str) -> None:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
         kind = torch.optim.SGD if isinstance(rate, np.ndarray) else torch.optim.AdamW
         optimizer = kind(model.parameters(), lr=0.1)
-        return Play(model, mean_square, optimizer, lambda k: optimizer.param_groups[0].update(lr=rate * k))
+        return TrainingCase(model, mean_square, optimizer, lambda k: optimizer.param_groups[0].update(lr=rate * k))
 
     found = check(build, engine)
     assert found.refused_at is None
@@ -306,10 +306,12 @@ def test_a_learning_rate_of_another_type_is_that_of_the_plain_loop(rate: Any, en
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_parameter_added_to_a_second_group_is_left_to_the_tape(engine: str) -> None:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Play(model, mean_square, optimizer, lambda k: optimizer.param_groups.append(optimizer.param_groups[0]))
+        return TrainingCase(
+            model, mean_square, optimizer, lambda k: optimizer.param_groups.append(optimizer.param_groups[0])
+        )
 
     assert "is in two parameter groups" in check(build, engine).refusal or engine == "auto"
 

@@ -148,7 +148,7 @@ def test_settings_of_a_loader_hold_for_the_rest_of_the_epoch_too() -> None:
         "prefetch_factor": 5,
     }
     whole = DataLoader(Squares(), batch_size=2, pin_memory=True, **options)  # type: ignore[arg-type]
-    rest = positions._with_sampler(whole, positions._Rest(whole, 0, True))
+    rest = positions._with_sampler(whole, positions._RemainingIndices(whole, 0, True))
     assert rest.dataset is whole.dataset
     for name in (*options, "pin_memory"):
         assert getattr(rest, name) == getattr(whole, name), name

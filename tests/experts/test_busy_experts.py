@@ -27,12 +27,12 @@ from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Request, RequestHeader
 from anabranch.transport.frame import Hello, encode
-from networks import Watched
+from networks import CountingTransport
 from waiting import join, wait_until
 
 
 def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
-    module, network = Slow(), Watched()
+    module, network = Slow(), CountingTransport()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)])
 
     def runs_where_it_is_read() -> bool:

@@ -24,7 +24,7 @@ from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, ProtocolErr
 from anabranch.experts import ExpertGroup, make_experts
 from anabranch.experts.directory import as_directory, within
 from anabranch.transport import make_keys
-from leaks import held
+from leaks import held_resources
 from redis_servers import RealRedis, redis
 from waiting import join, wait_until
 
@@ -188,14 +188,14 @@ else:
 
 
 def test_connections_are_released(redis: RealRedis) -> None:
-    before = held()
+    before = held_resources()
     directory = RedisDirectory(redis.url)
     threads = [threading.Thread(target=directory.lookup, args=(UIDS,)) for _ in range(20)]
     for thread in threads:
         thread.start()
     join(*threads)
     directory.close()
-    assert held() == before
+    assert held_resources() == before
 
 
 # What goes wrong, and what is said.

@@ -28,7 +28,7 @@ from anabranch.experts.nesting import Nesting
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Client
-from networks import Watched
+from networks import CountingTransport
 
 
 def test_forward_gradients_and_updates_are_those_of_the_module_here() -> None:
@@ -265,7 +265,7 @@ def test_a_lost_answer_of_a_backward_does_not_double_its_update() -> None:
     backend = ExpertBackend(
         "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)]
     )
-    network = Watched()
+    network = CountingTransport()
 
     with served(backend, transport=network) as server, Client(transport=network) as client:
         expert = RemoteExpert("count.0", server.endpoint, client=client)

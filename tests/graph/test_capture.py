@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from anabranch.autodiff import GradManager
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph import StepProgram, capture
-from plain_loop import taken_for_a_library
+from plain_loop import treated_as_a_library
 
 
 class Pair(NamedTuple):
@@ -321,7 +321,7 @@ def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
 
 
 def test_an_optimizer_that_rebinds_its_state_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken_for_a_library(monkeypatch)
+    treated_as_a_library(monkeypatch)
 
     class Rebinding(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]

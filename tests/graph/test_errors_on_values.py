@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import anabranch as ab
 from anabranch.graph.effects import is_random
 from anabranch.graph.run.rollback import GraphRaised, Rollback
-from covering import few
+from covering import slow_except
 
 TABLE = torch.arange(10.0).view(5, 2)
 RIGHT, SINGULAR, IDS, OUTSIDE = torch.eye(3), torch.zeros(3, 3), torch.tensor([1, 2, 0]), torch.tensor([1, 7, 0])
@@ -123,7 +123,7 @@ class Remembers(nn.Module):
         return (hidden * self.table(ids)).square().mean() + found.sum() * self.table.weight.mean()
 
 
-@pytest.mark.parametrize(("engine", "accumulate"), few([("auto", 1), ("graph", 1), ("auto", 2)], ("auto", 1)))
+@pytest.mark.parametrize(("engine", "accumulate"), slow_except([("auto", 1), ("graph", 1), ("auto", 2)], ("auto", 1)))
 def test_after_an_error_everything_is_as_after_the_plain_loops(engine: Any, accumulate: int) -> None:
     """Batch 5 raises in a lookup, batch 7 takes the other branch of an ``except``."""
 

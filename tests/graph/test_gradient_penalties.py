@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plain_loop import Play, check
+from plain_loop import TrainingCase, check
 
 
 def of_mixtures(critic: Any, real: Tensor) -> Tensor:
@@ -35,9 +35,9 @@ def of_a_parameter(critic: Any, x: Tensor) -> Tensor:
     return judged.square().mean() + slope.square().mean()  # type: ignore[no-any-return]
 
 
-def play_of(loss: Any) -> Play:
+def case_of(loss: Any) -> TrainingCase:
     critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    return Play(critic, loss, torch.optim.Adam(critic.parameters(), lr=0.01))
+    return TrainingCase(critic, loss, torch.optim.Adam(critic.parameters(), lr=0.01))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def play_of(loss: Any) -> Play:
     ],
 )
 def test_a_gradient_penalty_runs_as_a_graph(loss: Any, engine: str) -> None:
-    got = check(lambda patch: play_of(loss), engine)
+    got = check(lambda patch: case_of(loss), engine)
     assert got.refused_at is None
     assert got.engines[-1] == "graph"
 
@@ -62,6 +62,6 @@ def test_the_old_way_to_make_a_variable_is_refused_with_the_new_one() -> None:
         point = torch.autograd.Variable(x, requires_grad=True)
         return torch.autograd.grad(critic(point).sum(), point, create_graph=True)[0].square().mean()
 
-    got = check(lambda patch: play_of(loss), "graph")
+    got = check(lambda patch: case_of(loss), "graph")
     assert got.refused_at == 0
     assert "use tensor.detach().requires_grad_()" in got.refusal

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import quickly, taken_for_a_library
+from plain_loop import mark_others_slow, treated_as_a_library
 
 
 class Own(torch.optim.Optimizer):
@@ -208,11 +208,11 @@ def trained(
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])
-@pytest.mark.parametrize("name", quickly(CASES, QUICK))
+@pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
 def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(
     name: str, engine: Literal["auto", "graph"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken_for_a_library(monkeypatch)
+    treated_as_a_library(monkeypatch)
     expected, _ = trained(name, None, monkeypatch)
     found, ways = trained(name, engine, monkeypatch)
     assert all(map(torch.equal, expected, found))
@@ -220,7 +220,7 @@ def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])
-@pytest.mark.parametrize("name", quickly(CASES, QUICK))
+@pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
 def test_a_change_of_state_read_by_a_user_s_optimizer_is_noticed(
     name: str, engine: Literal["auto", "graph"], monkeypatch: pytest.MonkeyPatch
 ) -> None:

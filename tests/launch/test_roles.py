@@ -21,7 +21,7 @@ from anabranch.launch.meeting.addresses import tcp_place
 from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
-from covering import few
+from covering import slow_except
 from launched import start_run
 from programs import start
 
@@ -413,7 +413,7 @@ print(json.dumps({{"same": again == learned, "calls": mixture.statistics().calls
     assert result.told[0].endswith("restarted (1 of 3)")
 
 
-@pytest.mark.parametrize("durability", few(["none", "log"], "log"))
+@pytest.mark.parametrize("durability", slow_except(["none", "log"], "log"))
 def test_a_parameter_server_that_is_killed_returns_with_every_push_or_ends_the_job(durability: str) -> None:
     result = LocalJob(servers=1, timeout=LIMIT, durability=durability).run_source(  # type: ignore[arg-type]
         EXPERTS

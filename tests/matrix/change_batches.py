@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plain_loop import Build, Play, linear, nothing, sgd
+from plain_loop import Build, TrainingCase, linear, nothing, sgd
 
 BATCHES: dict[str, Build] = {}
 X = torch.linspace(-1, 1, 40).reshape(10, 4)
@@ -195,9 +195,9 @@ def item_mean_of(m: Any, b: Any) -> Any:
     return m(b["x"]).square().mean() * b["scale"]
 
 
-def _play(batch: Callable[[int], Any], loss: Callable[[Any, Any], Any], **keywords: Any) -> Play:
+def _play(batch: Callable[[int], Any], loss: Callable[[Any, Any], Any], **keywords: Any) -> TrainingCase:
     model = linear()
-    return Play(model, loss, sgd(model), keywords.pop("change", nothing), batch=batch, **keywords)
+    return TrainingCase(model, loss, sgd(model), keywords.pop("change", nothing), batch=batch, **keywords)
 
 
 def _rows(batch: Any) -> float:
@@ -260,7 +260,7 @@ def _kept(name: str) -> Build:
     """One object for all steps, changed in place before each."""
     make, loss, rows = MAKERS[name]
 
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         held = make(x_of(0), 1.0)
 
         def batch(i: int) -> Any:
@@ -312,19 +312,19 @@ def batch_case(function: Build) -> Build:
 
 
 @batch_case
-def tensor_inside_an_object_replaced(patch: pytest.MonkeyPatch) -> Play:
+def tensor_inside_an_object_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = Own(x_of(0), 1.0)
     return _play(lambda i: held, mean_of, rows=_rows, change=lambda k: setattr(held, "x", x_of(10 * k)))
 
 
 @batch_case
-def tensor_inside_an_object_in_place(patch: pytest.MonkeyPatch) -> Play:
+def tensor_inside_an_object_in_place(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = Own(x_of(0).clone(), 1.0)
     return _play(lambda i: held, mean_of, rows=_rows, change=lambda k: (held.x.fill_(0.3 * k), None)[1])
 
 
 @batch_case
-def class_number_of_a_batch(patch: pytest.MonkeyPatch) -> Play:
+def class_number_of_a_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Numbered(Own):
         factor = 1.0
 
@@ -337,7 +337,7 @@ def class_number_of_a_batch(patch: pytest.MonkeyPatch) -> Play:
 
 
 @batch_case
-def class_number_of_a_dataclass_batch(patch: pytest.MonkeyPatch) -> Play:
+def class_number_of_a_dataclass_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
     return _play(
         lambda i: WithClassNumber(x_of(i)),
         mean_of,
@@ -347,12 +347,12 @@ def class_number_of_a_dataclass_batch(patch: pytest.MonkeyPatch) -> Play:
 
 
 @batch_case
-def two_classes_of_batches(patch: pytest.MonkeyPatch) -> Play:
+def two_classes_of_batches(patch: pytest.MonkeyPatch) -> TrainingCase:
     return _play(lambda i: [Plain, Unequal, Own][i % 3](x_of(i), 1.0 + i % 3), mean_of, rows=_rows)
 
 
 @batch_case
-def two_classes_of_one_form(patch: pytest.MonkeyPatch) -> Play:
+def two_classes_of_one_form(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Double(Own):
         @property
         def factor(self) -> float:
@@ -415,7 +415,7 @@ _values("parameter_leaf", lambda i: torch.nn.Parameter(torch.tensor(1.0 + i)), l
 
 
 @batch_case
-def keys_come_and_go(patch: pytest.MonkeyPatch) -> Play:
+def keys_come_and_go(patch: pytest.MonkeyPatch) -> TrainingCase:
     return _play(
         lambda i: {"x": x_of(i)} | ({"mask": torch.tensor([1.0, 0.0, 1.0])[:, None]} if i % 2 else {}),
         lambda m, b: (m(b["x"]) * b.get("mask", 1.0)).square().mean(),
@@ -423,7 +423,7 @@ def keys_come_and_go(patch: pytest.MonkeyPatch) -> Play:
 
 
 @batch_case
-def batch_kept_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
+def batch_kept_by_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     kept: list[Any] = []
 
     def loss(m: Any, b: Any) -> Any:
@@ -434,7 +434,7 @@ def batch_kept_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
 
 
 @batch_case
-def batch_written_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
+def batch_written_by_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     given: list[Any] = []
 
     def batch(i: int) -> Any:
@@ -449,7 +449,7 @@ def batch_written_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
 
 
 @batch_case
-def batch_popped_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
+def batch_popped_by_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     given: list[Any] = []
 
     def batch(i: int) -> Any:
@@ -464,6 +464,6 @@ def batch_popped_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
 
 
 @batch_case
-def deep_copies_of_one_batch(patch: pytest.MonkeyPatch) -> Play:
+def deep_copies_of_one_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = {"x": x_of(0), "scale": 1.0}
     return _play(lambda i: copy.deepcopy(held), item_mean_of, change=lambda k: held.update(scale=1.0 + k))

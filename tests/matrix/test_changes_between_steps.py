@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from change_plays import PLAYS
+from change_cases import CASES
 
-from plain_loop import check, quickly
+from plain_loop import check, mark_others_slow
 
 QUICK = {
     "steady_inner_backward",
@@ -34,11 +34,11 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", quickly(PLAYS, QUICK))
+@pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
 def test_a_training_loop_changes_between_two_steps(engine: str, name: str, request: pytest.FixtureRequest) -> None:
     if name == "tensors_swapped" and engine != "tape":
         # Of PyTorch's own making: see the reason.
         reason = "torch.utils.swap_tensors refuses tensors that Dynamo's guards hold weakly, as after torch.compile"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    check(PLAYS[name], engine)
+    check(CASES[name], engine)

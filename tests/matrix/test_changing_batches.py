@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from change_batches import BATCHES
 
-from plain_loop import check, quickly
+from plain_loop import check, mark_others_slow
 
 QUICK = {
     "own_kept_and_changed",
@@ -18,7 +18,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", quickly(BATCHES, QUICK))
+@pytest.mark.parametrize("name", mark_others_slow(BATCHES, QUICK))
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
 def test_the_contents_of_a_batch_change(engine: str, name: str) -> None:
     check(BATCHES[name], engine)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from plain_loop import STEPS, Build, Play, check
+from plain_loop import STEPS, Build, TrainingCase, check
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
@@ -129,7 +129,7 @@ def runs(draw: st.DrawFn) -> tuple[list[str], list[str], str, dict[int, tuple[st
 def build_of(run: Any) -> Build:
     layers, terms, optimizer, changes, rows, named = run
 
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         patch.setattr(Held, "number", 1.0)
         patch.setitem(NUMBERS, "number", 1.0)
         token = VARIABLE.set(1.0)
@@ -145,21 +145,21 @@ def build_of(run: Any) -> Build:
             x = torch.linspace(-1, 1, 40).reshape(10, 4)[: rows[i % len(rows)]] + 0.1 * i
             return {"x": x, "name": "sample", "weight": 0.1 * i} if named else x
 
-        play = Play(state.model, loss, state.optimizer, batch=batch, seen=lambda: state.calls)
+        case = TrainingCase(state.model, loss, state.optimizer, batch=batch, seen=lambda: state.calls)
 
         def change_before(i: int) -> None:
             if i in changes:
                 name, value = changes[i]
                 CHANGES[name](state, value)
 
-        play.change_before = change_before  # type: ignore[method-assign]
+        case.change_before = change_before  # type: ignore[method-assign]
 
         def undo() -> None:
             with contextlib.suppress(ValueError):
                 VARIABLE.reset(token)
 
-        play.undo = undo
-        return play
+        case.undo = undo
+        return case
 
     return build
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from idiom_plays import IDIOMS
+from idiom_cases import IDIOMS
 
-from plain_loop import check, quickly
+from plain_loop import check, mark_others_slow
 
 QUICK = {
     "bags_with_weights",
@@ -17,7 +17,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", quickly(IDIOMS, QUICK))
+@pytest.mark.parametrize("name", mark_others_slow(IDIOMS, QUICK))
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
 def test_an_idiom_is_the_plain_loops(engine: str, name: str) -> None:
     got = check(IDIOMS[name], engine)

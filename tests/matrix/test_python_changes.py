@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from change_holders import HOLDERS
 
-from plain_loop import Play, check, quickly, reading, reading_inside
+from plain_loop import TrainingCase, check, mark_others_slow, reading, reading_inside
 
 QUICK = {
     "user_dict",
@@ -32,16 +32,16 @@ QUICK = {
 PLACES = {"loss": reading, "forward": reading_inside}
 
 
-def play_of(name: str, place: str) -> Callable[[pytest.MonkeyPatch], Play]:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+def play_of(name: str, place: str) -> Callable[[pytest.MonkeyPatch], TrainingCase]:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         read, change = HOLDERS[name](patch)
         return PLACES[place](read, change)
 
     return build
 
 
-@pytest.mark.parametrize("place", quickly(PLACES, ["loss"]))
-@pytest.mark.parametrize("name", quickly(HOLDERS, QUICK))
+@pytest.mark.parametrize("place", mark_others_slow(PLACES, ["loss"]))
+@pytest.mark.parametrize("name", mark_others_slow(HOLDERS, QUICK))
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
 def test_a_number_changes_where_it_is_held(engine: str, name: str, place: str) -> None:
     check(play_of(name, place), engine)

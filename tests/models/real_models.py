@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plain_loop import Build, Play, nothing
+from plain_loop import Build, TrainingCase, nothing
 
 MODELS: dict[str, Build] = {}
 OPTIMIZERS: dict[str, Build] = {}
@@ -48,8 +48,8 @@ def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
-def of(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Callable[[int], Any], **keywords: Any) -> Play:
-    return Play(model, loss, keywords.pop("optimizer", None) or adam(model), nothing, batch=batch, **keywords)
+def of(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Callable[[int], Any], **keywords: Any) -> TrainingCase:
+    return TrainingCase(model, loss, keywords.pop("optimizer", None) or adam(model), nothing, batch=batch, **keywords)
 
 
 # Hugging Face.
@@ -168,40 +168,40 @@ def pictures(i: int, size: int = 16, rows: int = 3) -> Tensor:
 
 
 @real
-def hf_gpt2(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(gpt2(), own_loss, padded)
 
 
 @real
-def hf_gpt2_without_dropout(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_without_dropout(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), own_loss, padded)
 
 
 @real
-def hf_gpt2_eager_attention(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_eager_attention(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(gpt2(attn_implementation="eager"), own_loss, padded_left)
 
 
 @real
-def hf_gpt2_batch_encoding(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_batch_encoding(patch: pytest.MonkeyPatch) -> TrainingCase:
     encoding = load("transformers").BatchEncoding
     return of(gpt2(), own_loss, lambda i: encoding(padded(i)), rows=lambda batch: float(len(batch["labels"])))
 
 
 @real
-def hf_gpt2_gradient_checkpointing(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_gradient_checkpointing(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = gpt2()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return of(model, own_loss, padded)
 
 
 @real
-def hf_gpt2_bfloat16_autocast_around(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_bfloat16_autocast_around(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(gpt2(), own_loss, padded, around=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 @real
-def hf_gpt2_bfloat16_autocast_inside(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_bfloat16_autocast_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(model: nn.Module, batch: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return model(**batch).loss
@@ -210,7 +210,7 @@ def hf_gpt2_bfloat16_autocast_inside(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> TrainingCase:
     def batch(i: int) -> dict[str, Tensor]:
         ids = tokens(i, length=6 + i % 3)
         return {"input_ids": ids, "labels": ids}
@@ -219,7 +219,7 @@ def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def hf_gpt2_dropout_changed(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_dropout_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = gpt2()
 
     def change(k: int) -> None:
@@ -227,60 +227,60 @@ def hf_gpt2_dropout_changed(patch: pytest.MonkeyPatch) -> Play:
             if isinstance(module, nn.Dropout):
                 module.p = 0.2 * k
 
-    play = of(model, own_loss, padded)
-    play.change = change
-    return play
+    case = of(model, own_loss, padded)
+    case.change = change
+    return case
 
 
 @real
-def hf_gpt2_config_changed(patch: pytest.MonkeyPatch) -> Play:
+def hf_gpt2_config_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = gpt2()
-    play = of(model, own_loss, padded)
-    play.change = lambda k: model.set_attn_implementation(["eager", "sdpa"][k - 1])
-    return play
+    case = of(model, own_loss, padded)
+    case.change = lambda k: model.set_attn_implementation(["eager", "sdpa"][k - 1])
+    return case
 
 
 @real
-def hf_llama(patch: pytest.MonkeyPatch) -> Play:
+def hf_llama(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(llama(), own_loss, padded)
 
 
 @real
-def hf_llama_gradient_checkpointing(patch: pytest.MonkeyPatch) -> Play:
+def hf_llama_gradient_checkpointing(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return of(model, own_loss, padded)
 
 
 @real
-def hf_bert(patch: pytest.MonkeyPatch) -> Play:
+def hf_bert(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(bert(), own_loss, padded)
 
 
 @real
-def hf_bert_classifier(patch: pytest.MonkeyPatch) -> Play:
+def hf_bert_classifier(patch: pytest.MonkeyPatch) -> TrainingCase:
     transformers = load("transformers")
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT, num_labels=3))
     return of(model, own_loss, lambda i: padded(i) | {"labels": torch.tensor([i % 3, 1])})
 
 
 @real
-def hf_t5(patch: pytest.MonkeyPatch) -> Play:
+def hf_t5(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(t5(), own_loss, padded)
 
 
 @real
-def hf_vit(patch: pytest.MonkeyPatch) -> Play:
+def hf_vit(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(vit(), own_loss, lambda i: {"pixel_values": pictures(i), "labels": torch.tensor([0, 1, i % 4])})
 
 
 @real
-def hf_mixtral(patch: pytest.MonkeyPatch) -> Play:
+def hf_mixtral(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(mixtral(), own_loss, padded)
 
 
 @real
-def hf_clip(patch: pytest.MonkeyPatch) -> Play:
+def hf_clip(patch: pytest.MonkeyPatch) -> TrainingCase:
     transformers = load("transformers")
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.CLIPModel(
@@ -303,7 +303,7 @@ def hf_clip(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def peft_lora(patch: pytest.MonkeyPatch) -> Play:
+def peft_lora(patch: pytest.MonkeyPatch) -> TrainingCase:
     peft = load("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -317,16 +317,16 @@ def peft_lora(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def peft_lora_adapter_disabled(patch: pytest.MonkeyPatch) -> Play:
+def peft_lora_adapter_disabled(patch: pytest.MonkeyPatch) -> TrainingCase:
     peft = load("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(
             llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
         )
-    play = of(model, own_loss, padded)
-    play.change = lambda k: [model.base_model.disable_adapter_layers, model.base_model.enable_adapter_layers][k - 1]()
-    return play
+    case = of(model, own_loss, padded)
+    case.change = lambda k: [model.base_model.disable_adapter_layers, model.base_model.enable_adapter_layers][k - 1]()
+    return case
 
 
 # Pictures.
@@ -345,14 +345,14 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @real
-def torchvision_resnet(patch: pytest.MonkeyPatch) -> Play:
+def torchvision_resnet(patch: pytest.MonkeyPatch) -> TrainingCase:
     resnet = load("torchvision.models.resnet")
     model = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=4, width_per_group=8)
     return of(model, classified, labelled, optimizer=momentum(model))
 
 
 @real
-def torchvision_resnet_channels_last(patch: pytest.MonkeyPatch) -> Play:
+def torchvision_resnet_channels_last(patch: pytest.MonkeyPatch) -> TrainingCase:
     resnet = load("torchvision.models.resnet")
     model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=4).to(memory_format=torch.channels_last)
     return of(
@@ -364,27 +364,27 @@ def torchvision_resnet_channels_last(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def torchvision_mobilenet(patch: pytest.MonkeyPatch) -> Play:
+def torchvision_mobilenet(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = load("torchvision.models").mobilenet_v2(num_classes=4, width_mult=0.25)
     return of(model, classified, labelled, optimizer=momentum(model))
 
 
 @real
-def torchvision_convnext(patch: pytest.MonkeyPatch) -> Play:
+def torchvision_convnext(patch: pytest.MonkeyPatch) -> TrainingCase:
     convnext = load("torchvision.models.convnext")
     setting = [convnext.CNBlockConfig(16, 32, 2), convnext.CNBlockConfig(32, None, 2)]
     return of(convnext.ConvNeXt(setting, stochastic_depth_prob=0.5, num_classes=4), classified, labelled)
 
 
 @real
-def torchvision_swin(patch: pytest.MonkeyPatch) -> Play:
+def torchvision_swin(patch: pytest.MonkeyPatch) -> TrainingCase:
     swin = load("torchvision.models.swin_transformer")
     model = swin.SwinTransformer([2, 2], 16, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.3, num_classes=4)
     return of(model, classified, labelled)
 
 
 @real
-def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
+def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = load("timm.models.vision_transformer").VisionTransformer(
         img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
     )
@@ -392,7 +392,7 @@ def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def timm_vit_in_float64(patch: pytest.MonkeyPatch) -> Play:
+def timm_vit_in_float64(patch: pytest.MonkeyPatch) -> TrainingCase:
     """To the last bit under AdamW, where an order of sums of its own would show in the twelfth digit."""
     model = timm_vit_with_drop_path(patch).model.double()
 
@@ -403,7 +403,7 @@ def timm_vit_in_float64(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def timm_convnext_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
+def timm_convnext_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = load("timm.models.convnext").ConvNeXt(
         depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), drop_path_rate=0.3, num_classes=4
     )
@@ -411,27 +411,27 @@ def timm_convnext_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def timm_drop_path_changed(patch: pytest.MonkeyPatch) -> Play:
-    play = timm_vit_with_drop_path(patch)
+def timm_drop_path_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
+    case = timm_vit_with_drop_path(patch)
 
     def change(k: int) -> None:
-        for module in play.model.modules():
+        for module in case.model.modules():
             if hasattr(module, "drop_prob"):
                 module.drop_prob = 0.25 * k
 
-    play.change = change
-    return play
+    case.change = change
+    return case
 
 
 @real
-def timm_resnet(patch: pytest.MonkeyPatch) -> Play:
+def timm_resnet(patch: pytest.MonkeyPatch) -> TrainingCase:
     resnet = load("timm.models.resnet")
     model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], channels=(8, 8, 16, 16), num_classes=4, drop_path_rate=0.2)
     return of(model, classified, labelled, optimizer=momentum(model))
 
 
 @real
-def diffusers_unet(patch: pytest.MonkeyPatch) -> Play:
+def diffusers_unet(patch: pytest.MonkeyPatch) -> TrainingCase:
     diffusers = load("diffusers")
     model = diffusers.UNet2DModel(
         sample_size=8,
@@ -453,7 +453,7 @@ def diffusers_unet(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def diffusers_unet_with_its_scheduler(patch: pytest.MonkeyPatch) -> Play:
+def diffusers_unet_with_its_scheduler(patch: pytest.MonkeyPatch) -> TrainingCase:
     diffusers = load("diffusers")
     model = diffusers.UNet2DModel(
         sample_size=8,
@@ -493,17 +493,17 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @real
-def lstm(patch: pytest.MonkeyPatch) -> Play:
+def lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(Language(nn.LSTM), next_token, tokens, clip=0.5)
 
 
 @real
-def gru(patch: pytest.MonkeyPatch) -> Play:
+def gru(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(Language(nn.GRU), next_token, tokens, clip=0.5)
 
 
 @real
-def packed_lstm(patch: pytest.MonkeyPatch) -> Play:
+def packed_lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.LSTM(4, 6, batch_first=True)
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -527,25 +527,25 @@ class Towers(nn.Module):
 
 
 @real
-def two_towers(patch: pytest.MonkeyPatch) -> Play:
+def two_towers(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         logits = model(*batch)
         wanted = torch.arange(len(logits))
         return (F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2
 
     model = Towers()
-    play = of(model, loss, lambda i: (pictures(i), tokens(i, 3)))
+    case = of(model, loss, lambda i: (pictures(i), tokens(i, 3)))
 
     def between(out: dict[str, Tensor]) -> None:
         with torch.no_grad():
             model.scale.clamp_(0, 2.6589)
 
-    play.between = between
-    return play
+    case.between = between
+    return case
 
 
 @real
-def weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
+def weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
     parametrizations = torch.nn.utils.parametrizations
     model = nn.Sequential(
         parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)),
@@ -558,7 +558,7 @@ def weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def old_weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
+def old_weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(
@@ -601,25 +601,25 @@ def node_loss(model: nn.Module, data: Any) -> Tensor:
 
 
 @real
-def geometric_gcn(patch: pytest.MonkeyPatch) -> Play:
+def geometric_gcn(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(graph_net(), node_loss, data_of, rows=lambda data: 5.0)
 
 
 @real
-def geometric_gcn_one_object_changed(patch: pytest.MonkeyPatch) -> Play:
+def geometric_gcn_one_object_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = data_of(0)
-    play = of(graph_net(), node_loss, lambda i: held, rows=lambda data: 5.0)
+    case = of(graph_net(), node_loss, lambda i: held, rows=lambda data: 5.0)
 
     def change(k: int) -> None:
         held.x = held.x * (1 + k)
         held.edge_index = EDGES.flip(0) if k == 1 else EDGES[:, :4]
 
-    play.change = change
-    return play
+    case.change = change
+    return case
 
 
 @real
-def geometric_batch(patch: pytest.MonkeyPatch) -> Play:
+def geometric_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
     batch_of = load("torch_geometric.data").Batch
     return of(
         graph_net(), node_loss, lambda i: batch_of.from_data_list([data_of(i), data_of(i + 1)]), rows=lambda data: 10.0
@@ -630,7 +630,7 @@ def geometric_batch(patch: pytest.MonkeyPatch) -> Play:
 
 
 def _third_party(module: str, name: str, **keywords: Any) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             make = getattr(load(module), name)
@@ -676,7 +676,7 @@ OPTIMIZERS |= {
 
 
 def _muon(module: str, name: str) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
         matrices, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
         make = getattr(load(module), name)

@@ -27,7 +27,7 @@ from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
-from covering import few
+from covering import slow_except
 from programs import Program, Programs
 from waiting import join
 
@@ -218,7 +218,7 @@ def test_a_restarted_shard_knows_the_norm_of_its_held_pushes(released: bool, way
 
 
 @pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])
-@pytest.mark.parametrize("durability", few(["checkpoint", "log"], "log"))
+@pytest.mark.parametrize("durability", slow_except(["checkpoint", "log"], "log"))
 def test_a_truncated_checkpoint_leaves_the_previous_one(durability: str, point: str, tmp_path: Path) -> None:
     network = MemoryTransport()
 

@@ -20,7 +20,7 @@ from anabranch.transport import (
     Verb,
 )
 from anabranch.transport.frame import FrameReader, Heartbeat, Hello, Limits, encode
-from networks import Watched
+from networks import CountingTransport
 from waiting import join, wait_until
 
 HEARTBEAT = 0.05
@@ -56,7 +56,7 @@ def test_a_server_beats_while_a_call_waits() -> None:
 
 def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the client's clock, which moves when it is told to; beats come when they come."""
-    clock, network = FakeClock(), Watched()
+    clock, network = FakeClock(), CountingTransport()
     monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=clock))
     calls: list[Call] = []
     errors: list[Exception] = []

@@ -29,7 +29,7 @@ from anabranch.transport import (
 )
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.server.once import OnceTable
-from networks import Watched
+from networks import CountingTransport
 from programs import Program, Programs
 from waiting import wait_until
 
@@ -77,7 +77,7 @@ def test_without_numbers_the_same_network_would_apply_pushes_twice() -> None:
 
 
 def test_a_retry_joins_the_request_that_still_runs() -> None:
-    network, running = Watched(), threading.Event()
+    network, running = CountingTransport(), threading.Event()
     calls: list[Call] = []
 
     def slow(call: Call) -> None:

@@ -23,13 +23,13 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from plain_loop import Build, Play, linear, mean_square, nothing, sgd
+from plain_loop import Build, TrainingCase, linear, mean_square, nothing, sgd
 
-PLAYS: dict[str, Build] = {}
+CASES: dict[str, Build] = {}
 
 
-def play(function: Build) -> Build:
-    PLAYS[function.__name__] = function
+def case(function: Build) -> Build:
+    CASES[function.__name__] = function
     return function
 
 
@@ -37,11 +37,11 @@ def network() -> Any:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
-def of(model: nn.Module, change: Callable[[int], Any], **keywords: Any) -> Play:
-    """A play of ``model`` under a mean square and SGD with momentum."""
+def of(model: nn.Module, change: Callable[[int], Any], **keywords: Any) -> TrainingCase:
+    """A case of ``model`` under a mean square and SGD with momentum."""
     optimizer = keywords.pop("optimizer", None) or sgd(model, momentum=0.9)
     loss = keywords.pop("loss", mean_square)
-    return Play(model, loss, optimizer, lambda k: (change(k), None)[1], **keywords)
+    return TrainingCase(model, loss, optimizer, lambda k: (change(k), None)[1], **keywords)
 
 
 # Nothing changes: what the graph itself must get right.
@@ -148,7 +148,7 @@ def _accuracy(model: nn.Module, x: Tensor) -> Any:
     return y.square().mean(), {"positive": (y > 0).float().mean()}
 
 
-PLAYS |= {
+CASES |= {
     "steady_dropout_and_batch_norm": _steady(network),
     "steady_counter": _steady(Counting),
     "steady_memory": _steady(Remembering),
@@ -207,57 +207,57 @@ PLAYS |= {
 }
 
 
-@play
-def steady_printing(patch: pytest.MonkeyPatch) -> Play:
+@case
+def steady_printing(patch: pytest.MonkeyPatch) -> TrainingCase:
     said: list[str] = []
     return of(Printing(said), nothing, seen=lambda: list(said))
 
 
-@play
-def steady_counter_seen(patch: pytest.MonkeyPatch) -> Play:
+@case
+def steady_counter_seen(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Counting()
     return of(model, nothing, seen=lambda: model.calls)
 
 
-@play
-def counter_set_back(patch: pytest.MonkeyPatch) -> Play:
+@case
+def counter_set_back(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Counting()
     return of(model, lambda k: setattr(model, "calls", 10 * k), seen=lambda: model.calls)
 
 
-@play
-def memory_forgotten(patch: pytest.MonkeyPatch) -> Play:
+@case
+def memory_forgotten(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Remembering()
     return of(model, lambda k: setattr(model, "last", None))
 
 
-@play
-def cache_cleared(patch: pytest.MonkeyPatch) -> Play:
+@case
+def cache_cleared(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Caching()
     return of(model, lambda k: model.tables.clear(), seen=lambda: sorted(model.tables))
 
 
-@play
-def cache_filled_with_others(patch: pytest.MonkeyPatch) -> Play:
+@case
+def cache_filled_with_others(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Caching()
     return of(model, lambda k: model.tables.update({3: torch.full((3, 1), float(k))}))
 
 
-@play
-def loss_kept_by_the_user(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_kept_by_the_user(patch: pytest.MonkeyPatch) -> TrainingCase:
     kept: list[float] = []
     return of(network(), nothing, between=lambda out: kept.append(out["loss"].item()), seen=lambda: list(kept))
 
 
-@play
-def loss_tensors_kept_by_the_user(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_tensors_kept_by_the_user(patch: pytest.MonkeyPatch) -> TrainingCase:
     # A graph that gives out one buffer again and again would show the last loss six times.
     kept: list[Tensor] = []
     return of(network(), nothing, between=lambda out: kept.append(out["loss"]), seen=lambda: [t.item() for t in kept])
 
 
-@play
-def extras_kept_by_the_user(patch: pytest.MonkeyPatch) -> Play:
+@case
+def extras_kept_by_the_user(patch: pytest.MonkeyPatch) -> TrainingCase:
     # An alias of a parameter shows its later values, a copy and an output do not.
     kept: list[dict[str, Tensor]] = []
 
@@ -274,8 +274,8 @@ def extras_kept_by_the_user(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss, between=kept.append, seen=lambda: list(kept))
 
 
-@play
-def extras_change(patch: pytest.MonkeyPatch) -> Play:
+@case
+def extras_change(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = {"names": ["a"]}
 
     def loss(m: Any, x: Tensor) -> Any:
@@ -285,8 +285,8 @@ def extras_change(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: held.update(names=["b", "c"][:k]), loss=loss)
 
 
-@play
-def extras_with_numbers_made_of_tensors(patch: pytest.MonkeyPatch) -> Play:
+@case
+def extras_with_numbers_made_of_tensors(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = {"n": 1.0}
     return of(
         linear(),
@@ -295,8 +295,8 @@ def extras_with_numbers_made_of_tensors(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def loss_is_a_parameter(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_is_a_parameter(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,8 +308,8 @@ def loss_is_a_parameter(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def loss_is_a_buffer_sum(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_is_a_buffer_sum(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = linear()
     model.register_buffer("total", torch.zeros(()))
 
@@ -321,8 +321,8 @@ def loss_is_a_buffer_sum(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: model.total.zero_(), loss=loss, between=kept.append, seen=lambda: list(kept))
 
 
-@play
-def weight_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def weight_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             m.weight.clamp_(-0.3, 0.3)
@@ -331,8 +331,8 @@ def weight_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss)
 
 
-@play
-def gradient_written_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def gradient_written_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         m.weight.grad = torch.ones_like(m.weight)
         return m(x).square().mean()
@@ -340,8 +340,8 @@ def gradient_written_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss)
 
 
-@play
-def optimizer_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def optimizer_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model, momentum=0.9)
 
@@ -352,8 +352,8 @@ def optimizer_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, loss=loss, optimizer=optimizer)
 
 
-@play
-def hook_registered_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def hook_registered_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         m.register_forward_hook(lambda m, args, y: y * 0.9)
         return m(x).square().mean()
@@ -361,8 +361,8 @@ def hook_registered_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss)
 
 
-@play
-def training_mode_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def training_mode_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         m[2].train(not m[2].training)
         return m(x).square().mean()
@@ -370,8 +370,8 @@ def training_mode_changed_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     return of(network(), nothing, loss=loss)
 
 
-@play
-def parameter_frozen_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_frozen_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     calls = []
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -382,8 +382,8 @@ def parameter_frozen_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss)
 
 
-@play
-def seed_set_inside_a_layer(patch: pytest.MonkeyPatch) -> Play:
+@case
+def seed_set_inside_a_layer(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         with torch.random.fork_rng():
             torch.manual_seed(3)
@@ -393,8 +393,8 @@ def seed_set_inside_a_layer(patch: pytest.MonkeyPatch) -> Play:
     return of(network(), nothing, loss=loss)
 
 
-@play
-def inner_optimizer_step(patch: pytest.MonkeyPatch) -> Play:
+@case
+def inner_optimizer_step(patch: pytest.MonkeyPatch) -> TrainingCase:
     other = linear()
     optimizer = sgd(other)
 
@@ -407,8 +407,8 @@ def inner_optimizer_step(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss, seen=lambda: list(other.parameters()))
 
 
-@play
-def second_order_inside(patch: pytest.MonkeyPatch) -> Play:
+@case
+def second_order_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         inner = m(x).square().mean()
         gradients = torch.autograd.grad(inner, list(m.parameters()), create_graph=True)
@@ -418,16 +418,16 @@ def second_order_inside(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), nothing, loss=loss)
 
 
-@play
-def function_gradient_inside(patch: pytest.MonkeyPatch) -> Play:
+@case
+def function_gradient_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(lambda row: m(row).square().sum()))(x).square().mean()
 
     return of(linear(), nothing, loss=loss)
 
 
-@play
-def outputs_kept_by_the_model(patch: pytest.MonkeyPatch) -> Play:
+@case
+def outputs_kept_by_the_model(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, kept = linear(), []
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
@@ -438,16 +438,16 @@ def outputs_kept_by_the_model(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, loss=loss, seen=lambda: list(kept))
 
 
-@play
-def gradients_read_between_steps(patch: pytest.MonkeyPatch) -> Play:
+@case
+def gradients_read_between_steps(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, norms = linear(), []
     return of(
         model, nothing, between=lambda out: norms.append(model.weight.grad.norm().item()), seen=lambda: list(norms)
     )
 
 
-@play
-def gradients_decide_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
+@case
+def gradients_decide_the_learning_rate(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model)
 
@@ -458,8 +458,8 @@ def gradients_decide_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, optimizer=optimizer, between=between)
 
 
-@play
-def gradient_left_by_the_user(patch: pytest.MonkeyPatch) -> Play:
+@case
+def gradient_left_by_the_user(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: setattr(model.weight, "grad", torch.ones(3, 4)))
 
@@ -467,45 +467,45 @@ def gradient_left_by_the_user(patch: pytest.MonkeyPatch) -> Play:
 # Modules.
 
 
-@play
-def dropout_probability(patch: pytest.MonkeyPatch) -> Play:
+@case
+def dropout_probability(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: setattr(model[2], "p", [0.2, 0.0][k - 1]))
 
 
-@play
-def dropout_frozen(patch: pytest.MonkeyPatch) -> Play:
+@case
+def dropout_frozen(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[2].train(k == 2))
 
 
-@play
-def batch_norm_frozen(patch: pytest.MonkeyPatch) -> Play:
+@case
+def batch_norm_frozen(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[3].train(k == 2))
 
 
-@play
-def training_flag_assigned(patch: pytest.MonkeyPatch) -> Play:
+@case
+def training_flag_assigned(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: setattr(model[2], "training", k == 2))
 
 
-@play
-def whole_model_in_eval_mode(patch: pytest.MonkeyPatch) -> Play:
+@case
+def whole_model_in_eval_mode(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: [m.train(k == 2) for m in model.children()])
 
 
 def _module_number(index: int, name: str, values: tuple[Any, Any]) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = network()
         return of(model, lambda k: setattr(model[index], name, values[k - 1]))
 
     return build
 
 
-PLAYS |= {
+CASES |= {
     "batch_norm_momentum": _module_number(3, "momentum", (0.5, None)),
     "batch_norm_eps": _module_number(3, "eps", (0.5, 1e-5)),
     "batch_norm_no_statistics": _module_number(3, "track_running_stats", (False, True)),
@@ -514,27 +514,27 @@ PLAYS |= {
 }
 
 
-@play
-def buffer_in_place(patch: pytest.MonkeyPatch) -> Play:
+@case
+def buffer_in_place(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[3].running_mean.fill_(float(k)))
 
 
-@play
-def buffer_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def buffer_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     model[3].eval()
     return of(model, lambda k: setattr(model[3], "running_mean", torch.full((6,), float(k))))
 
 
-@play
-def buffer_replaced_while_it_is_updated(patch: pytest.MonkeyPatch) -> Play:
+@case
+def buffer_replaced_while_it_is_updated(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: setattr(model[3], "running_mean", torch.full((6,), float(k))))
 
 
-@play
-def buffer_registered_anew(patch: pytest.MonkeyPatch) -> Play:
+@case
+def buffer_registered_anew(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = linear()
     model.register_buffer("scale", torch.tensor(1.0))
     return of(
@@ -544,8 +544,8 @@ def buffer_registered_anew(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def buffer_becomes_a_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def buffer_becomes_a_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = linear()
     model.register_buffer("scale", None)
     return of(
@@ -555,15 +555,15 @@ def buffer_becomes_a_number(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def layer_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def layer_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     # The optimizer keeps the old layer's parameters: the new one's never move.
     model = network()
     return of(model, lambda k: model.__setitem__(4, nn.Linear(6, 3)))
 
 
-@play
-def layer_replaced_with_its_optimizer(patch: pytest.MonkeyPatch) -> Play:
+@case
+def layer_replaced_with_its_optimizer(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     optimizer = sgd(model)
 
@@ -576,26 +576,26 @@ def layer_replaced_with_its_optimizer(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change, optimizer=optimizer)
 
 
-@play
-def activation_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def activation_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model.__setitem__(1, [nn.ReLU(), nn.Sigmoid()][k - 1]))
 
 
-@play
-def layer_appended(patch: pytest.MonkeyPatch) -> Play:
+@case
+def layer_appended(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model.append(nn.Linear(3, 3)))
 
 
-@play
-def layer_removed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def layer_removed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model.__delitem__(1))
 
 
-@play
-def layers_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def layers_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     def change(k: int) -> None:
@@ -604,8 +604,8 @@ def layers_swapped(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change)
 
 
-@play
-def submodule_added_and_used(patch: pytest.MonkeyPatch) -> Play:
+@case
+def submodule_added_and_used(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -619,8 +619,8 @@ def submodule_added_and_used(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: setattr(model, "extra", nn.Tanh()) if k == 1 else delattr(model, "extra"))
 
 
-@play
-def module_list_iterated(patch: pytest.MonkeyPatch) -> Play:
+@case
+def module_list_iterated(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     return of(
         model,
@@ -629,8 +629,8 @@ def module_list_iterated(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def forward_replaced_on_the_instance(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_replaced_on_the_instance(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(
         model,
@@ -638,8 +638,8 @@ def forward_replaced_on_the_instance(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def forward_replaced_on_the_class(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_replaced_on_the_class(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: patch.setattr(nn.Tanh, "forward", lambda self, x: x * k))
 
@@ -656,8 +656,8 @@ class _Base(nn.Module):
         return y
 
 
-@play
-def forward_of_an_own_class_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_of_an_own_class_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(_Base):
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)  # type: ignore[no-any-return]
@@ -665,40 +665,40 @@ def forward_of_an_own_class_replaced(patch: pytest.MonkeyPatch) -> Play:
     return of(Net(), lambda k: setattr(Net, "forward", lambda self, x: self.layer(x) * (1 + k)))
 
 
-@play
-def forward_of_a_base_class_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_of_a_base_class_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(_Base):
         pass
 
     return of(Net(), lambda k: patch.setattr(_Base, "forward", lambda self, x: self.layer(x) * (1 + k)))
 
 
-@play
-def forward_of_an_own_class_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_of_an_own_class_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(_Base):
         pass
 
     return of(Net(), lambda k: setattr(Net, "forward", lambda self, x: self.layer(x) * (1 + k)))
 
 
-@play
-def method_of_a_base_class_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def method_of_a_base_class_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(_Base):
         pass
 
     return of(Net(), lambda k: patch.setattr(_Base, "middle", lambda self, y: y * (1 + k)))
 
 
-@play
-def method_of_an_own_class_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def method_of_an_own_class_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(_Base):
         pass
 
     return of(Net(), lambda k: setattr(Net, "middle", lambda self, y: y * (1 + k)))
 
 
-@play
-def forward_of_an_own_submodule_class_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_of_an_own_submodule_class_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Block(_Base):
         pass
 
@@ -706,8 +706,8 @@ def forward_of_an_own_submodule_class_replaced(patch: pytest.MonkeyPatch) -> Pla
     return of(model, lambda k: setattr(Block, "forward", lambda self, x: self.layer(x) * (1 + k)))
 
 
-@play
-def bases_of_a_modules_class_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def bases_of_a_modules_class_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     class One(_Base):
         def middle(self, y: Tensor) -> Tensor:
             return y * 2
@@ -722,14 +722,14 @@ def bases_of_a_modules_class_replaced(patch: pytest.MonkeyPatch) -> Play:
     return of(Net(), lambda k: setattr(Net, "__bases__", ([Two, One][k - 1],)))
 
 
-@play
-def call_impl_replaced_on_the_instance(patch: pytest.MonkeyPatch) -> Play:
+@case
+def call_impl_replaced_on_the_instance(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: setattr(model[1], "_call_impl", lambda x: x * (1 + k)))
 
 
-@play
-def getitem_of_sequential_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def getitem_of_sequential_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Sequential):
         pass
 
@@ -737,8 +737,8 @@ def getitem_of_sequential_replaced(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: setattr(Net, "__iter__", lambda self: iter(list(self._modules.values())[:k])))
 
 
-@play
-def call_replaced_on_the_class(patch: pytest.MonkeyPatch) -> Play:
+@case
+def call_replaced_on_the_class(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Linear):
         pass
 
@@ -746,14 +746,14 @@ def call_replaced_on_the_class(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: setattr(Net, "__call__", lambda self, x: self.forward(x) * (1 + k)))
 
 
-@play
-def class_of_a_module_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def class_of_a_module_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: setattr(model[1], "__class__", [nn.Sigmoid, nn.Tanh][k - 1]))
 
 
-@play
-def getattr_of_a_module(patch: pytest.MonkeyPatch) -> Play:
+@case
+def getattr_of_a_module(patch: pytest.MonkeyPatch) -> TrainingCase:
     number = [1.0]
 
     class Net(nn.Linear):
@@ -766,8 +766,8 @@ def getattr_of_a_module(patch: pytest.MonkeyPatch) -> Play:
     return of(Net(4, 3), lambda k: number.__setitem__(0, 1.0 + k))
 
 
-@play
-def property_of_a_module(patch: pytest.MonkeyPatch) -> Play:
+@case
+def property_of_a_module(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Linear):
         _scale = 1.0
 
@@ -782,14 +782,14 @@ def property_of_a_module(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: setattr(model, "_scale", 1.0 + k))
 
 
-@play
-def module_number_by_dict(patch: pytest.MonkeyPatch) -> Play:
+@case
+def module_number_by_dict(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[2].__dict__.update(p=0.1 * k))
 
 
-@play
-def module_config(patch: pytest.MonkeyPatch) -> Play:
+@case
+def module_config(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Linear):
         config: Any = None
 
@@ -813,16 +813,16 @@ class Scripted(nn.Module):
         return self.layer(x) * self.scale
 
 
-@play
-def scripted_module_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def scripted_module_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.jit.script(Scripted())  # type: ignore[no-untyped-call]
     return of(model, lambda k: setattr(model, "scale", 1.0 + k))
 
 
-@play
-def fx_module_recompiled(patch: pytest.MonkeyPatch) -> Play:
+@case
+def fx_module_recompiled(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
 
     def change(k: int) -> None:
@@ -837,15 +837,15 @@ def fx_module_recompiled(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change)
 
 
-@play
-def compiled_submodule(patch: pytest.MonkeyPatch) -> Play:
+@case
+def compiled_submodule(patch: pytest.MonkeyPatch) -> TrainingCase:
     inner = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1))
     model: Any = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(4, 3))  # type: ignore[arg-type]
     return of(model, lambda k: setattr(inner[1], "negative_slope", 0.1 * k))
 
 
-@play
-def averaged_teacher(patch: pytest.MonkeyPatch) -> Play:
+@case
+def averaged_teacher(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     teacher = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
 
@@ -857,8 +857,8 @@ def averaged_teacher(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, loss=loss, between=lambda out: teacher.update_parameters(model))
 
 
-@play
-def copied_teacher_reset(patch: pytest.MonkeyPatch) -> Play:
+@case
+def copied_teacher_reset(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     held = {"teacher": copy.deepcopy(model).eval()}
 
@@ -870,8 +870,8 @@ def copied_teacher_reset(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: held.update(teacher=copy.deepcopy(model).eval()), loss=loss)
 
 
-@play
-def teacher_learns_too(patch: pytest.MonkeyPatch) -> Play:
+@case
+def teacher_learns_too(patch: pytest.MonkeyPatch) -> TrainingCase:
     # The loss reaches another module's parameters: the plain loop leaves gradients in them.
     model, other = linear(), linear()
     return of(
@@ -882,8 +882,8 @@ def teacher_learns_too(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def functional_call_state(patch: pytest.MonkeyPatch) -> Play:
+@case
+def functional_call_state(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, extra = linear(), {"bias": torch.zeros(3)}
     return of(
         model,
@@ -895,14 +895,14 @@ def functional_call_state(patch: pytest.MonkeyPatch) -> Play:
 # Hooks.
 
 
-@play
-def forward_hook_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[1].register_forward_hook(lambda m, args, y: y * 2))
 
 
-@play
-def forward_hook_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     handles = [model[1].register_forward_hook(lambda m, args, y: y * 0.5)]
 
@@ -913,35 +913,35 @@ def forward_hook_replaced(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change)
 
 
-@play
-def forward_hook_replaced_under_its_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_replaced_under_its_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     handle = model[1].register_forward_hook(lambda m, args, y: y * 0.5)
     return of(model, lambda k: model[1]._forward_hooks.update({handle.id: lambda m, args, y: y * (2.0 + k)}))
 
 
-@play
-def forward_hook_removed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_removed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     handle = model[1].register_forward_hook(lambda m, args, y: y * 0.5)
     return of(model, lambda k: handle.remove())
 
 
-@play
-def forward_hook_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, number = network(), [1.0]
     model[1].register_forward_hook(lambda m, args, y: y * number[0])
     return of(model, lambda k: number.__setitem__(0, 1.0 + k))
 
 
-@play
-def forward_hook_on_the_root(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_on_the_root(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model.register_forward_hook(lambda m, args, y: y * (1 + k)))
 
 
-@play
-def forward_hooks_reordered(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hooks_reordered(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     model[1].register_forward_hook(lambda m, args, y: y * 2)
     model[1].register_forward_hook(lambda m, args, y: y + 1)
@@ -949,22 +949,22 @@ def forward_hooks_reordered(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: hooks.move_to_end(next(iter(hooks))))
 
 
-@play
-def forward_hook_that_records(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_that_records(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, seen = network(), []
     model[1].register_forward_hook(lambda m, args, y: seen.append(y.detach().clone()))
     return of(model, lambda k: seen.clear(), seen=lambda: list(seen))
 
 
-@play
-def forward_hook_whose_record_is_in_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_whose_record_is_in_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, kept = network(), {}
     model[1].register_forward_hook(lambda m, args, y: kept.update(y=y))
     return of(model, nothing, loss=lambda m, x: m(x).square().mean() + kept["y"].square().mean())
 
 
-@play
-def forward_hook_with_keywords(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_hook_with_keywords(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(
         model,
@@ -974,14 +974,14 @@ def forward_hook_with_keywords(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def forward_pre_hook_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_pre_hook_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,)))
 
 
-@play
-def forward_pre_hook_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def forward_pre_hook_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     handles = [model[1].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))]
 
@@ -992,61 +992,61 @@ def forward_pre_hook_replaced(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change)
 
 
-@play
-def backward_hook_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_hook_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)))
 
 
-@play
-def backward_hook_removed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_hook_removed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     handle = model[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
     return of(model, lambda k: handle.remove())
 
 
-@play
-def backward_hook_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_hook_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, number = network(), [1.0]
     model[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * number[0],))
     return of(model, lambda k: number.__setitem__(0, 1.0 + k))
 
 
-@play
-def backward_hook_that_records(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_hook_that_records(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, seen = network(), []
     model[1].register_full_backward_hook(lambda m, gi, go: seen.append(go[0].norm().item()))
     return of(model, nothing, seen=lambda: list(seen))
 
 
-@play
-def backward_pre_hook_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_pre_hook_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[1].register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)))
 
 
-@play
-def parameter_hook_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_hook_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[0].weight.register_hook(lambda g: g * 2))
 
 
-@play
-def parameter_hook_removed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_hook_removed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     handle = model[0].weight.register_hook(lambda g: g * 2)
     return of(model, lambda k: handle.remove())
 
 
-@play
-def parameter_hook_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_hook_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, number = network(), [1.0]
     model[0].weight.register_hook(lambda g: g * number[0])
     return of(model, lambda k: number.__setitem__(0, 1.0 + k))
 
 
-@play
-def accumulation_hook_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def accumulation_hook_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, seen = network(), []
     return of(
         model,
@@ -1057,8 +1057,8 @@ def accumulation_hook_added(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def optimizer_in_backward(patch: pytest.MonkeyPatch) -> Play:
+@case
+def optimizer_in_backward(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     inner = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
 
@@ -1070,8 +1070,8 @@ def optimizer_in_backward(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def activation_hook_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def activation_hook_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, number = linear(), [1.0]
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
@@ -1082,8 +1082,8 @@ def activation_hook_number(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: number.__setitem__(0, 1.0 + k), loss=loss)
 
 
-@play
-def activation_hook_that_records(patch: pytest.MonkeyPatch) -> Play:
+@case
+def activation_hook_that_records(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, seen = linear(), []
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
@@ -1094,8 +1094,8 @@ def activation_hook_that_records(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, loss=loss, seen=lambda: list(seen))
 
 
-@play
-def retained_gradient(patch: pytest.MonkeyPatch) -> Play:
+@case
+def retained_gradient(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, kept = linear(), []
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
@@ -1108,7 +1108,7 @@ def retained_gradient(patch: pytest.MonkeyPatch) -> Play:
 
 
 def _global_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model, handles = network(), []
 
         def change(k: int) -> None:
@@ -1122,7 +1122,7 @@ def _global_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Buil
     return build
 
 
-PLAYS |= {
+CASES |= {
     "global_forward_hook": _global_hook(nn.modules.module.register_module_forward_hook, lambda m, args, y: y * 1.1),
     "global_forward_pre_hook": _global_hook(
         nn.modules.module.register_module_forward_pre_hook, lambda m, args: (args[0] * 1.1,)
@@ -1146,7 +1146,7 @@ PLAYS |= {
 
 
 def _on_registration(kind: str) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = network()
 
         def change(k: int) -> None:
@@ -1161,7 +1161,7 @@ def _on_registration(kind: str) -> Build:
     return build
 
 
-PLAYS |= {f"{kind}_norm_added_and_removed": _on_registration(kind) for kind in ("spectral", "weight", "orthogonal")}
+CASES |= {f"{kind}_norm_added_and_removed": _on_registration(kind) for kind in ("spectral", "weight", "orthogonal")}
 
 
 class Times(nn.Module):
@@ -1173,23 +1173,23 @@ class Times(nn.Module):
         return x * self.number
 
 
-@play
-def parametrization_number(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parametrization_number(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, times = network(), Times(1.0)
     parametrize.register_parametrization(model[4], "weight", times)
     return of(model, lambda k: setattr(times, "number", 1.0 + k))
 
 
-@play
-def steady_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
+@case
+def steady_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     parametrizations.spectral_norm(model[0])
     parametrizations.weight_norm(model[4])
     return of(model, nothing)
 
 
-@play
-def old_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
+@case
+def old_spectral_norm(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -1198,8 +1198,8 @@ def old_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: torch.nn.utils.remove_spectral_norm(model[0]) if k == 1 else None)
 
 
-@play
-def pruning_mask(patch: pytest.MonkeyPatch) -> Play:
+@case
+def pruning_mask(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: torch.nn.utils.prune.l1_unstructured(model[4], "weight", amount=0.3))
 
@@ -1207,62 +1207,62 @@ def pruning_mask(patch: pytest.MonkeyPatch) -> Play:
 # Parameters.
 
 
-@play
-def parameter_frozen(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_frozen(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     return of(model, lambda k: model[0].weight.requires_grad_(k == 2))
 
 
-@play
-def parameter_thawed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_thawed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     model[0].requires_grad_(False)
     return of(model, lambda k: model[0].requires_grad_(k == 1))
 
 
-@play
-def layer_by_layer_thawing(patch: pytest.MonkeyPatch) -> Play:
+@case
+def layer_by_layer_thawing(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     model.requires_grad_(False)
     model[4].requires_grad_(True)
     return of(model, lambda k: model[[3, 0][k - 1]].requires_grad_(True))
 
 
-@play
-def all_frozen(patch: pytest.MonkeyPatch) -> Play:
+@case
+def all_frozen(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: model.requires_grad_(k == 2))
 
 
-@play
-def parameter_tied(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     return of(
         model, lambda k: setattr(model[2], "weight", model[0].weight if k == 1 else nn.Parameter(torch.ones(4, 4)))
     )
 
 
-@play
-def parameter_untied(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_untied(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     return of(model, lambda k: setattr(model[2], "weight", nn.Parameter(model[0].weight.detach().clone())))
 
 
-@play
-def parameters_share_memory(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameters_share_memory(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     return of(model, lambda k: setattr(model[2].weight, "data", model[0].weight.data if k == 1 else torch.ones(4, 4)))
 
 
-@play
-def parameter_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: setattr(model, "weight", nn.Parameter(torch.full((3, 4), float(k)))))
 
 
-@play
-def parameter_replaced_in_the_optimizer_too(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_replaced_in_the_optimizer_too(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model, momentum=0.9)
 
@@ -1275,20 +1275,20 @@ def parameter_replaced_in_the_optimizer_too(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change, optimizer=optimizer)
 
 
-@play
-def parameter_data_assigned(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_data_assigned(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: setattr(model.weight, "data", torch.full((3, 4), float(k))))
 
 
-@play
-def parameter_data_transposed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_data_transposed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: setattr(model.weight, "data", model.weight.data.t().contiguous().t()))
 
 
-@play
-def parameter_data_narrowed(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_data_narrowed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
 
     def change(k: int) -> None:
@@ -1297,8 +1297,8 @@ def parameter_data_narrowed(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change, optimizer=sgd(model))
 
 
-@play
-def parameter_in_place(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_in_place(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
 
     def change(k: int) -> None:
@@ -1308,34 +1308,34 @@ def parameter_in_place(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change)
 
 
-@play
-def parameters_clamped_after_every_step(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameters_clamped_after_every_step(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, nothing, between=lambda out: [p.data.clamp_(-0.2, 0.2) for p in model.parameters()] and None)
 
 
-@play
-def state_loaded(patch: pytest.MonkeyPatch) -> Play:
+@case
+def state_loaded(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     kept = copy.deepcopy(model.state_dict())
     return of(model, lambda k: model.load_state_dict(kept))
 
 
-@play
-def state_loaded_by_assignment(patch: pytest.MonkeyPatch) -> Play:
+@case
+def state_loaded_by_assignment(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = network()
     kept = copy.deepcopy(model.state_dict())
     return of(model, lambda k: model.load_state_dict(copy.deepcopy(kept), assign=True))
 
 
-@play
-def tensors_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def tensors_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: torch.utils.swap_tensors(model.weight, nn.Parameter(torch.full((3, 4), float(k)))))
 
 
-@play
-def model_made_double(patch: pytest.MonkeyPatch) -> Play:
+@case
+def model_made_double(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(
         model,
@@ -1345,8 +1345,8 @@ def model_made_double(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def model_made_bfloat16(patch: pytest.MonkeyPatch) -> Play:
+@case
+def model_made_bfloat16(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(
         model,
@@ -1356,8 +1356,8 @@ def model_made_bfloat16(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def channels_last(patch: pytest.MonkeyPatch) -> Play:
+@case
+def channels_last(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3))
     return of(
         model,
@@ -1366,8 +1366,8 @@ def channels_last(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def parameter_attribute(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_attribute(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = linear()
     model.weight.decay = 0.0
     return of(
@@ -1379,8 +1379,8 @@ def parameter_attribute(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def requires_grad_read_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def requires_grad_read_by_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = linear()
     return of(
         model,
@@ -1393,7 +1393,7 @@ def requires_grad_read_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
 
 
 def _group_number(make: Callable[[Any], Any], name: str, values: tuple[Any, Any], group: int = 0) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
         optimizer = make(list(model.parameters()))
         return of(model, lambda k: optimizer.param_groups[group].update({name: values[k - 1]}), optimizer=optimizer)
@@ -1402,7 +1402,7 @@ def _group_number(make: Callable[[Any], Any], name: str, values: tuple[Any, Any]
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-PLAYS |= {
+CASES |= {
     "learning_rate": _group_number(SGD, "lr", (0.01, 0.2)),
     "learning_rate_becomes_a_tensor": _group_number(SGD, "lr", (torch.tensor(0.01), torch.tensor(0.02))),
     "learning_rate_of_adam": _group_number(torch.optim.Adam, "lr", (0.01, 0.2)),
@@ -1430,7 +1430,7 @@ def _steady_optimizer(name: str, **keywords: Any) -> Build:
     )(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
 
 
-PLAYS |= {
+CASES |= {
     f"steady_{name}": _steady_optimizer(name)
     for name in (
         "Adadelta",
@@ -1446,7 +1446,7 @@ PLAYS |= {
         "Adafactor",
     )
 }
-PLAYS |= {
+CASES |= {
     "steady_fused_Adam": _steady_optimizer("Adam", fused=True),
     "steady_fused_SGD": _steady_optimizer("SGD", fused=True, momentum=0.9),
     "steady_capturable_Adam": _steady_optimizer("Adam", capturable=True),
@@ -1456,21 +1456,21 @@ PLAYS |= {
 }
 
 
-@play
-def muon(patch: pytest.MonkeyPatch) -> Play:
+@case
+def muon(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Linear(4, 3, bias=False)
     return of(model, nothing, optimizer=torch.optim.Muon(model.parameters(), lr=0.1))
 
 
-@play
-def several_optimizers(patch: pytest.MonkeyPatch) -> Play:
+@case
+def several_optimizers(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizers = [sgd(model[0], momentum=0.9), torch.optim.Adam(model[2].parameters(), lr=0.1)]
     return of(model, lambda k: optimizers[1].param_groups[0].update(lr=0.01 * k), optimizer=optimizers)
 
 
-@play
-def group_added(patch: pytest.MonkeyPatch) -> Play:
+@case
+def group_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = sgd(model[2])
     return of(
@@ -1480,15 +1480,15 @@ def group_added(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def parameter_removed_from_its_group(patch: pytest.MonkeyPatch) -> Play:
+@case
+def parameter_removed_from_its_group(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model)
     return of(model, lambda k: optimizer.param_groups[0]["params"].pop(), optimizer=optimizer)
 
 
-@play
-def groups_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def groups_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.5}], lr=0.1)
 
@@ -1499,8 +1499,8 @@ def groups_swapped(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change, optimizer=optimizer)
 
 
-@play
-def group_dict_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def group_dict_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model, momentum=0.9)
     return of(
@@ -1510,8 +1510,8 @@ def group_dict_replaced(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def groups_list_replaced(patch: pytest.MonkeyPatch) -> Play:
+@case
+def groups_list_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model, momentum=0.9)
     return of(
@@ -1522,7 +1522,7 @@ def groups_list_replaced(patch: pytest.MonkeyPatch) -> Play:
 
 
 def _adam(change: Callable[[Any, Any, int], Any]) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         kept = {"state": None}
@@ -1536,7 +1536,7 @@ def _adam(change: Callable[[Any, Any, int], Any]) -> Build:
     return build
 
 
-PLAYS |= {
+CASES |= {
     "optimizer_state_cleared": _adam(lambda o, m, k: o.state.clear()),
     "optimizer_state_of_one_removed": _adam(lambda o, m, k: o.state.pop(m.weight)),
     "optimizer_state_in_place": _adam(lambda o, m, k: o.state[m.weight]["exp_avg"].zero_()),
@@ -1581,8 +1581,8 @@ class Signed(torch.optim.Optimizer):
                     p.add_(p.grad.sign(), alpha=-group["lr"] * self.factor / self.count)
 
 
-@play
-def own_optimizer(patch: pytest.MonkeyPatch) -> Play:
+@case
+def own_optimizer(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = Signed(model.parameters(), 0.1)
     return of(model, lambda k: setattr(optimizer, "factor", 1.0 + k), optimizer=optimizer, seen=lambda: optimizer.count)
@@ -1600,8 +1600,8 @@ class CountingGroups(torch.optim.SGD):
                     p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
 
-@play
-def counter_in_the_group(patch: pytest.MonkeyPatch) -> Play:
+@case
+def counter_in_the_group(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = CountingGroups(model.parameters(), 0.1)
     return of(model, lambda k: optimizer.param_groups[0].update(k=0), optimizer=optimizer)
@@ -1619,8 +1619,8 @@ class WarmedUp(torch.optim.SGD):
 WARM = {"lr": 0.1}
 
 
-@play
-def optimizer_that_reads_a_global(patch: pytest.MonkeyPatch) -> Play:
+@case
+def optimizer_that_reads_a_global(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: patch.setitem(WARM, "lr", 0.01 * k), optimizer=WarmedUp(model.parameters(), 0.1))
 
@@ -1636,8 +1636,8 @@ class RandomSteps(torch.optim.SGD):
                     p.add_(p.grad + 0.1 * torch.randn_like(p), alpha=-group["lr"])
 
 
-@play
-def noisy_optimizer(patch: pytest.MonkeyPatch) -> Play:
+@case
+def noisy_optimizer(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, lambda k: torch.manual_seed(k), optimizer=RandomSteps(model.parameters(), 0.1))
 
@@ -1653,14 +1653,14 @@ class Branchy(torch.optim.SGD):
                     p.add_(p.grad, alpha=-group["lr"])
 
 
-@play
-def branching_optimizer(patch: pytest.MonkeyPatch) -> Play:
+@case
+def branching_optimizer(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     return of(model, nothing, optimizer=Branchy(model.parameters(), 0.1))
 
 
 def _scheduled(make: Callable[[Any], Any], *, read: bool = False, **keywords: Any) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = make(optimizer)
@@ -1676,7 +1676,7 @@ def _scheduled(make: Callable[[Any], Any], *, read: bool = False, **keywords: An
 
 
 FACTORS = {"f": 0.9}
-PLAYS |= {
+CASES |= {
     "linear_schedule": _scheduled(lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 5)),
     "step_schedule": _scheduled(lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
     "cosine_schedule": _scheduled(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2)),
@@ -1692,8 +1692,8 @@ PLAYS |= {
 }
 
 
-@play
-def loss_reads_the_users_scheduler(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_reads_the_users_scheduler(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Linear(4, 4)
     optimizer = sgd(model)
     scheduler = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
@@ -1706,8 +1706,8 @@ def loss_reads_the_users_scheduler(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def loss_reads_the_schedulers_epoch(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_reads_the_schedulers_epoch(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Linear(4, 4)
     optimizer = sgd(model)
     scheduler = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
@@ -1720,24 +1720,24 @@ def loss_reads_the_schedulers_epoch(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def plateau_fed_by_the_user(patch: pytest.MonkeyPatch) -> Play:
+@case
+def plateau_fed_by_the_user(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model, lr=2.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     return of(model, nothing, optimizer=optimizer, between=lambda out: scheduler.step(out["loss"]))
 
 
-@play
-def lambda_schedule_reads_a_global(patch: pytest.MonkeyPatch) -> Play:
+@case
+def lambda_schedule_reads_a_global(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model)
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: FACTORS["f"] ** epoch)
     return of(model, lambda k: patch.setitem(FACTORS, "f", 0.5 / k), optimizer=optimizer, scheduler=scheduler)
 
 
-@play
-def loss_reads_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_reads_the_learning_rate(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = sgd(model)
     return of(
@@ -1748,8 +1748,8 @@ def loss_reads_the_learning_rate(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def loss_reads_the_optimizers_state(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_reads_the_optimizers_state(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -1760,8 +1760,8 @@ def loss_reads_the_optimizers_state(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, optimizer=optimizer, loss=loss)
 
 
-@play
-def loss_reads_the_optimizers_step_count(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_reads_the_optimizers_step_count(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -1772,8 +1772,8 @@ def loss_reads_the_optimizers_step_count(patch: pytest.MonkeyPatch) -> Play:
     return of(model, nothing, optimizer=optimizer, loss=loss)
 
 
-@play
-def loss_reads_the_number_of_states(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_reads_the_number_of_states(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     return of(
@@ -1787,8 +1787,8 @@ def loss_reads_the_number_of_states(patch: pytest.MonkeyPatch) -> Play:
 # Code.
 
 
-@play
-def code_of_forward_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def code_of_forward_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
@@ -1806,8 +1806,8 @@ def code_of_forward_swapped(patch: pytest.MonkeyPatch) -> Play:
     return of(Free(4, 3), lambda k: setattr(Free.forward, "__code__", [other, another][k - 1].__code__))
 
 
-@play
-def code_of_the_loss_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def code_of_the_loss_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(m: Any, x: Tensor) -> Tensor:
         return m(x).square().mean()
 
@@ -1832,8 +1832,8 @@ def _third_helper(y: Tensor) -> Tensor:
     return y.square().sum()
 
 
-@play
-def code_of_a_helper_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def code_of_a_helper_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(
         linear(),
         lambda k: patch.setattr(_helper, "__code__", [_other_helper, _third_helper][k - 1].__code__),
@@ -1841,8 +1841,8 @@ def code_of_a_helper_swapped(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def helper_monkeypatched(patch: pytest.MonkeyPatch) -> Play:
+@case
+def helper_monkeypatched(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(
         linear(),
         lambda k: patch.setitem(globals(), "_helper", [_other_helper, _third_helper][k - 1]),
@@ -1874,7 +1874,7 @@ def _module_of(source: str, name: str, filename: str) -> types.ModuleType:
 
 
 def _reloaded(filename: str) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         module = _module_of(SOURCE.format(number=1.0), "the_users_module", filename)
         patch.setitem(sys.modules, "the_users_module", module)
 
@@ -1889,15 +1889,15 @@ def _reloaded(filename: str) -> Build:
     return build
 
 
-PLAYS |= {
+CASES |= {
     "autoreload_of_a_string": _reloaded("<string>"),
     "autoreload_of_a_cell": _reloaded("<ipython-input-1-abcdef>"),
     "autoreload_of_a_file": _reloaded("the_users_module.py"),
 }
 
 
-@play
-def class_of_the_model_reloaded(patch: pytest.MonkeyPatch) -> Play:
+@case
+def class_of_the_model_reloaded(patch: pytest.MonkeyPatch) -> TrainingCase:
     module = _module_of(SOURCE.format(number=1.0), "the_users_module", "<string>")
     model = module.Net()
 
@@ -1920,7 +1920,7 @@ def loss(model, x):
 
 
 def _string_module(filename: str, change: Callable[[dict[str, Any], int], None]) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(STRING_SOURCE, filename, "exec"), names)
         return of(linear(), lambda k: change(names, k), loss=names["loss"])
@@ -1929,7 +1929,7 @@ def _string_module(filename: str, change: Callable[[dict[str, Any], int], None])
 
 
 for _filename in ("<string>", "<stdin>", "<ipython-input-2-abc>", "/nowhere/at/all.py", "torch/nn/functional.py", ""):
-    PLAYS |= {
+    CASES |= {
         f"global_in_code_of_{_filename!r}": _string_module(_filename, lambda n, k: n.update(scale=1.0 + k)),
         f"dict_in_code_of_{_filename!r}": _string_module(_filename, lambda n, k: n["settings"].update(scale=1.0 + k)),
         f"class_in_code_of_{_filename!r}": _string_module(
@@ -1939,8 +1939,8 @@ for _filename in ("<string>", "<stdin>", "<ipython-input-2-abc>", "/nowhere/at/a
     }
 
 
-@play
-def source_in_the_line_cache(patch: pytest.MonkeyPatch) -> Play:
+@case
+def source_in_the_line_cache(patch: pytest.MonkeyPatch) -> TrainingCase:
     source = "def loss(model, x):\n    return model(x).square().mean() * settings['scale']\n"
     linecache.cache["<cell 7>"] = (len(source), None, source.splitlines(True), "<cell 7>")
     names: dict[str, Any] = {"settings": {"scale": 1.0}}
@@ -1948,8 +1948,8 @@ def source_in_the_line_cache(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: names["settings"].update(scale=1.0 + k), loss=names["loss"])
 
 
-@play
-def loss_attribute_of_a_callable_object(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_attribute_of_a_callable_object(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Loss:
         weight = 1.0
 
@@ -1960,8 +1960,8 @@ def loss_attribute_of_a_callable_object(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: setattr(loss, "weight", 1.0 + k), loss=loss)
 
 
-@play
-def loss_is_a_bound_method(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_is_a_bound_method(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Trainer:
         weight = 1.0
 
@@ -1972,8 +1972,8 @@ def loss_is_a_bound_method(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: setattr(trainer, "weight", 1.0 + k), loss=trainer.loss)
 
 
-@play
-def loss_is_a_partial(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_is_a_partial(patch: pytest.MonkeyPatch) -> TrainingCase:
     def loss(weight: Any, m: Any, x: Tensor) -> Tensor:
         return m(x).square().mean() * weight["w"]
 
@@ -1981,8 +1981,8 @@ def loss_is_a_partial(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: weight.update(w=1.0 + k), loss=functools.partial(loss, weight))
 
 
-@play
-def loss_is_a_module(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_is_a_module(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1995,8 +1995,8 @@ def loss_is_a_module(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: setattr(loss.scale, "number", 1.0 + k), loss=loss)
 
 
-@play
-def loss_is_decorated(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_is_decorated(patch: pytest.MonkeyPatch) -> TrainingCase:
     number = {"n": 1.0}
 
     def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -2013,8 +2013,8 @@ def loss_is_decorated(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: number.update(n=1.0 + k), loss=loss)
 
 
-@play
-def loss_under_try_and_with(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_under_try_and_with(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = {"fail": False, "n": 1.0}
 
     @contextlib.contextmanager
@@ -2033,8 +2033,8 @@ def loss_under_try_and_with(patch: pytest.MonkeyPatch) -> Play:
     return of(linear(), lambda k: held.update(fail=k == 2, n=2.0), loss=loss)
 
 
-@play
-def loss_that_raises_for_one_step(patch: pytest.MonkeyPatch) -> Play:
+@case
+def loss_that_raises_for_one_step(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = {"fail": False}
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -2048,14 +2048,14 @@ def loss_that_raises_for_one_step(patch: pytest.MonkeyPatch) -> Play:
 
 
 def _patched(owner: Any, name: str, new: Callable[[Any, int], Any], loss: Any = mean_square) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         old = getattr(owner, name)
         return of(network(), lambda k: patch.setattr(owner, name, new(old, k)), loss=loss)
 
     return build
 
 
-PLAYS |= {
+CASES |= {
     "activation_forward_monkeypatched": _patched(
         nn.Tanh, "forward", lambda old, k: lambda self, x: old(self, x) * (1 + k)
     ),
@@ -2102,7 +2102,7 @@ def _nothing() -> Iterator[None]:
 def _around(contexts: Callable[[int], Any], make: Callable[[], nn.Module] = network, **keywords: Any) -> Build:
     """Each step lies in ``contexts(k)``, k the number of changes so far."""
 
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         count = [0]
         return of(make(), lambda k: count.__setitem__(0, k), around=lambda: contexts(count[0]), **keywords)
 
@@ -2121,7 +2121,7 @@ class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         return result * 2 if function is torch.ops.aten.tanh.default else result
 
 
-PLAYS |= {
+CASES |= {
     "autocast_comes_and_goes": _around(lambda k: torch.autocast("cpu", torch.bfloat16, enabled=k == 1)),
     "autocast_type": _around(lambda k: torch.autocast("cpu", [torch.bfloat16, torch.float16, torch.bfloat16][k])),
     "autocast_cache": _around(lambda k: torch.autocast("cpu", torch.bfloat16, cache_enabled=k != 1)),
@@ -2153,7 +2153,7 @@ PLAYS |= {
 def _setting(
     setter: Callable[[Any], Any], getter: Callable[[], Any], values: tuple[Any, Any], **keywords: Any
 ) -> Build:
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         old = getter()
 
         def change(k: int) -> None:
@@ -2166,7 +2166,7 @@ def _setting(
     return build
 
 
-PLAYS |= {
+CASES |= {
     "default_dtype": _setting(
         torch.set_default_dtype,
         torch.get_default_dtype,
@@ -2237,8 +2237,8 @@ PLAYS |= {
 }
 
 
-@play
-def dynamo_reset_between_steps(patch: pytest.MonkeyPatch) -> Play:
+@case
+def dynamo_reset_between_steps(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, number = linear(), [1.0]
 
     def change(k: int) -> None:
@@ -2248,8 +2248,8 @@ def dynamo_reset_between_steps(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change, loss=lambda m, x: mean_square(m, x) * number[0])
 
 
-@play
-def environment_turns_dynamo_off(patch: pytest.MonkeyPatch) -> Play:
+@case
+def environment_turns_dynamo_off(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, number = linear(), [1.0]
 
     def change(k: int) -> None:
@@ -2259,8 +2259,8 @@ def environment_turns_dynamo_off(patch: pytest.MonkeyPatch) -> Play:
     return of(model, change, loss=lambda m, x: mean_square(m, x) * number[0])
 
 
-@play
-def autocast_inside_turned_off(patch: pytest.MonkeyPatch) -> Play:
+@case
+def autocast_inside_turned_off(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, held = network(), {"on": True}
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -2271,8 +2271,8 @@ def autocast_inside_turned_off(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: held.update(on=k == 2), loss=loss)
 
 
-@play
-def no_gradient_inside(patch: pytest.MonkeyPatch) -> Play:
+@case
+def no_gradient_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, held = network(), {"on": True}
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -2283,8 +2283,8 @@ def no_gradient_inside(patch: pytest.MonkeyPatch) -> Play:
     return of(model, lambda k: held.update(on=k == 2), loss=loss)
 
 
-@play
-def grad_mode_left_off_inside(patch: pytest.MonkeyPatch) -> Play:
+@case
+def grad_mode_left_off_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, held = linear(), {"on": True}
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -2306,7 +2306,7 @@ def _batches(batch: Callable[[int], Any], **keywords: Any) -> Build:
 
 
 X = torch.linspace(-1, 1, 40).reshape(10, 4)
-PLAYS |= {
+CASES |= {
     "rows_change": _batches(lambda i: X[: 3 + i % 4] + i),
     "one_row_at_times": _batches(lambda i: X[: 1 + i % 2], model=linear),
     "strides_change": _batches(lambda i: X[:4] if i < 5 else X[:4].t().contiguous().t()),
@@ -2370,8 +2370,8 @@ class Tagged(Tensor):
         return result * 2 if function is F.linear else result
 
 
-@play
-def subclass_parameter_attribute(patch: pytest.MonkeyPatch) -> Play:
+@case
+def subclass_parameter_attribute(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Weighted(Tensor):
         factor = 1.0
 
@@ -2388,8 +2388,8 @@ def subclass_parameter_attribute(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def custom_operator_reads_python(patch: pytest.MonkeyPatch) -> Play:
+@case
+def custom_operator_reads_python(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(
         linear(),
         lambda k: patch.setitem(OPERATOR, "factor", 1.0 + k),
@@ -2426,8 +2426,8 @@ class Twice(torch.autograd.Function):
         return gradient * OPERATOR["factor"] * ctx.number
 
 
-@play
-def backward_of_a_function_reads_python(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_of_a_function_reads_python(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(
         linear(),
         lambda k: patch.setitem(OPERATOR, "factor", 1.0 + k),
@@ -2435,8 +2435,8 @@ def backward_of_a_function_reads_python(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def backward_of_a_function_swapped(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_of_a_function_swapped(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -2453,8 +2453,8 @@ def backward_of_a_function_swapped(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def backward_of_a_function_counts(patch: pytest.MonkeyPatch) -> Play:
+@case
+def backward_of_a_function_counts(patch: pytest.MonkeyPatch) -> TrainingCase:
     calls = []
 
     class Own(torch.autograd.Function):
@@ -2475,8 +2475,8 @@ def backward_of_a_function_counts(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def checkpointed_function_reads_python(patch: pytest.MonkeyPatch) -> Play:
+@case
+def checkpointed_function_reads_python(patch: pytest.MonkeyPatch) -> TrainingCase:
     # The forward runs twice a step: a counter tells.
     model, calls = linear(), []
 
@@ -2492,8 +2492,8 @@ def checkpointed_function_reads_python(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def numpy_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+@case
+def numpy_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     held = np.ones(3, dtype=np.float32)
     return of(
         linear(),
@@ -2502,8 +2502,8 @@ def numpy_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
     )
 
 
-@play
-def detached_to_numpy_inside(patch: pytest.MonkeyPatch) -> Play:
+@case
+def detached_to_numpy_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
     return of(
         linear(),
         nothing,

@@ -1,4 +1,4 @@
-"""Training idioms: layers, losses, tensor functions, hooks and habits of training scripts, as plays of a few steps."""
+"""Training idioms: layers, losses, tensor functions, hooks and habits of training scripts, as cases of a few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint_sequential
 
-from plain_loop import Build, Play, linear, mean_square, sgd
+from plain_loop import Build, TrainingCase, linear, mean_square, sgd
 
 IDIOMS: dict[str, Build] = {}
 
@@ -42,9 +42,11 @@ def steady(make: Callable[[], nn.Module], loss: Any = mean_square, **keywords: A
     """Nothing changes: the layer or the loss is the matter."""
     optimizer = keywords.pop("optimizer", None)
 
-    def build(patch: pytest.MonkeyPatch) -> Play:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
         model = make()
-        return Play(model, loss, (optimizer or (lambda m: sgd(m, momentum=0.9)))(model), **{"batch": x_of, **keywords})
+        return TrainingCase(
+            model, loss, (optimizer or (lambda m: sgd(m, momentum=0.9)))(model), **{"batch": x_of, **keywords}
+        )
 
     return build
 
@@ -572,10 +574,10 @@ def _own_double(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @idiom
-def own_function_that_counts(patch: pytest.MonkeyPatch) -> Play:
+def own_function_that_counts(patch: pytest.MonkeyPatch) -> TrainingCase:
     patch.setattr(Once, "calls", 0)
     model = linear()
-    return Play(
+    return TrainingCase(
         model, lambda m, x: Once.apply(m(x) * 1.0).square().mean(), sgd(model), seen=lambda: Once.calls, batch=x_of
     )
 
@@ -618,20 +620,20 @@ IDIOMS |= {
 
 
 @idiom
-def loss_reads_the_clock(patch: pytest.MonkeyPatch) -> Play:
+def loss_reads_the_clock(patch: pytest.MonkeyPatch) -> TrainingCase:
     now = iter(range(10**6))
     model = linear()
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
         return mean_square(m, x) * (1 + 0.01 * next(now))
 
-    return Play(model, loss, sgd(model), batch=x_of, seen=lambda: next(copy.copy(now)))
+    return TrainingCase(model, loss, sgd(model), batch=x_of, seen=lambda: next(copy.copy(now)))
 
 
 @idiom
-def loss_scaled_by_its_last_value(patch: pytest.MonkeyPatch) -> Play:
+def loss_scaled_by_its_last_value(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, kept = linear(), {"last": 1.0}
-    return Play(
+    return TrainingCase(
         model,
         lambda m, x: mean_square(m, x) / kept["last"],
         sgd(model),
@@ -649,18 +651,18 @@ def _aliased(i: int) -> dict[str, Tensor]:
 
 
 @idiom
-def batch_of_overlapping_views_written_by_the_loss(patch: pytest.MonkeyPatch) -> Play:
+def batch_of_overlapping_views_written_by_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = linear()
 
     def loss(m: nn.Module, b: Any) -> Tensor:
         b["a"][1:].add_(1)  # and with it "b" and "c"
         return (m(b["a"]) + m(b["b"]) * m(b["c"]) + m(b["d"])).square().mean()
 
-    return Play(model, loss, sgd(model), batch=_aliased)
+    return TrainingCase(model, loss, sgd(model), batch=_aliased)
 
 
 @idiom
-def one_batch_object_refilled(patch: pytest.MonkeyPatch) -> Play:
+def one_batch_object_refilled(patch: pytest.MonkeyPatch) -> TrainingCase:
     model: Any = linear()
     held: dict[str, Any] = {"x": torch.zeros(3, 4), "tags": [], "scale": np.float64(1)}
 
@@ -677,7 +679,7 @@ def one_batch_object_refilled(patch: pytest.MonkeyPatch) -> Play:
         y = m(b["x"]) * (float(b["scale"]) + len(b["tags"]))
         return y[b["mask"][:, :3]].square().sum() if "mask" in b else y.square().mean()
 
-    return Play(model, loss, sgd(model, lr=1e-3), batch=batch)
+    return TrainingCase(model, loss, sgd(model, lr=1e-3), batch=batch)
 
 
 IDIOMS |= {
@@ -708,23 +710,23 @@ IDIOMS |= {
 
 
 @idiom
-def gradient_noise(patch: pytest.MonkeyPatch) -> Play:
+def gradient_noise(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
-    return Play(model, mean_square, sgd(model, momentum=0.9), batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model, momentum=0.9), batch=x_of)
 
 
 @idiom
-def gradients_scaled_after_they_are_added_up(patch: pytest.MonkeyPatch) -> Play:
+def gradients_scaled_after_they_are_added_up(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: (p.grad.div_(p.grad.norm() + 1e-6), None)[1])
-    return Play(model, mean_square, sgd(model, momentum=0.9), batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model, momentum=0.9), batch=x_of)
 
 
 @idiom
-def hook_that_removes_itself(patch: pytest.MonkeyPatch) -> Play:
+def hook_that_removes_itself(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, calls = two(), []
 
     def hook(module: Any, args: Any, out: Tensor) -> Tensor:
@@ -734,11 +736,11 @@ def hook_that_removes_itself(patch: pytest.MonkeyPatch) -> Play:
         return out * 1.5
 
     handle = model[0].register_forward_hook(hook)
-    return Play(model, mean_square, sgd(model), batch=x_of, seen=lambda: calls)
+    return TrainingCase(model, mean_square, sgd(model), batch=x_of, seen=lambda: calls)
 
 
 @idiom
-def parametrization_added_and_removed(patch: pytest.MonkeyPatch) -> Play:
+def parametrization_added_and_removed(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
 
     def change(k: int) -> None:
@@ -747,11 +749,11 @@ def parametrization_added_and_removed(patch: pytest.MonkeyPatch) -> Play:
         else:
             parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
 
-    return Play(model, mean_square, sgd(model), change, batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model), change, batch=x_of)
 
 
 @idiom
-def model_copied_and_pickled(patch: pytest.MonkeyPatch) -> Play:
+def model_copied_and_pickled(patch: pytest.MonkeyPatch) -> TrainingCase:
     model, seen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), []
 
     def between(out: Any) -> None:
@@ -759,11 +761,11 @@ def model_copied_and_pickled(patch: pytest.MonkeyPatch) -> Play:
             other.eval()
             seen.append(other(x_of(0)).detach().sum())
 
-    return Play(model, mean_square, sgd(model, momentum=0.9), batch=x_of, between=between, seen=lambda: seen)
+    return TrainingCase(model, mean_square, sgd(model, momentum=0.9), batch=x_of, between=between, seen=lambda: seen)
 
 
 @idiom
-def optimizer_and_model_written_and_read(patch: pytest.MonkeyPatch) -> Play:
+def optimizer_and_model_written_and_read(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     kept = io.BytesIO()
@@ -777,11 +779,11 @@ def optimizer_and_model_written_and_read(patch: pytest.MonkeyPatch) -> Play:
             model.load_state_dict(state["model"], assign=False)
             optimizer.load_state_dict(state["optimizer"])
 
-    return Play(model, mean_square, optimizer, change, batch=x_of)
+    return TrainingCase(model, mean_square, optimizer, change, batch=x_of)
 
 
 @idiom
-def configuration_turns_dropout_off(patch: pytest.MonkeyPatch) -> Play:
+def configuration_turns_dropout_off(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Config:
         p, drop = 0.5, True
 
@@ -792,17 +794,17 @@ def configuration_turns_dropout_off(patch: pytest.MonkeyPatch) -> Play:
         config.drop = k == 2
         config.p = 0.2 * k
 
-    return Play(model, mean_square, sgd(model), change, batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model), change, batch=x_of)
 
 
 @idiom
-def generator_seeded_anew(patch: pytest.MonkeyPatch) -> Play:
+def generator_seeded_anew(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Generators()
-    return Play(model, mean_square, sgd(model), lambda k: (model.generator.manual_seed(k), None)[1], batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model), lambda k: (model.generator.manual_seed(k), None)[1], batch=x_of)
 
 
 @idiom
-def averaged_weights(patch: pytest.MonkeyPatch) -> Play:
+def averaged_weights(patch: pytest.MonkeyPatch) -> TrainingCase:
     """Stochastic weight averaging: its model, its schedule and its BatchNorm statistics."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = sgd(model, momentum=0.9)
@@ -817,11 +819,13 @@ def averaged_weights(patch: pytest.MonkeyPatch) -> Play:
         averaged.eval()
         seen.append(averaged(x_of(0)).detach().sum())
 
-    return Play(model, mean_square, optimizer, batch=x_of, between=between, seen=lambda: [seen, averaged.state_dict()])
+    return TrainingCase(
+        model, mean_square, optimizer, batch=x_of, between=between, seen=lambda: [seen, averaged.state_dict()]
+    )
 
 
 @idiom
-def averages_swapped_in_to_evaluate(patch: pytest.MonkeyPatch) -> Play:
+def averages_swapped_in_to_evaluate(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     averages = {name: value.detach().clone() for name, value in model.named_parameters()}
     seen: list[Any] = []
@@ -835,7 +839,7 @@ def averages_swapped_in_to_evaluate(patch: pytest.MonkeyPatch) -> Play:
             seen.append(model(x_of(0)).sum())
             model.load_state_dict(kept)
 
-    return Play(model, mean_square, sgd(model), batch=x_of, between=between, seen=lambda: seen)
+    return TrainingCase(model, mean_square, sgd(model), batch=x_of, between=between, seen=lambda: seen)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -859,10 +863,10 @@ class Lookahead(torch.optim.Optimizer):
 
 
 @idiom
-def optimizer_that_looks_ahead(patch: pytest.MonkeyPatch) -> Play:
+def optimizer_that_looks_ahead(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.05))
-    return Play(model, mean_square, optimizer, batch=x_of, seen=lambda: optimizer.slow)
+    return TrainingCase(model, mean_square, optimizer, batch=x_of, seen=lambda: optimizer.slow)
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -884,13 +888,13 @@ class Sharpness(torch.optim.Optimizer):
 
 
 @idiom
-def sharpness_aware_steps(patch: pytest.MonkeyPatch) -> Play:
+def sharpness_aware_steps(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
-    return Play(model, mean_square, Sharpness(model.parameters(), 0.1), batch=x_of)
+    return TrainingCase(model, mean_square, Sharpness(model.parameters(), 0.1), batch=x_of)
 
 
 @idiom
-def projected_by_a_step_hook(patch: pytest.MonkeyPatch) -> Play:
+def projected_by_a_step_hook(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     optimizer = sgd(model, momentum=0.9)
 
@@ -900,11 +904,11 @@ def projected_by_a_step_hook(patch: pytest.MonkeyPatch) -> Play:
                 p.data.renorm_(2, 0, 0.8) if p.ndim > 1 else p.data.clamp_(-0.1, 0.1)
 
     optimizer.register_step_post_hook(project)
-    return Play(model, mean_square, optimizer, batch=x_of)
+    return TrainingCase(model, mean_square, optimizer, batch=x_of)
 
 
 @idiom
-def plateau_and_chained_schedules(patch: pytest.MonkeyPatch) -> Play:
+def plateau_and_chained_schedules(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
     optimizer = torch.optim.Adam(
         [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.02}], lr=0.05
@@ -913,13 +917,13 @@ def plateau_and_chained_schedules(patch: pytest.MonkeyPatch) -> Play:
         [lr_scheduler.PolynomialLR(optimizer, 8), lr_scheduler.MultiplicativeLR(optimizer, lambda k: 0.95)]
     )
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
-    return Play(
+    return TrainingCase(
         model, mean_square, optimizer, scheduler=chained, batch=x_of, between=lambda out: plateau.step(out["loss"])
     )
 
 
 @idiom
-def group_and_layer_added(patch: pytest.MonkeyPatch) -> Play:
+def group_and_layer_added(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 
@@ -928,18 +932,18 @@ def group_and_layer_added(patch: pytest.MonkeyPatch) -> Play:
         model.append(layer)
         optimizer.add_param_group({"params": layer.parameters(), "lr": 0.01 * k, "weight_decay": 0.0})
 
-    return Play(model, mean_square, optimizer, change, batch=x_of)
+    return TrainingCase(model, mean_square, optimizer, change, batch=x_of)
 
 
 @idiom
-def lazy_layers(patch: pytest.MonkeyPatch) -> Play:
+def lazy_layers(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(3))
     model(x_of(0))
-    return Play(model, mean_square, sgd(model), batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model), batch=x_of)
 
 
 @idiom
-def layers_dropped_at_random(patch: pytest.MonkeyPatch) -> Play:
+def layers_dropped_at_random(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -948,11 +952,11 @@ def layers_dropped_at_random(patch: pytest.MonkeyPatch) -> Play:
                 x = x + torch.tanh(layer(x))
         return x.square().mean()
 
-    return Play(model, loss, torch.optim.Adam(model.parameters(), lr=0.05), batch=x_of)
+    return TrainingCase(model, loss, torch.optim.Adam(model.parameters(), lr=0.05), batch=x_of)
 
 
 @idiom
-def buffers_assigned_in_forward(patch: pytest.MonkeyPatch) -> Play:
+def buffers_assigned_in_forward(patch: pytest.MonkeyPatch) -> TrainingCase:
     class Running(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -968,11 +972,11 @@ def buffers_assigned_in_forward(patch: pytest.MonkeyPatch) -> Play:
             return out  # type: ignore[no-any-return]
 
     model = Running()
-    return Play(model, mean_square, sgd(model), batch=x_of)
+    return TrainingCase(model, mean_square, sgd(model), batch=x_of)
 
 
 @idiom
-def gradient_surgery_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
+def gradient_surgery_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
     """Two tasks whose gradients are projected on one another, handed on by a loss whose gradient they are."""
     model = two()
 
@@ -985,11 +989,11 @@ def gradient_surgery_inside_the_loss(patch: pytest.MonkeyPatch) -> Play:
         joined = [a + b - torch.minimum(dot, torch.zeros(())) * b for a, b in zip(one, other, strict=True)]
         return sum((p * g.detach()).sum() for p, g in zip(weights, joined, strict=True))  # type: ignore
 
-    return Play(model, loss, sgd(model), batch=x_of)
+    return TrainingCase(model, loss, sgd(model), batch=x_of)
 
 
 @idiom
-def adversarial_batches(patch: pytest.MonkeyPatch) -> Play:
+def adversarial_batches(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = two()
 
     def loss(m: Any, x: Tensor) -> Tensor:
@@ -998,11 +1002,11 @@ def adversarial_batches(patch: pytest.MonkeyPatch) -> Play:
         attacked = (x + (delta + 0.1 * gradient.sign()).clamp(-0.1, 0.1)).detach()
         return mean_square(m, attacked)
 
-    return Play(model, loss, sgd(model), batch=x_of)
+    return TrainingCase(model, loss, sgd(model), batch=x_of)
 
 
 @idiom
-def inner_loop_of_a_copy(patch: pytest.MonkeyPatch) -> Play:
+def inner_loop_of_a_copy(patch: pytest.MonkeyPatch) -> TrainingCase:
     """Meta-learning: two inner steps on a functional copy, differentiated through."""
     model = two()
 
@@ -1014,11 +1018,11 @@ def inner_loop_of_a_copy(patch: pytest.MonkeyPatch) -> Play:
             quick = {name: p - 0.1 * g for (name, p), g in zip(quick.items(), found, strict=True)}
         return (torch.func.functional_call(m, quick, (x.flip(0),)) - x).square().mean()
 
-    return Play(model, loss, torch.optim.Adam(model.parameters(), lr=0.05), batch=x_of)
+    return TrainingCase(model, loss, torch.optim.Adam(model.parameters(), lr=0.05), batch=x_of)
 
 
 @idiom
-def ensemble_by_vmap(patch: pytest.MonkeyPatch) -> Play:
+def ensemble_by_vmap(patch: pytest.MonkeyPatch) -> TrainingCase:
     members = [two() for _ in range(3)]
     base = copy.deepcopy(members[0]).to("meta")
     stacked, _ = torch.func.stack_module_state(members)
@@ -1029,4 +1033,4 @@ def ensemble_by_vmap(patch: pytest.MonkeyPatch) -> Play:
         out = torch.vmap(lambda v: torch.func.functional_call(base, v, (x,)), randomness="different")(values)
         return out.square().mean() + out.var(0).mean()
 
-    return Play(model, loss, sgd(model), batch=x_of)
+    return TrainingCase(model, loss, sgd(model), batch=x_of)
