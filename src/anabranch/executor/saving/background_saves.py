@@ -23,7 +23,7 @@ from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["BackgroundSaves", "CheckpointContent", "MOST_IN_FLIGHT", "Started"]
+__all__ = ["BackgroundSaves", "CheckpointContent", "MOST_IN_FLIGHT", "StartedSave"]
 
 _LAST_SECONDS = 600.0  # for what is written when the process ends
 MOST_IN_FLIGHT = 2
@@ -56,8 +56,8 @@ def _tensors_of(group: checkpoint.Group) -> Mapping[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A save that was begun.
+class StartedSave:
+    """A save in progress.
 
     Attributes:
         step: optimizer steps that it holds.

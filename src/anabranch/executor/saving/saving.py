@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -41,7 +41,7 @@ from anabranch.executor.running.pipe_runner import PipelineGrid
 from anabranch.executor.running.remote import RemotePart, ServedParameter
 from anabranch.executor.running.remote_window import Sums
 from anabranch.executor.running.runner import StepRunner
-from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, Started
+from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, StartedSave
 from anabranch.executor.saving.merged_stages import (
     StagePart,
     merge_optimizer_states,
@@ -50,6 +50,7 @@ from anabranch.executor.saving.merged_stages import (
     restrict,
     rows_of,
 )
+from anabranch.executor.saving.optimizer_states import by_parameter_name, by_position, parameter_names
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
@@ -91,7 +92,7 @@ class Saver:
     ) -> None:
         self._objects = dict(objects or {})
         self._background: BackgroundSaves | None = None
-        self._begun: list[Started] = []
+        self._started_saves: list[StartedSave] = []
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = runners
         self._workers = workers
@@ -148,15 +149,15 @@ class Saver:
         if failure:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
         if not wait:
-            self._begun.append(Started(self._steps_taken(), path, began))
+            self._started_saves.append(StartedSave(self._steps_taken(), path, began))
 
-    def settle(self, deadline: Deadline, *, leave: int = 0) -> list[Started]:
+    def settle(self, deadline: Deadline, *, leave: int = 0) -> list[StartedSave]:
         """Wait until at most ``leave`` of the started saves are unwritten; return the written ones.
 
         Raises:
             CheckpointError: one has failed; on every worker.
         """
-        if not self._begun:
+        if not self._started_saves:
             return []
         ended: list[str] = []
         failed = ""
@@ -169,7 +170,7 @@ class Saver:
                 failed = str(error)
         answer = self._gather(msgspec.json.encode([failed, *ended]))[0]
         failed, *ended = msgspec.json.decode(answer, type=list[str])
-        done, self._begun = self._begun[: len(ended)], self._begun[len(ended) :]
+        done, self._started_saves = self._started_saves[: len(ended)], self._started_saves[len(ended) :]
         if failures := [
             f"{started.path} of step {started.step} could not be saved in the background: {failure}"
             for started, failure in zip(done, ended, strict=True)
@@ -271,7 +272,7 @@ class Saver:
         }
         return {
             name: [
-                _by_parameter_name(optimizer, _names(optimizer, self._parameters[name]), elsewhere)
+                by_parameter_name(optimizer, parameter_names(optimizer, self._parameters[name]), elsewhere)
                 for optimizer in step.optimizers
             ]
             for name, step in self._steps.items()
@@ -458,8 +459,8 @@ class Saver:
                 )
             for index, optimizer in enumerate(step.optimizers):
                 entry = restrict(cast("dict[str, object]", saved[name][index]), step.model)
-                names = _names(optimizer, self._parameters[name])
-                plans.append((optimizer, _by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
+                names = parameter_names(optimizer, self._parameters[name])
+                plans.append((optimizer, by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
         return plans
 
     def _plan_remote(
@@ -635,58 +636,6 @@ def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
 
 def _add(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
-
-
-def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of each group's parameters."""
-    names = {parameter: name for name, parameter in parameters.items()}
-    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _by_parameter_name(
-    optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
-) -> dict[str, object]:
-    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``."""
-    state = optimizer.state_dict()
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
-    states = {name_of[number]: dict(values) for number, values in state["state"].items()}
-    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
-        if elsewhere.get(parameter):
-            states[name_of[number]] = elsewhere[parameter]
-    return {
-        "optimizer": type(optimizer).__qualname__,
-        "state": states,
-        "groups": [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
-            for group, group_names in zip(state["param_groups"], names, strict=True)
-        ],
-    }
-
-
-def _by_position(
-    saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str
-) -> dict[str, object]:
-    """Return the inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
-    if saved["optimizer"] != type(optimizer).__qualname__:
-        raise CheckpointError(
-            f"{what} is {type(optimizer).__qualname__}, but the checkpoint has {saved['optimizer']}; load with the "
-            "optimizer that was saved"
-        )
-    groups = cast("list[dict[str, object]]", saved["groups"])
-    if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
-        raise CheckpointError(
-            f"{what} holds the parameter groups {names}, but the checkpoint has {[group['params'] for group in groups]}"
-        )
-    position = {name: index for index, name in enumerate(name for group in names for name in group)}
-    state = cast("dict[str, dict[str, object]]", saved["state"])
-    return {
-        "state": {position[name]: values for name, values in state.items()},
-        "param_groups": [
-            {**group, "params": [position[name] for name in group_names]}
-            for group, group_names in zip(groups, names, strict=True)
-        ],
-    }
 
 
 def _checked_state(found: Checkpoint) -> dict[str, object]:

@@ -1,0 +1,64 @@
+"""An optimizer's state in a checkpoint, by the names of its parameters, so that their order and split may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from anabranch.errors import CheckpointError
+from anabranch.executor.steps import parameters_of
+
+__all__ = ["by_parameter_name", "by_position", "parameter_names"]
+
+
+def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each group's parameters."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def by_parameter_name(
+    optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
+) -> dict[str, object]:
+    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``."""
+    state = optimizer.state_dict()
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    states = {name_of[number]: dict(values) for number, values in state["state"].items()}
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        if elsewhere.get(parameter):
+            states[name_of[number]] = elsewhere[parameter]
+    return {
+        "optimizer": type(optimizer).__qualname__,
+        "state": states,
+        "groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def by_position(saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str) -> dict[str, object]:
+    """Return the inverse of ``by_parameter_name``; the groups may list their parameters in another order."""
+    if saved["optimizer"] != type(optimizer).__qualname__:
+        raise CheckpointError(
+            f"{what} is {type(optimizer).__qualname__}, but the checkpoint has {saved['optimizer']}; load with the "
+            "optimizer that was saved"
+        )
+    groups = cast("list[dict[str, object]]", saved["groups"])
+    if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
+        raise CheckpointError(
+            f"{what} holds the parameter groups {names}, but the checkpoint has {[group['params'] for group in groups]}"
+        )
+    position = {name: index for index, name in enumerate(name for group in names for name in group)}
+    state = cast("dict[str, dict[str, object]]", saved["state"])
+    return {
+        "state": {position[name]: values for name, values in state.items()},
+        "param_groups": [
+            {**group, "params": [position[name] for name in group_names]}
+            for group, group_names in zip(groups, names, strict=True)
+        ],
+    }
