@@ -123,7 +123,7 @@ class Workers:
                 self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat
             )
         destroy_group_at_exit()
-        atexit.register(self._leave_without_the_lost)
+        atexit.register(self._exit_without_lost_ranks)
 
     def _meet(self) -> dict[int, Identity]:
         """Every rank's identity, by its rank in the job."""
@@ -262,7 +262,7 @@ class Workers:
 
     _has_left_work = False
 
-    def _leave_without_the_lost(self) -> None:
+    def _exit_without_lost_ranks(self) -> None:
         if self._has_left_work or self._watch.has_lost:
             end_without_waiting()
         self.close()
@@ -273,7 +273,7 @@ class Workers:
             self._beats.close()
         if self._has_left_work or self._watch.has_lost:
             return
-        atexit.unregister(self._leave_without_the_lost)
+        atexit.unregister(self._exit_without_lost_ranks)
         self._group = None  # its threads end with the last reference, see leaving.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False

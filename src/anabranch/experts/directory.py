@@ -302,10 +302,10 @@ class Directory:
         check_ttl(ttl)
         found: list[str] = []
         for some in portions(check_uid(uid) for uid in uids):
-            found += self._claim_at_all(some, claimer, ttl)
+            found += self._claim_everywhere(some, claimer, ttl)
         return found
 
-    def _claim_at_all(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
+    def _claim_everywhere(self, uids: Sequence[str], claimer: str, ttl: float) -> list[str]:
         """Claim uids at every server that answers; those that one of them refuses are released at the others."""
         answers = self._ask("directory.claim", (list(uids), claimer, ttl))
         given = {endpoint: unpack(answer, list[str]) for endpoint, answer in answers.items()}

@@ -239,7 +239,7 @@ def _attempt(
                 screen.finish_line()
             tell(line)
 
-        stopping = _Stopping(running, services)
+        stopping = _StopSignals(running, services)
         stack.push(stopping.leave)
         signals.call_on_stop(stopping.stop)
         start = _Starter(server, say, job_file)
@@ -355,7 +355,7 @@ def _attempt(
     )
 
 
-class _Stopping:
+class _StopSignals:
     """Handle a signal at once, wherever the launcher is: while processes start, and when it came a second time.
 
     Before any user code runs, nothing is lost by ending. Once the supervisor's loop has begun, it handles the first

@@ -118,7 +118,7 @@ def _serve_here(
         lambda: ExpertServer(
             backends,
             listen=endpoint,
-            directory=_Marked(directory, expert_mark(job.rank, _run())),
+            directory=_MarkedDirectory(directory, expert_mark(job.rank, _run())),
             checkpoint_dir=checkpoint_dir,
             checkpoint_seconds=checkpoint_seconds,
             keys=keys,
@@ -129,7 +129,7 @@ def _serve_here(
     sys.exit(0)
 
 
-class _Marked:
+class _MarkedDirectory:
     """A directory in which the process's own mark is announced with its experts, and stays when they are withdrawn."""
 
     def __init__(self, directory: DirectoryLike, mark: str) -> None:

@@ -138,7 +138,7 @@ class _Attempt:
             with self._lock:
                 self._first = self._first or error
             self._exchange.abort()
-            self._workers.leave_behind()
+            self._workers.abandon()
 
     def raise_failure(self) -> None:
         with self._lock:

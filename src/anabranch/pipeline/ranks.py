@@ -146,7 +146,7 @@ class RankEngine:
         self.observed = Observed()
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        leave = partial(_exit_without_the_lost, self._channel)
+        leave = partial(_exit_without_lost_ranks, self._channel)
         self._end = weakref.finalize(self, _end, self._channel, self._beats, leave, self.links, unguard)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
@@ -306,7 +306,7 @@ def _by_group(lost: Callable[[Sequence[int]], Mapping[int, str]], names: Sequenc
     return {names.index(rank): why for rank, why in lost(()).items()}
 
 
-def _exit_without_the_lost(channel: Channel) -> None:
+def _exit_without_lost_ranks(channel: Channel) -> None:
     """End the process without gloo, which would wait for a lost rank, or abort because a thread still waits."""
     channel.settle(_LAST_SECONDS)
     if channel.is_stuck():

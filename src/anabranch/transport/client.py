@@ -406,12 +406,12 @@ def _close_idle(idle: dict[str, list[_Channel]]) -> None:
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-def _tell_clients_of_fork() -> None:
+def _reset_clients_after_fork() -> None:
     for client in list(_clients):
         client._after_fork()
 
 
-os.register_at_fork(after_in_child=_tell_clients_of_fork)
+os.register_at_fork(after_in_child=_reset_clients_after_fork)
 
 
 class _Waits:
@@ -597,7 +597,7 @@ class _Exchange(msgspec.Struct, eq=False):
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
             # The length in a header may be corrupted, so that the rest of it never arrives.
-            if self.channel.reader.in_header() and self._ask_again(
+            if self.channel.reader.in_header() and self._retry(
                 f"half a header arrived, then nothing for {silence:.2f} s"
             ):
                 return
@@ -619,11 +619,11 @@ class _Exchange(msgspec.Struct, eq=False):
                 self._connect()
                 readable = False
             if self.phase is _Phase.ASKING and send:
-                self._ask(readable=readable)
+                self._transfer(readable=readable)
         except OSError as error:
-            self._lose(error)
+            self._handle_lost_connection(error)
         except BoundaryError as error:
-            if not (isinstance(error, ProtocolError) and self._ask_again(error.message)):
+            if not (isinstance(error, ProtocolError) and self._retry(error.message)):
                 self._finish(self._named(error))
         except (ValueError, TypeError) as error:
             self._finish(error)
@@ -722,7 +722,7 @@ class _Exchange(msgspec.Struct, eq=False):
         channel.writer.put(encode(header, request.tensors, checksum=channel.reader.demands_checksums))
         self.phase = _Phase.ASKING
 
-    def _ask(self, *, readable: bool) -> None:
+    def _transfer(self, *, readable: bool) -> None:
         channel = self.channel
         assert channel is not None
         before = channel.reader.received
@@ -740,13 +740,13 @@ class _Exchange(msgspec.Struct, eq=False):
             and self.channel is channel
             and (frame := channel.reader.advance(channel.stream)) is not None
         ):
-            self._hear(channel, frame.header, frame.tensors or ())
+            self._receive(channel, frame.header, frame.tensors or ())
         if not self.done and (sent or channel.reader.received != before):
             self.progress = time.monotonic()
         if broken is not None and not self.done:
             raise broken
 
-    def _hear(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
+    def _receive(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
         if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self.sequence, None):
             report("transport.repeated_answer", peer=self.request.endpoint, operation=self._operation())
             return
@@ -759,16 +759,16 @@ class _Exchange(msgspec.Struct, eq=False):
         if isinstance(header, Hello):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
         elif isinstance(header, FailureFrame):
-            self._fail(header)
+            self._handle_failure(header)
         elif not isinstance(header, Heartbeat):
             raise ProtocolError(f"a server sends no {type(header).__name__}")
 
-    def _fail(self, failure: FailureFrame) -> None:
+    def _handle_failure(self, failure: FailureFrame) -> None:
         if failure.code == "leaving":
-            self._lose(ConnectionAbortedError(failure.message))
+            self._handle_lost_connection(ConnectionAbortedError(failure.message))
             return
         # A server names the request that it refuses, unless it cannot read it.
-        if failure.code == "protocol" and failure.sequence is None and self._ask_again(failure.message):
+        if failure.code == "protocol" and failure.sequence is None and self._retry(failure.message):
             return
         error = error_of(
             failure,
@@ -779,22 +779,22 @@ class _Exchange(msgspec.Struct, eq=False):
         )
         self._finish(error)
 
-    def _ask_again(self, why: str) -> bool:
+    def _retry(self, why: str) -> bool:
         """Treat an unreadable frame as a lost connection, once, where bytes may change in transit."""
         channel = self.channel
         plain = channel is not None and channel.reader.demands_checksums
         if self.damaged or not plain or self.attempts >= self.client._retries:
             return False
         self.damaged = True
-        self._lose(ConnectionAbortedError(why))
+        self._handle_lost_connection(ConnectionAbortedError(why))
         return True
 
-    def _lose(self, error: OSError) -> None:
+    def _handle_lost_connection(self, error: OSError) -> None:
         """Handle a lost or refused connection: retry, or give up."""
         stale = self.channel is not None and self.channel.used and not self.heard
         # Without this the error's traceback would hold this exchange, which holds the error: a cycle for every retry.
         self.last_error = error.with_traceback(None)
-        self._let_go(reusable=False)
+        self._release_channel(reusable=False)
         self.fresh = True
         if stale:
             self.phase, self.retry_at = _Phase.RESTING, time.monotonic()
@@ -813,7 +813,7 @@ class _Exchange(msgspec.Struct, eq=False):
         self.outcome = outcome
         channel = self.channel
         # A connection is reusable only if its request was sent in full and answered.
-        self._let_go(
+        self._release_channel(
             reusable=self.answered and channel is not None and not channel.writer.waiting and channel.reader.idle()
         )
         self.phase, self.done = _Phase.DONE, True
@@ -835,7 +835,7 @@ class _Exchange(msgspec.Struct, eq=False):
         flow: spans.Flow = "ask", str(self.sequence)
         spans.complete(self.span, self._operation(), "crossing", track="requests", flow=flow, facts=facts)
 
-    def _let_go(self, *, reusable: bool) -> None:
+    def _release_channel(self, *, reusable: bool) -> None:
         if self.channel is not None:
             self.client._release(self.request.endpoint, self.channel, reusable=reusable)
             self.channel = None

@@ -291,7 +291,7 @@ class BoundLoader:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="anabranch-loader")
         # Taken here, where nothing else runs on the loader, and valid until this batch is returned.
         self._snapshot = self._position.snapshot()
-        self._pending = self._thread.submit(_as_here(lambda: self._fetch(iterator)))
+        self._pending = self._thread.submit(_in_modes_of_this_thread(lambda: self._fetch(iterator)))
 
     def _received(self) -> Structure:
         """Return the prefetched batch. Without a deadline, because the caller's own code is awaited."""
@@ -377,7 +377,7 @@ def _between(saved: Sequence[dict[str, object]]) -> bool:
     return all(state["phase"] != "begun" for state in saved)
 
 
-def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
+def _in_modes_of_this_thread(function: Callable[[], Structure]) -> Callable[[], Structure]:
     """Return ``function`` for another thread, under this thread's settings: PyTorch keeps them per thread."""
     context, modes, streams = contextvars.copy_context(), ThreadModes.take(), current_streams()
 

@@ -257,7 +257,7 @@ class MapPosition:
         self.ready(state)
         self._at_start = state["generators_at_start"]
         self._restore_generators(self._at_start)
-        rest = _Rest(self._loader, self._skipped, self._unit()[0] == "samples")
+        rest = _RemainingIndices(self._loader, self._skipped, self._unit()[0] == "samples")
         iterator = iter(_with_sampler(self._loader, rest))
         # In the order of a first epoch: the loader draws its workers' seed, then the sampler draws its own.
         rest.skip()
@@ -305,7 +305,7 @@ class MapPosition:
                 self._generators[name].set_state(state)
 
 
-class _Rest:
+class _RemainingIndices:
     """The indices of an epoch from some position on, in place of a loader's sampler.
 
     Samplers may draw from a random number generator as they are iterated or at their first index, so both are done when
@@ -347,7 +347,7 @@ class _Rest:
         return next(self._items)
 
 
-def _with_sampler(loader: DataLoader[Structure], rest: _Rest) -> DataLoader[Structure]:
+def _with_sampler(loader: DataLoader[Structure], rest: _RemainingIndices) -> DataLoader[Structure]:
     """``loader`` with other indices, for the rest of one epoch."""
     options: dict[str, object] = {
         "num_workers": loader.num_workers,

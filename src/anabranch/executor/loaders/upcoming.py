@@ -47,7 +47,7 @@ _PURE = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _OperationResult:
     """One operation's result: the operation, its arguments, and the index of the output."""
 
     func: Callable[..., Any]
@@ -56,16 +56,16 @@ class _Made:
     output: int | None
 
 
-class _NoRecipe(Exception):
+class _UnknownOrigin(Exception):
     """Ids that were made in another way."""
 
 
-class _Watch(TorchFunctionMode):
+class _OperationRecorder(TorchFunctionMode):
     """Records the pure operations that run in its block, and the results of others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, _Made] = {}
+        self.made: dict[int, _OperationResult] = {}
         self.others: set[int] = set()
         self._alive: list[Tensor] = []  # so that no two results share an address
 
@@ -80,7 +80,7 @@ class _Watch(TorchFunctionMode):
             if isinstance(tensor, Tensor):
                 self._alive.append(tensor)
                 if pure and not tensor.is_floating_point():
-                    self.made.setdefault(id(tensor), _Made(func, args, kwargs, output if several else None))
+                    self.made.setdefault(id(tensor), _OperationResult(func, args, kwargs, output if several else None))
                 else:
                     self.others.add(id(tensor))
         return result
@@ -113,7 +113,7 @@ class UpcomingIds:
     def watching(self, batch: Structure) -> Iterator[Structure]:
         """Learn from the block's use of ``batch``."""
         self._attempts += 1
-        watch, looked_up, here = _Watch(), list[tuple[str, Tensor]](), get_ident()
+        watch, looked_up, here = _OperationRecorder(), list[tuple[str, Tensor]](), get_ident()
 
         def note(event: Event) -> None:
             if event.name == "tables.lookup" and event.thread == here:
@@ -126,7 +126,7 @@ class UpcomingIds:
         for table, ids in looked_up:
             try:
                 recipes.setdefault(table, []).append(_recipe(ids, watch, leaves))
-            except _NoRecipe:
+            except _UnknownOrigin:
                 continue
         self._recipes, self._by_path = recipes, False
 
@@ -143,7 +143,7 @@ class UpcomingIds:
             try:
                 ids = node.args[0][0]
                 recipes.setdefault(crossing.boundary.name, []).append(_traced_recipe(ids, names, bound))
-            except _NoRecipe:
+            except _UnknownOrigin:
                 continue
         self._recipes, self._by_path = recipes, True
 
@@ -180,7 +180,7 @@ def _traced_recipe(
         or target._schema.is_mutable
         or torch.Tag.nondeterministic_seeded in target.tags
     ):
-        raise _NoRecipe
+        raise _UnknownOrigin
     sources = {source: _traced_recipe(source, names, bound) for source in ids.all_input_nodes}
 
     def follow(batch: Mapping[str, Any]) -> Any:
@@ -190,7 +190,7 @@ def _traced_recipe(
     return follow
 
 
-def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[list[Any]], Any]:
+def _recipe(value: Any, watch: _OperationRecorder, leaves: Mapping[int, int]) -> Callable[[list[Any]], Any]:
     """Return the function that gives ``value`` from the leaves of another batch."""
     if isinstance(value, tuple | list):
         kind, parts = type(value), [_recipe(part, watch, leaves) for part in value]
@@ -199,7 +199,7 @@ def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[l
         bounds = [_recipe(bound, watch, leaves) for bound in (value.start, value.stop, value.step)]
         return lambda batch: slice(*(bound(batch) for bound in bounds))
     if isinstance(value, FakeTensor):
-        raise _NoRecipe  # a graph is being captured
+        raise _UnknownOrigin  # a graph is being captured
     if not isinstance(value, Tensor):
         return lambda batch: value
     if id(value) in leaves:
@@ -216,5 +216,5 @@ def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[l
 
         return follow
     if id(value) in watch.others:
-        raise _NoRecipe
+        raise _UnknownOrigin
     return lambda batch: value  # it was there before the step: a buffer of the model

@@ -35,7 +35,7 @@ _KEPT_TIMES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Both:
+class _EagerAndGraph:
     """The result of eager mode, the seconds of both, and the graph's failure."""
 
     returned: Mapping[str, Tensor]
@@ -169,7 +169,7 @@ class Evaluator:
         if self._compile or prepared.talks():  # rounds differently, or the other workers would wait for two runs
             prepared.confirm()
             return self._as_graph(program, batch, fetch, may_trace=True)
-        found = self._both(prepared, batch, fetch)
+        found = self._run_both(prepared, batch, fetch)
         if found.failed is not None:
             self._wrong = f"on the last batch {found.failed}; eager mode computed the result; use engine='tape'"
         else:
@@ -188,7 +188,7 @@ class Evaluator:
         if prepared.talks():
             self._refuse("it communicates with the other workers itself, which a trial would repeat")
             return self._eagerly(batch, fetch)
-        found = self._both(prepared, batch, fetch)
+        found = self._run_both(prepared, batch, fetch)
         if found.failed is not None:
             self._refuse(found.failed, final=True)
         else:
@@ -197,7 +197,7 @@ class Evaluator:
         self._payoff.tried(time.perf_counter() - began - found.eager_seconds)
         return found.returned
 
-    def _both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _Both:
+    def _run_both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _EagerAndGraph:
         """Return the eager answer, and whether a graph gives the same."""
         model, answers = self._step.model, Answers()
         before = Snapshot(model, [], prepared.args)
@@ -219,9 +219,9 @@ class Evaluator:
             failed = f"the graph's results are not bitwise those of eager mode: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts
             failed = f"the graph failed but eager mode did not ({type(error).__name__}: {error})"
-        return _Both(returned, eager_seconds, seconds, failed)
+        return _EagerAndGraph(returned, eager_seconds, seconds, failed)
 
-    def _judge(self, found: _Both) -> None:
+    def _judge(self, found: _EagerAndGraph) -> None:
         usual = min([found.eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
         if self._after is None and found.seconds >= usual:
             self._refuse("the graph's results were bitwise equal but not faster")

@@ -173,7 +173,7 @@ class _ScheduleEngine:
 
 def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object) -> Shared:
     """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
-    args, inputs, target = _apart(batch)
+    args, inputs, target = _split_batch(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
     dtype = step.autocast_dtype
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
@@ -192,7 +192,7 @@ def _nonfinite(pipe: Pipe) -> list[str]:
     return found or elsewhere
 
 
-def _apart(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:
+def _split_batch(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:
     """Return a batch's positional inputs, keyword inputs and target."""
     if isinstance(batch, Mapping):
         inputs = {str(name): value for name, value in batch.items()}

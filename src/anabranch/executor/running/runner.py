@@ -69,7 +69,7 @@ class StepRunner:
         self._window_rows = 0.0
         self._broken = False
         self._parameters = list(step.model.parameters())
-        self._held = _held_by(step)
+        self._held = _optimizer_parameters(step)
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -302,7 +302,7 @@ class StepRunner:
         Raises:
             ValueError: a parameter that is not the model's, or one that others would have to know of.
         """
-        held = _held_by(self.step)
+        held = _optimizer_parameters(self.step)
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         known, now = set(self._parameters), list(self.step.model.parameters())
@@ -535,7 +535,7 @@ class StepRunner:
         self._window_rows = rows
 
 
-def _held_by(step: TrainStep) -> list[Tensor]:
+def _optimizer_parameters(step: TrainStep) -> list[Tensor]:
     """Return the parameters that the optimizers hold, in their order."""
     return [parameter for optimizer in step.optimizers for parameter in parameters_of(optimizer)]
 

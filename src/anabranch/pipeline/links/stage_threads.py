@@ -42,13 +42,13 @@ class StageThreads:
         ]
         for thread in self._threads:
             thread.start()
-        self._end = weakref.finalize(self, _tell_to_end, self._queues)
+        self._end = weakref.finalize(self, _end_threads, self._queues)
         self._round = _Round(0)
 
     def run(
         self, tasks: Sequence[_Task], deadline: Deadline, on_interrupt: Callable[[], None], step: int | None = None
     ) -> None:
-        """Run one task on each worker, and return when all have ended, or half a second after ``leave_behind``.
+        """Run one task on each worker, and return when all have ended, or half a second after ``abandon``.
 
         Tasks must not raise. An interrupt of the waiting thread calls ``on_interrupt``, which must make the tasks end.
         """
@@ -69,7 +69,7 @@ class StageThreads:
             on_interrupt()
             raise deadline.error(peer="the pipeline's workers", operation="pipeline step", step=step)
 
-    def leave_behind(self) -> None:
+    def abandon(self) -> None:
         """Let ``run`` return within half a second, whatever its tasks are doing, because the step has failed."""
         self._round.hurry(0.5)
 
@@ -145,6 +145,6 @@ def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
         del task
 
 
-def _tell_to_end(queues: Sequence[queue.SimpleQueue[_Task | None]]) -> None:
+def _end_threads(queues: Sequence[queue.SimpleQueue[_Task | None]]) -> None:
     for tasks in queues:
         tasks.put(None)

@@ -83,10 +83,10 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
         )
 
 
-_Made = tuple[list[int], list[list[Action]]]
+_RanksAndActions = tuple[list[int], list[list[Action]]]
 
 
-def _gpipe(n: int, m: int, p: int) -> _Made:
+def _gpipe(n: int, m: int, p: int) -> _RanksAndActions:
     # # Backward runs from the last microbatch to the first: its activations are the newest, and those of the last need
     # no second forward under checkpoint="except_last".
     forward, backward = range(m), range(m - 1, -1, -1)
@@ -95,7 +95,7 @@ def _gpipe(n: int, m: int, p: int) -> _Made:
     ]
 
 
-def _one_f_one_b(n: int, m: int, p: int) -> _Made:
+def _one_f_one_b(n: int, m: int, p: int) -> _RanksAndActions:
     return list(range(n)), [
         _alternate(
             [Action(Kind.F, j, i) for i in range(m)],
@@ -116,7 +116,7 @@ def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> li
     return actions + backward[steady:]
 
 
-def _interleaved(n: int, m: int, p: int) -> _Made:
+def _interleaved(n: int, m: int, p: int) -> _RanksAndActions:
     """Rank ``r`` has stages ``r, r + p, ...``; microbatches go through in groups of ``p``, the last one shorter."""
     v = n // p
     if v == 1:
@@ -143,7 +143,7 @@ def _interleaved(n: int, m: int, p: int) -> _Made:
     return rank_of, _arrange(m, rank_of, rule, (Kind.B, Kind.F))
 
 
-def _zb1p(n: int, m: int, p: int) -> _Made:
+def _zb1p(n: int, m: int, p: int) -> _RanksAndActions:
     """One stage per rank; weights wait until nothing else can run, or until holding more would exceed 1F1B's memory."""
 
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
@@ -153,7 +153,7 @@ def _zb1p(n: int, m: int, p: int) -> _Made:
     return list(range(n)), _arrange(m, list(range(n)), rule)
 
 
-def _zbv(n: int, m: int, p: int) -> _Made:
+def _zbv(n: int, m: int, p: int) -> _RanksAndActions:
     """Rank ``r`` has stages ``r`` and ``n - 1 - r``: the two sides of a V."""
 
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
@@ -172,7 +172,7 @@ def _zbv(n: int, m: int, p: int) -> _Made:
     return rank_of, _arrange(m, rank_of, rule)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], _Made]] = {
+SCHEDULES: dict[str, Callable[[int, int, int], _RanksAndActions]] = {
     "GPipe": _gpipe,
     "1F1B": _one_f_one_b,
     "Interleaved1F1B": _interleaved,

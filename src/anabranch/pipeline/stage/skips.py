@@ -130,9 +130,7 @@ class SkipStore:
         (self._shared.add if shared else self._shared.discard)(name)
 
     def take(self, name: SkipName, *, shared: bool = False) -> Structure:
-        """Return the value under ``name``, which leaves the store unless it is shared; ``KeyError`` if there is
-        none.
-        """
+        """Return the value of ``name``, removed unless it is shared; raises ``KeyError`` for an unknown name."""
         keep = shared or name in self._shared or name in self._always_shared
         return self._values[name] if keep else self._values.pop(name)
 
@@ -161,7 +159,7 @@ def using_store(store: SkipStore) -> Iterator[None]:
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = (), shared: Iterable[str] = ()
 ) -> Callable[[_ModuleClass], _ModuleClass]:
-    """Declare the skips of a module class whose ``forward`` is a generator; without any ``yield`` it works too.
+    """Declare the skips of a module class whose ``forward`` is a generator; a ``forward`` without ``yield`` works too.
 
     >>> import torch
     >>> @skippable(stash=["long"])
@@ -199,7 +197,7 @@ def skippable(
 
     def decorate(cls: _ModuleClass) -> _ModuleClass:
         cls._skip_declaration = (stashes, pops, frozenset(shares))  # type: ignore[attr-defined]
-        cls.forward = _driven(cls.forward)
+        cls.forward = _with_commands(cls.forward)
         cls.isolate = isolate  # type: ignore[attr-defined]
         return cls
 
@@ -215,8 +213,8 @@ def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 def isolate(module: _Module, namespace: Namespace, only: str | Iterable[str] | None = None) -> _Module:
     """Put the skips of ``module``, or those named in ``only``, into ``namespace``; returns ``module``.
 
-    A method of every skippable module too, ``Encode().isolate(namespace)``, which a type checker does not see: no
-    decorator can add one to a class for it.
+    Also a method of every skippable module, ``Encode().isolate(namespace)``; type checkers do not see it, because the
+    decorator adds it.
 
     >>> @skippable(stash=["long"])
     ... class Encode(nn.Module):
@@ -229,8 +227,8 @@ def isolate(module: _Module, namespace: Namespace, only: str | Iterable[str] | N
 
     Args:
         module: of a class that ``skippable`` declares.
-        namespace: the other modules that share these skips are given the same one.
-        only: some of the names that the class declares; all of them without.
+        namespace: the same one for all modules that share these skips.
+        only: some of the names that the class declares; by default all.
 
     Raises:
         SkipError: a name in ``only`` that the module does not declare.
@@ -263,7 +261,7 @@ def declaration_of(module: nn.Module) -> Declaration | None:
     return Declaration(tuple(stashes), tuple(pops), frozenset(shared))
 
 
-def _driven(forward: Callable[..., Structure]) -> Callable[..., Structure]:
+def _with_commands(forward: Callable[..., Structure]) -> Callable[..., Structure]:
     @functools.wraps(forward)
     def drive(self: nn.Module, *args: Structure, **kwargs: Structure) -> Structure:
         call = _Call(self)
@@ -285,7 +283,7 @@ class _Call:
     def __init__(self, module: nn.Module) -> None:
         declaration = declaration_of(module)
         assert declaration is not None
-        self._who = type(module).__name__
+        self._name = type(module).__name__
         self._store = _current.store
         self._stashes = {name: (namespace, name) for namespace, name in declaration.stashes}
         self._pops = {name: (namespace, name) for namespace, name in declaration.pops}
@@ -299,39 +297,39 @@ class _Call:
                 command = commands.send(answer)
             except StopIteration as stop:
                 return cast(Structure, stop.args[0]) if stop.args else None  # TorchDynamo knows no StopIteration.value
-            answer = self._obey(command)
+            answer = self._execute(command)
 
-    def _obey(self, command: object) -> Structure:
+    def _execute(self, command: object) -> Structure:
         if isinstance(command, stash):
             self._stash(command)
             return None
         if isinstance(command, pop):
             return self._pop(command)
-        raise TypeError(f"{self._who}.forward yielded {command!r}; yield stash(name, value) or pop(name)")
+        raise TypeError(f"{self._name}.forward yielded {command!r}; yield stash(name, value) or pop(name)")
 
     def _stash(self, command: stash) -> None:
         full = self._stashes.get(command.name)
         if full is None:
-            raise RuntimeError(f"{self._who} stashes {command.name!r} but does not declare it in stash=")
+            raise RuntimeError(f"{self._name} stashes {command.name!r} but does not declare it in stash=")
         if full in self._stashed:
-            raise RuntimeError(f"{self._who} stashes {command.name!r} twice in one forward")
+            raise RuntimeError(f"{self._name} stashes {command.name!r} twice in one forward")
         # Not in the store before forward has ended: a module never pops its own stash.
         self._stashed[full] = command.value
 
     def _pop(self, command: pop) -> Structure:
         full = self._pops.pop(command.name, None)
         if full is None:
-            raise RuntimeError(f"{self._who} pops {command.name!r} but does not declare it in pop=, or pops it twice")
+            raise RuntimeError(f"{self._name} pops {command.name!r} but does not declare it in pop=, or pops it twice")
         if full not in self._store:
-            raise RuntimeError(f"{self._who} pops {command.name!r}, which has not been stashed by an earlier module")
+            raise RuntimeError(f"{self._name} pops {command.name!r}, which has not been stashed by an earlier module")
         return self._store.take(full, shared=full in self._shared)
 
     def check_complete(self) -> None:
         missing = [name for name, full in self._stashes.items() if full not in self._stashed]
         if missing:
-            raise RuntimeError(f"{self._who} declares {_quote(missing)} in stash= but its forward did not stash it")
+            raise RuntimeError(f"{self._name} declares {_quote(missing)} in stash= but its forward did not stash it")
         if self._pops:
-            raise RuntimeError(f"{self._who} declares {_quote(self._pops)} in pop= but its forward did not pop it")
+            raise RuntimeError(f"{self._name} declares {_quote(self._pops)} in pop= but its forward did not pop it")
         for full, value in self._stashed.items():
             self._store.put(full, value, shared=full in self._shared)
 
@@ -350,18 +348,18 @@ def verify_skippables(module: nn.Module) -> None:
         SkipError: names every mismatch at once: a name declared both ways by one module, stashed twice, popped twice
             without being shared, popped but not stashed before, stashed but not popped.
     """
-    ledger = _Ledger()
+    matcher = _SkipMatcher()
     for path, child in module.named_modules(remove_duplicate=False):
         declaration = declaration_of(child)
         if declaration is not None:
-            ledger.enter(path or type(child).__name__, declaration)
-    faults = ledger.close()
+            matcher.enter(path or type(child).__name__, declaration)
+    faults = matcher.close()
     if faults:
         raise SkipError("skips that do not match:\n" + "\n".join(f"* {fault}" for fault in faults))
 
 
-class _Ledger:
-    """The modules that stash and pop each skip, in the order that they run, and the faults found."""
+class _SkipMatcher:
+    """Matches the stash of each skip with its pops, over modules in the order that they run, and collects faults."""
 
     def __init__(self) -> None:
         self._stashed_by: dict[SkipName, str] = {}

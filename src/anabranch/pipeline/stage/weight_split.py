@@ -76,7 +76,7 @@ class SplitBackward:
         graph = _Graph(self.edges, get_gradient_edge(self.start).node, self.hooked)
         self._whole = not graph.reaches_start
         if self._whole:
-            return  # no input awaits a gradient: all the work is W's
+            return  # no input needs a gradient: W does all the work
         shared: list[Tensor] = []
         self._split_points, shared = graph.split_points()
         hooks = [watch_node(split_point.node, _noting(split_point)) for split_point in self._split_points]
@@ -123,7 +123,7 @@ def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
         tensor.layout is not torch.strided or tensor.dtype != weight.grad.dtype for tensor in (x, grad, weight.grad)
     ):
         return leaves
-    if x.is_complex():  # its conjugate would be wanted
+    if x.is_complex():  # addmm_ would need its conjugate
         return leaves
     with torch.no_grad():
         weight.grad.addmm_(grad.t(), x)
@@ -157,7 +157,7 @@ class _Graph:
         self.reaches_start = bool(self._to_start)
 
     def split_points(self) -> tuple[list[_SplitPoint], list[Tensor]]:
-        """Every node where the weight side joins, and the leaves that several of them, or an output, reach."""
+        """Return the nodes where the weight side joins, and the leaves that several of them, or an output, reach."""
         found = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
         count = Counter(key for leaves in found.values() for key in leaves)
         shared = {
@@ -181,7 +181,7 @@ class _Graph:
 
 
 def _post_order(roots: Sequence[Node]) -> list[Node]:
-    """Every node under ``roots``, each after all nodes that follow it on the way to the leaves."""
+    """Return the nodes under ``roots``, each after all nodes that follow it on the way to the leaves."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
