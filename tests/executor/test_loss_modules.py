@@ -1,4 +1,4 @@
-"""A loss that is a module with parameters of its own: trained, fetched, saved and loaded beside the model."""
+"""A loss that is a module with its own parameters: trained, fetched, saved and loaded beside the model."""
 
 from __future__ import annotations
 

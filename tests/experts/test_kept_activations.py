@@ -1,4 +1,4 @@
-"""Kept activations: the forward's own graph serves the backward, within a budget, and nobody need know."""
+"""Kept activations: the forward's own graph serves the backward, within a budget, with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures: the manual sum over the responders, in outputs and gradients, whoever does not answer."""
+"""Mixtures: the manual sum over the responders, in outputs and gradients, whichever experts do not answer."""
 
 from __future__ import annotations
 

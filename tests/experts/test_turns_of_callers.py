@@ -1,4 +1,4 @@
-"""Which task runs next: by priority, then each caller in turn, then the oldest; and futures of what was submitted."""
+"""The order of tasks: by priority, then each caller in turn, then the oldest; and the futures of submitted tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make soak``: that it sees what is broken, and a short one with two kills."""
+"""``make soak``: it finds violations; and a short one with two kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions captured as graphs: names, results, and what is refused with the line that does it."""
+"""Functions captured as graphs: names, results, and refusals that name the line."""
 
 from __future__ import annotations
 

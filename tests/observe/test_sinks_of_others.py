@@ -1,4 +1,4 @@
-"""TensorBoard and Prometheus show what a training run tells them, and the dashboard asks for names that exist."""
+"""TensorBoard and Prometheus show the metrics of a training run, and the dashboard queries existing names."""
 
 from __future__ import annotations
 

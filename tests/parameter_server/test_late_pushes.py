@@ -1,4 +1,4 @@
-"""Gradients that wait in a cache and leave while the next step runs: what counts, what is refused, and who is told."""
+"""Gradients that wait in a cache and leave while the next step runs: weights, refusals and errors."""
 
 from __future__ import annotations
 

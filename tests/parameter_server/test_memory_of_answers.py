@@ -1,4 +1,4 @@
-"""What clients that ask for much and never read cost a parameter server, and what is left once they have gone."""
+"""The memory of answers to clients that never read, on a parameter server, and its release once they are gone."""
 
 from __future__ import annotations
 

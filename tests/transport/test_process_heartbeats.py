@@ -1,4 +1,4 @@
-"""Who is still there: peers on this host by /proc, peers elsewhere by their beats."""
+"""Liveness of peers: on this host by /proc, elsewhere by their heartbeats."""
 
 from __future__ import annotations
 
