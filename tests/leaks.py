@@ -1,4 +1,4 @@
-"""Find what a test leaves in its process: threads, descriptors, shared memory, mappings of it, child processes."""
+"""Find resources that a test leaks: threads, descriptors, shared memory, mappings of it, child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""job(): what a process learns about itself from its environment, and what it says about a broken one."""
+"""job(): the facts that a process reads from its environment, and the errors for a broken one."""
 
 from __future__ import annotations
 

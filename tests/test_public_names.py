@@ -1,4 +1,4 @@
-"""Every package lists what it exports: sorted, complete, and nothing that is not there."""
+"""Every package lists what it exports: sorted, complete, and only existing names."""
 
 from __future__ import annotations
 

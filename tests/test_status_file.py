@@ -1,4 +1,4 @@
-"""The file in which a process leaves its facts for whoever looks at its job."""
+"""The file in which a process leaves its facts for readers of its job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the public objects print: what they are, in one line."""
+"""The repr of public objects: a description in one line."""
 
 from __future__ import annotations
 

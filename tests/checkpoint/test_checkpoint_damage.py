@@ -115,7 +115,7 @@ def test_a_torn_save_is_passed_over_in_silence(tmp_path: Path, caplog: pytest.Lo
     assert not warnings_of(caplog)
 
 
-def test_a_damaged_newest_gives_way_to_the_highest_whole_step_of_all_directories(
+def test_a_damaged_newest_checkpoint_is_replaced_by_the_highest_complete_step_of_all_directories(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (10, 30):
@@ -172,7 +172,7 @@ def test_files_of_the_file_system_itself_are_skipped(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["model-00000002.safetensors", "manifest-00000002.json"])
-def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(
+def test_an_unreadable_file_is_not_mistaken_for_a_damaged_one(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generation before it was taken, although a chmod would have brought this one back."""

@@ -1,4 +1,4 @@
-"""True power cuts: a small ext4 disk of its own, shut down in the middle of a save without writing back its journal.
+"""True power cuts: a small separate ext4 disk, shut down in the middle of a save without writing back its journal.
 
 What survives is what was made durable and nothing else: the page cache is lost, as it is when the power goes. Killing
 the process, as the other sweep does, cannot show a missing fsync; this can.

@@ -155,7 +155,7 @@ def test_a_damaged_generation_is_passed_over_and_named(url: str, what: str, capl
     assert f"generation 2 in {url} is damaged" in caplog.text
 
 
-def test_an_outage_is_not_taken_for_an_empty_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_not_mistaken_for_an_empty_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(url, 1)
     saved(url, 2)
     files, _ = fsspec.core.url_to_fs(url)

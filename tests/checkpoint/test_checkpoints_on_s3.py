@@ -1,4 +1,4 @@
-"""Checkpoints on S3: ``s3fs`` against a server that speaks S3, moto's, in a process of its own."""
+"""Checkpoints on S3: ``s3fs`` against moto's S3 server, in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_reduce, send and recv on two workers; what is checked, and against what, stands in ``differentiable_job.py``."""
+"""all_reduce, send and recv on two workers; the checks and their references are in ``differentiable_job.py``."""
 
 from __future__ import annotations
 

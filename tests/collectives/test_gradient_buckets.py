@@ -1,4 +1,4 @@
-"""Buckets launch in one order, while backward runs, and leave what the plain loop would have left."""
+"""Buckets launch in one order, while backward runs, and leave the gradients of the plain loop."""
 
 from __future__ import annotations
 

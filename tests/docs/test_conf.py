@@ -1,4 +1,4 @@
-"""How the documentation is built: what is searched for is found, and a link to a page has a card."""
+"""The build of the documentation: its search finds pages, and a link to a page has a card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation says what is so: its Python runs, and the errors it quotes exist.
+"""The documentation is correct: its Python runs, and the errors it quotes exist.
 
 ``pages.py`` says how a page runs. Pages under ``docs/with`` need other libraries: ``tests/models`` runs them.
 """

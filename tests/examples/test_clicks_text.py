@@ -1,4 +1,4 @@
-"""Clicks as text: Criteo's and Adult's lines as read, exact positions, and the ceiling of what is generated."""
+"""Clicks as text: Criteo's and Adult's lines as read, exact positions, and the best score on generated lines."""
 
 from __future__ import annotations
 

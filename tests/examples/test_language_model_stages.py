@@ -1,4 +1,4 @@
-"""The language model in stages: one process's curve, whoever the stages are, and checkpoints that know no stages."""
+"""The language model in stages: the curve of one process, for any stages, and checkpoints without stages."""
 
 from __future__ import annotations
 

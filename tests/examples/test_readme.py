@@ -1,4 +1,4 @@
-"""The README's example runs as printed, and means what the README says."""
+"""The README's example runs as printed, with the results that the README describes."""
 
 from __future__ import annotations
 

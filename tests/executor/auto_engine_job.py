@@ -1,4 +1,4 @@
-"""Run by both workers of a job: what the engines give beside each other, and in which order the graph sends."""
+"""Run by both workers of a job: the results of the engines compared, and the order in which the graph sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by every worker of a job: what plans predict against what is counted, and what ``comm_mode="auto"`` takes."""
+"""Run by every worker of a job: predictions of plans against counts, and the choice of ``comm_mode="auto"``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by every worker of a job with servers: what goes wrong there, and how it goes on."""
+"""Run by every worker of a job with servers: the failures there, and how the job continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``save(wait=False)``: a copy of now is written while training goes on; the copies are few, and no failure is lost."""
+"""``save(wait=False)``: a copy is written while training continues; copies are few, and no failure is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``run`` takes and gives back, and what it refuses."""
+"""The arguments and results of ``run``, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose parameters live on servers: a worker that stops, one that dies, and how the others go on."""
+"""Jobs with parameters on servers: a worker that stops, one that dies, and how the others continue."""
 
 from __future__ import annotations
 

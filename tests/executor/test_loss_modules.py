@@ -1,4 +1,4 @@
-"""A loss that is a module with parameters of its own: trained, fetched, saved and loaded beside the model."""
+"""A loss that is a module with its own parameters: trained, fetched, saved and loaded beside the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_its_gradients_can_be_fetched_and_clipped() -> None:
     assert found["loss.head"].shape == (8, 1)
 
 
-def test_a_method_of_a_module_is_as_good() -> None:
+def test_a_method_of_a_module_is_accepted_as_a_loss() -> None:
     given = batches(3)
     wanted, _ = plain(given)
     model, loss, optimizer = made()

@@ -1,4 +1,4 @@
-"""A graph runs only once the tape has taken a batch of it: what the tape raises is raised again at every such step."""
+"""A graph runs only once the tape has taken a batch of it: an error of the tape is raised again at every such step."""
 
 from __future__ import annotations
 

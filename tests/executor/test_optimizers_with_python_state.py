@@ -1,4 +1,4 @@
-"""Optimizers that keep numbers, lists and tensors of their own, as those of other libraries do, on every engine."""
+"""Optimizers with their own numbers, lists and tensors, like those of other libraries, on every engine."""
 
 from __future__ import annotations
 

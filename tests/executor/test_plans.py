@@ -213,7 +213,7 @@ def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows() -> None:
     assert found.seconds > 0
 
 
-def test_a_look_leaves_everything_as_it_was() -> None:
+def test_a_survey_leaves_everything_unchanged() -> None:
     model = Model().eval()
     model.head.bias.grad = torch.ones(1)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -380,7 +380,7 @@ def piped(survey: bool) -> list[Tensor]:
     return [*losses, *gradients, *model.state_dict().values(), torch.rand(3)]
 
 
-def test_a_pipe_is_planned_and_trains_as_if_it_had_not_been() -> None:
+def test_planning_a_pipe_does_not_change_its_training() -> None:
     seen, unseen = piped(survey=True), piped(survey=False)
     assert len(seen) == len(unseen) > 20
     assert all(map(torch.equal, seen, unseen))

@@ -1,4 +1,4 @@
-"""A restart goes on with the next batch, whatever the loader, and refuses a position that is another's."""
+"""A restart resumes with the next batch, for any loader, and refuses the position of another loader."""
 
 from __future__ import annotations
 

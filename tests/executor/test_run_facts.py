@@ -86,7 +86,7 @@ def test_tracked_loops_are_left_for_readers_of_the_status(tmp_path: Path) -> Non
             assert found == [{"label": "training", "done": 3, "total": 10, "seconds": 0.75}]
 
 
-def test_a_line_is_drawn_by_whoever_is_to(
+def test_progress_is_drawn_by_the_configured_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(PROGRESS_VARIABLE, "screen")

@@ -1,4 +1,4 @@
-"""Saved, and loaded into whatever comes next, training goes on as if nothing had happened."""
+"""Training that is saved and loaded into a new process continues as if uninterrupted."""
 
 from __future__ import annotations
 

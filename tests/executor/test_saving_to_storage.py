@@ -1,4 +1,4 @@
-"""Several workers save to a URL together and go on from it with other servers, as from a folder."""
+"""Several workers save to a URL together and resume from it with other servers, as from a folder."""
 
 from __future__ import annotations
 

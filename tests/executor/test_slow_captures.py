@@ -1,4 +1,4 @@
-"""A capture that takes long says what is being captured, once, while it goes on."""
+"""A long capture is logged once, with its subject, while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is told to stop stops as one and has saved; one that dies is started again and goes on."""
+"""A job that is asked to stop saves and stops as a whole; one that dies is restarted and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts whose device is busy, stuck or leaving: who waits, who is told, and what is not computed any more."""
+"""Experts with a busy, stuck or leaving device: which callers wait, which get errors, which requests are dropped."""
 
 from __future__ import annotations
 

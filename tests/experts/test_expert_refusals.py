@@ -1,4 +1,4 @@
-"""What does not fit an expert is refused where it is found out, says what was expected, and changes nothing."""
+"""A request that does not fit an expert is refused as early as possible with the expected form, and changes nothing."""
 
 from __future__ import annotations
 

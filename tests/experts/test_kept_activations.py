@@ -1,4 +1,4 @@
-"""Kept activations: the forward's own graph serves the backward, within a budget, and nobody need know."""
+"""Kept activations: the forward's own graph serves the backward, within a budget, with the same results."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_changing_a_gradient_in_place_changes_no_other_and_no_answer() -> None:
         assert torch.allclose(parameter.detach(), expected, atol=1e-5)
 
 
-def test_two_backwards_of_one_forward_in_a_batch_are_not_taken_for_one_of_twice_the_gradient() -> None:
+def test_two_backwards_of_one_forward_in_a_batch_both_count() -> None:
     module = nn.Linear(4, 4)
     backend = backend_of(module, keep=8, min_batch_size=2, timeout=60.0)
     x = torch.ones(2, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Mixtures: the manual sum over the responders, in outputs and gradients, whoever does not answer."""
+"""Mixtures: the manual sum over the responders, in outputs and gradients, whichever experts do not answer."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_ragged_grids_and_rows_with_fewer_experts_than_k() -> None:
         assert close(moe(x), by_hand(moe.gate, (3, 3), experts, x, 8))
 
 
-def test_whoever_fails_is_left_out_of_the_sum_and_its_gradients() -> None:
+def test_failed_experts_are_left_out_of_the_sum_and_its_gradients() -> None:
     with grid(4) as (directory, experts, _):
         experts["ffn.1"].fault = RuntimeError("broken")
         experts["ffn.3"].factor = float("nan")

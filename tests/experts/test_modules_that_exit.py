@@ -1,4 +1,4 @@
-"""What user code raises on a server's thread ends no thread, whatever it is: its caller is told, others are served."""
+"""No exception of user code ends a server's thread: its caller gets the error, and others are served."""
 
 from __future__ import annotations
 

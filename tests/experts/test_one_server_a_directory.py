@@ -1,4 +1,4 @@
-"""One server saves an expert in a directory: a second would overwrite what the first has learned."""
+"""One server saves an expert in a directory: a second would overwrite the training of the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sessions that a server has open: how long, for whom, and what they cost."""
+"""The open sessions of a server: their time to live, their owners, and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under ten times the load it can bear, a server goes on doing nearly as much as at its best."""
+"""Under ten times the load it can bear, a server keeps nearly its best throughput."""
 
 from __future__ import annotations
 

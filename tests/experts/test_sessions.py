@@ -1,4 +1,4 @@
-"""Inference sessions: a sequence continued on the server is the sequence computed here, and nobody else's."""
+"""Inference sessions: a sequence continued on the server equals the one computed locally, and is private."""
 
 from __future__ import annotations
 

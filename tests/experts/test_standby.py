@@ -93,7 +93,7 @@ def test_a_uid_refused_by_one_directory_is_claimed_in_none(places: list[str], st
     assert both.lookup(["ffn.0"]) == {}
 
 
-def test_shards_announce_themselves_to_whoever_is_up(places: list[str], stack: ExitStack) -> None:
+def test_shards_announce_themselves_to_every_running_directory(places: list[str], stack: ExitStack) -> None:
     stack.enter_context(DirectoryServer(places[1]))
     with ab.ParameterServer(directory=",".join(places)) as server:
         assert Directory(places[1]).lookup(["parameters.0"]) == {"parameters.0": server.endpoint}

@@ -1,4 +1,4 @@
-"""Leading dimensions and containers: experts and mixtures take and return what the module here does."""
+"""Leading dimensions and containers: experts and mixtures take and return the structures of the local module."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_directories_without_changes_do_not_prevent_a_start(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("owner", [None, b"", b"damaged"])
-def test_state_without_a_readable_owner_file_is_taken_for_state(owner: bytes | None, tmp_path: Path) -> None:
+def test_state_without_a_readable_owner_file_counts_as_state(owner: bytes | None, tmp_path: Path) -> None:
     with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):
         pass
     path = tmp_path / "shard-0-of-1" / "owner"

@@ -251,7 +251,7 @@ def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("which", [newest_log, newest_manifest, newest_data, owner])
-def test_a_file_that_may_not_be_read_is_never_taken_for_damaged_or_lost(
+def test_an_unreadable_file_is_never_mistaken_for_damaged_or_lost(
     which: Callable[[Path], Path], repair: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repair gave up every change that its checkpoints held, which a chmod would have kept."""

@@ -1,4 +1,4 @@
-"""Clients that a shard has forgotten, since many others have pushed: none is told a wrong loss, or no loss wrongly."""
+"""Clients that a shard has forgotten, because many others pushed: none gets a wrong count of lost pushes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make soak``: that it sees what is broken, and a short one with two kills."""
+"""``make soak``: it finds violations; and a short one with two kills."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_broken_guarantee_is_reported(make: Callable[[], soak.Result], wor
     assert any(words in told for told in make().broken())
 
 
-def test_a_process_that_stays_as_it_is_breaks_nothing() -> None:
+def test_a_stable_process_violates_no_guarantee() -> None:
     lives = [life(replace(READING, descriptors=21, memory=310 << 20)), life(replace(READING, threads=99), seconds=1.0)]
     assert result(lives=lives).broken() == []
     assert "expert" in result(lives=lives).table()

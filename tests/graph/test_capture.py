@@ -1,4 +1,4 @@
-"""Functions captured as graphs: names, results, and what is refused with the line that does it."""
+"""Functions captured as graphs: names, results, and refusals that name the line."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_the_machinery_of_capture_is_loaded_at_the_first_capture() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_conjugates_that_were_never_computed_are_given_computed_or_refused() -> None:
+def test_lazy_conjugates_are_resolved_or_refused() -> None:
     x, z = torch.randn(2, 3), torch.randn(3, dtype=torch.complex64)
     for example in (z, z.conj()):
         graph = capture(lambda x, z: x + z.imag + (z * 2).real, x, example)

@@ -1,4 +1,4 @@
-"""Reverse mode on graphs: the same gradients as autograd, arriving gradients, sparse rows, and what is refused."""
+"""Reverse mode on graphs: the same gradients as autograd, arriving gradients, sparse rows, and refusals."""
 
 from __future__ import annotations
 

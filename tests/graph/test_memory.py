@@ -1,4 +1,4 @@
-"""The memory plan against what a run really allocates, and recomputation under a budget."""
+"""The memory plan against the allocations of a run, and recomputation under a budget."""
 
 from __future__ import annotations
 

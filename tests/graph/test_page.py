@@ -1,4 +1,4 @@
-"""The page that shows a graph: what is in it, that it loads nothing, and that a browser draws it."""
+"""The page that shows a graph: its content, that it loads nothing, and that a browser draws it."""
 
 from __future__ import annotations
 

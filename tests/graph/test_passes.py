@@ -1,4 +1,4 @@
-"""Each pass alone: it does what it says, and the results are the same bits."""
+"""Each pass alone: it makes its change, and the results are bitwise the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs in files: the same bits, state of their own, gradients of them; what a file cannot hold is refused."""
+"""Graphs in files: the same bits, their own state, their gradients; values that a file cannot hold are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds what a test has started by a mark in its environment, wherever its parents went."""
+"""Finds the processes that a test has started by a mark in their environment, also without their parents."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_budgets_of_another_form_are_refused(text: str) -> None:
         RestartBudget.parse(text)
 
 
-def test_workers_find_which_attempt_theirs_is(tmp_path: Path) -> None:
+def test_workers_know_the_number_of_their_attempt(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\nlife = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('life', life)\nsys.exit(life == '0')\n"

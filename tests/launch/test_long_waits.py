@@ -1,4 +1,4 @@
-"""A worker that waits long for another is told of on the screen, with who holds it up."""
+"""A long wait of a worker is reported on the screen, with the process that it waits for."""
 
 from __future__ import annotations
 

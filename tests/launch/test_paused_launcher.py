@@ -1,4 +1,4 @@
-"""Ctrl-Z pauses the launcher alone: the job goes on, whatever it writes, and `fg` finds it as it is by then."""
+"""Ctrl-Z pauses the launcher alone: the job continues, whatever it writes, and `fg` shows its state by then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that are objects: what they hold changes from step to step, the object itself or not."""
+"""Batches that are objects: their contents change from step to step, with or without the object itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch may be any object, and what it holds another at each step."""
+"""A batch may be any object, with other contents at each step."""
 
 from __future__ import annotations
 

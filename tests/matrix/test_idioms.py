@@ -1,4 +1,4 @@
-"""Training idioms give what the plain loop gives, to the bit, on every engine."""
+"""Training idioms are bitwise equal to the plain loop on every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads says what the servers have counted, and is gone when they are."""
+"""The page for Prometheus shows the counters of the servers, and ends with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source archive and the wheel hold what a user needs and nothing else, and work where nothing else of ours is."""
+"""The source archive and the wheel hold what a user needs and nothing else, and work alone."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_the_default_engine_stays_on_the_tape_and_gives_the_reason() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_it_counts_the_rows_of_its_batch_and_comes_apart_into_tensors() -> None:
+def test_it_counts_the_rows_of_its_batch_and_flattens_into_tensors() -> None:
     features = ragged(2, 5)
     assert count_rows({"ids": features, "y": torch.zeros(5)}) == 5
     with pytest.raises(ValueError, match=r"ids KeyedJagged\(.*rows=5.*y \(4,\)"):

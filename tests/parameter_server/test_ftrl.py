@@ -1,4 +1,4 @@
-"""``FTRL``: the source's algorithm, the same from dense and sparse gradients, and alone what it is on servers."""
+"""``FTRL``: the source's algorithm, the same from dense and sparse gradients, and the same alone and on servers."""
 
 from __future__ import annotations
 

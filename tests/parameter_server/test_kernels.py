@@ -239,7 +239,7 @@ def test_an_out_of_range_id_is_found_at_its_position(module: object) -> None:
     assert module.first_outside(np.empty(0, np.int64), 10) == -1
 
 
-def test_a_crew_of_two_gives_the_bits_of_one() -> None:
+def test_two_kernel_threads_give_the_same_bits_as_one() -> None:
     rule = RowOptimizer.from_factory(OPTIMIZERS["adam"])
     start = make_rows(4096, 16, rule, torch.float32)
     grad = as_array(torch.randn(4096, 16))

@@ -1,4 +1,4 @@
-"""Gradients that wait in a cache and leave while the next step runs: what counts, what is refused, and who is told."""
+"""Gradients that wait in a cache and leave while the next step runs: weights, refusals and errors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: p
         tables.close()
 
 
-def test_a_push_that_did_not_arrive_is_raised_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_push_is_raised_at_the_next_call_that_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
     ids = torch.tensor([1, 2])
     with ParameterClient() as client:

@@ -1,4 +1,4 @@
-"""Hundreds of tables on one shard: what is said about them does not fit the header of a frame."""
+"""Hundreds of tables on one shard: their description does not fit the header of a frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients that ask for much and never read cost a parameter server, and what is left once they have gone."""
+"""The memory of answers to clients that never read, on a parameter server, and its release once they are gone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def memory_of(pid: int, line: str) -> int:
     return int(next(each for each in status.splitlines() if each.startswith(line)).split()[1]) // 1024
 
 
-@pytest.mark.slow  # the budget itself is tested in tests/transport/test_answers_nobody_reads.py
+@pytest.mark.slow  # the budget itself is tested in tests/transport/test_unread_answers.py
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_unread_answers_cost_their_budget_and_nothing_once_the_clients_are_gone(programs: Programs) -> None:
     """Forty of 25 MB each took 740 MB while they were there, and hundreds for as long as the server ran."""

@@ -1,4 +1,4 @@
-"""Numbers on their way: exact where nobody asked for rounding, few bytes and small errors where someone did."""
+"""Packed numbers: exact without compression, few bytes and small errors with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients and shards over a network: what is pulled is what the plain loop has, whoever pushes, and once."""
+"""Clients and shards over a network: pulled values equal those of the plain loop, and each push counts once."""
 
 from __future__ import annotations
 

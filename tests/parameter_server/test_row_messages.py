@@ -1,4 +1,4 @@
-"""What passes between worker and shard: what is asked comes, what is known does not, and nothing more is said."""
+"""Messages between worker and shard: unknown rows are sent, known ones are not, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``anabranch serve parameters``: one shard as a process of its own, drained and written by SIGTERM, and back."""
+"""``anabranch serve parameters``: one shard as its own process, drained and saved at SIGTERM, and restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers for what is received: used again when the last tensor in them is gone, and not before."""
+"""Receive buffers: reused when the last tensor in them is freed, and not before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to cut, what a pipe says of itself, how a schedule is drawn, and that the simulated clock is right."""
+"""The choice of cuts, the description of a pipe, the drawing of a schedule, and the simulated clock."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipeline_models import assert_same_gradients, close, reference, skipping_model
 
 from anabranch import Pipe
-from anabranch.pipeline.stage.device_transfers import brought
+from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("direct_links_job.py")
@@ -45,7 +45,7 @@ def test_a_copy_waits_for_its_source_and_is_waited_for():
     x = torch.randn(2048, 2048, device="cuda:0")
     for _ in range(20):
         x = x @ x / 50
-    there = brought(x, torch.device("cuda:1")) * 2
+    there = on_device(x, torch.device("cuda:1")) * 2
     assert torch.equal(there.cpu(), (x * 2).cpu())
 
 
@@ -55,7 +55,7 @@ def test_a_copy_does_not_delay_the_next_computation_of_its_source():
     x = torch.randn(4 << 20, device="cuda:0")
     torch.cuda.synchronize(0)
     computing = torch.cuda.current_stream(0)
-    brought(x, torch.device("cuda:1"))
+    on_device(x, torch.device("cuda:1"))
     assert computing.query(), "nothing was put on it"
     torch.cuda.synchronize()
 

@@ -138,7 +138,7 @@ def test_backward_twice_with_retain_graph(schedule: str, checkpoint: str):
     assert_same_gradients(pipe, plain)
 
 
-def test_gradients_of_gradients_are_refused_not_taken_for_constants():
+def test_gradients_of_gradients_are_refused_and_not_mistaken_for_constants():
     """Of a sum the incoming gradient needs none itself: torch's once_differentiable would let that pass."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What a pipe takes: several inputs by position and by name, values that are not cut; and what it tells of itself."""
+"""The inputs of a pipe: several by position and by name, values that are not cut; and its attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skips: what is declared, what is yielded, and every way of getting that wrong."""
+"""Skips: declarations, commands, and every mistake in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fakes that are shipped for users' tests: they do what they say, and refuse what makes no sense."""
+"""The fakes that are shipped for users' tests: they behave as documented, and refuse senseless arguments."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ def test_a_waiting_handler_delays_no_other_request() -> None:
         assert not waiting.is_alive()
 
 
-def test_a_connection_that_rests_gives_its_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.drivers._REST", 0.05)
     with Server([ECHO]) as server, Client() as client:
         for _ in range(3):

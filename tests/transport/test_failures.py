@@ -1,4 +1,4 @@
-"""Errors on the wire: each arrives as what it was, and as the answer to the request that it answers."""
+"""Errors on the wire: each arrives with its type, as the answer to its own request."""
 
 from __future__ import annotations
 

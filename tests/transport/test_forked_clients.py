@@ -1,4 +1,4 @@
-"""A client belongs to its process: a forked child is told so at once, and the parent's connections stay as they are.
+"""A client belongs to its process: a forked child gets an error at once, and the parent's connections are unaffected.
 
 A module holds addresses, and makes its client again in the child.
 """

@@ -1,4 +1,4 @@
-"""A handler that raises what is no ``Exception``, as an exit, answers its caller and ends no thread of the server."""
+"""A handler that raises something other than an ``Exception``, such as an exit, still answers, and ends no thread."""
 
 from __future__ import annotations
 

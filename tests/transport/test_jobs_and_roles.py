@@ -37,7 +37,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("role", ["worker", "experts", "directory"])
-def test_whoever_poses_as_a_parameter_server_is_refused(keys: dict[str, Path], role: str) -> None:
+def test_an_impostor_of_a_parameter_server_is_refused(keys: dict[str, Path], role: str) -> None:
     asked: list[object] = []
     verbs = [Verb(name, asked.append) for name in ("init", "pull", "describe")]
     with (

@@ -1,4 +1,4 @@
-"""Who is still there: peers on this host by /proc, peers elsewhere by their beats."""
+"""Liveness of peers: on this host by /proc, elsewhere by their heartbeats."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(ch
         assert beats.lost() == {2: "its process has ended"}
 
 
-def test_another_process_under_the_number_of_a_dead_peer_is_not_taken_for_it(child: subprocess.Popen[bytes]) -> None:
+def test_another_process_with_the_pid_of_a_dead_peer_is_not_mistaken_for_it(child: subprocess.Popen[bytes]) -> None:
     earlier = Identity(Identity.of_this_process().host, child.pid, "12345")
     with ProcessHeartbeats({0: Identity.of_this_process(), 1: earlier}, 0) as beats:
         assert beats.gone() == {1: "its process has ended"}

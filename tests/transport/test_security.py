@@ -1,4 +1,4 @@
-"""Who gets in: paths that are ours alone, certificates of our authority with the right role, and nobody else."""
+"""Admission: only over private paths, or with certificates of our authority and the right role."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ print(len(left))
 """
 
 
-def test_a_signal_is_seen_at_whatever_instant_it_comes(programs: Programs) -> None:
+def test_a_signal_is_noticed_at_any_instant(programs: Programs) -> None:
     with programs.start(STOPPED) as process:
         out, _ = process.communicate(60.0)
     assert (process.returncode, out) == (0, "200\n")

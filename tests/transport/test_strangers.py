@@ -1,4 +1,4 @@
-"""Peers that nobody knows yet: few at a time, none for long, and never in the way of those that are let in."""
+"""Peers that are not admitted yet: few at a time, none for long, and never in the way of admitted ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults on the way: what is retried happens once, what is lost is named, and abuse leaves the server as it was."""
+"""Faults in transit: a retried request runs once, a lost peer is named, and abuse does not affect the server."""
 
 from __future__ import annotations
 

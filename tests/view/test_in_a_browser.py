@@ -1,4 +1,4 @@
-"""Pages in a browser that is told to press keys, to move fingers and to be narrow; skipped where there is none."""
+"""Pages in a browser with key presses, touches and a narrow window; skipped without a browser."""
 
 from __future__ import annotations
 

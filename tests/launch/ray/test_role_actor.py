@@ -1,4 +1,4 @@
-"""An actor without Ray: a process that is followed, signalled, and killed when nobody follows it."""
+"""An actor without Ray: a process that is followed, signalled, and killed when it is not followed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Tracer(Protocol):
-    """The interface of a graph capture, or of a rehearsal, which observes a run and captures nothing.
+    """The interface of a graph capture, or of a dry run, which observes a run and captures nothing.
 
     Attributes:
         captures: a graph is made: values are not known yet.

@@ -147,14 +147,14 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
     cut = SparseLookups()
 
     def traced(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
-        standing = {source.name: value for source, value in zip(sources, values, strict=True)}
-        cut.tables = {id(standing[name]): name for name in wanted}
+        leaf_of = {source.name: value for source, value in zip(sources, values, strict=True)}
+        cut.tables = {id(leaf_of[name]): name for name in wanted}
         results, marked = run_calls(call, arguments.given(args, values), recorder)
         kept[:] = [i for i, value in enumerate(results) if isinstance(value, Tensor) and value.requires_grad]
         loss = marked["loss"]
         recorder.follow_backward(loss)
         rows = [lookup.leaf for lookup in cut.found]
-        leaves = [standing[name] for name in [*wanted, *foreign]]
+        leaves = [leaf_of[name] for name in [*wanted, *foreign]]
         gradients = torch.autograd.grad(loss.reshape(()), [*leaves, *rows, *recorder.entries], allow_unused=True)
         for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
             if gradient is not None:
@@ -163,7 +163,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
         found = {
-            name: _laid_out_as(standing[name], gradient)
+            name: _laid_out_as(leaf_of[name], gradient)
             for name, gradient in zip(wanted, gradients, strict=False)
             if gradient is not None
         }

@@ -135,7 +135,7 @@ class RepeatsAnswers(Middlebox):
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_a_repeated_answer_is_not_taken_for_the_next_ones(once: bool) -> None:
+def test_a_repeated_answer_is_not_mistaken_for_the_next_one(once: bool) -> None:
     network, count = MemoryTransport(), Count()
     box = RepeatsAnswers(network)
     with (
@@ -173,7 +173,7 @@ class MixesClientsUp(Middlebox):
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_another_clients_answer_is_not_taken_for_ones_own(once: bool) -> None:
+def test_another_client_s_answer_is_not_mistaken_for_ones_own(once: bool) -> None:
     """It was, wherever a relay that shares connections gave it to a client that had come as far in its numbers."""
     network, count = MemoryTransport(), Count()
     box = MixesClientsUp(network)

@@ -124,7 +124,7 @@ def test_unread_answers_have_a_budget_and_reading_clients_are_served() -> None:
             assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
 
 
-def test_whoever_has_not_read_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_has_not_read_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Large(quick=True)
     with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
         idle = [stack.enter_context(asker(server)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""TensorBoard and Prometheus show what a training run tells them, and the dashboard asks for names that exist."""
+"""TensorBoard and Prometheus show the metrics of a training run, and the dashboard queries existing names."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_sinks_are_sinks() -> None:
 def test_tensorboard_reads_the_written_metrics(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     code = (
-        "import sys, torch; from test_sinks_of_others import BATCH, make_step; import anabranch as ab\n"
+        "import sys, torch; from test_other_sinks import BATCH, make_step; import anabranch as ab\n"
         "sink = ab.observe.TensorBoardSink(sys.argv[1]); assert isinstance(sink, ab.observe.Sink)\n"
         "with ab.Executor(make_step(), sinks=[sink], engine='tape') as executor:\n"
         "    losses = [executor.run(batch=BATCH)['loss'].item() for _ in range(3)]; executor.save(sys.argv[2])\n"

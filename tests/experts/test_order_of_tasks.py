@@ -1,4 +1,4 @@
-"""Which task runs next: by priority, then each caller in turn, then the oldest; and futures of what was submitted."""
+"""The order of tasks: by priority, then each caller in turn, then the oldest; and the futures of submitted tasks."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted
     assert computed == [8, 1]
 
 
-def test_whoever_waits_for_a_cancelled_future_hears_of_it_at_once() -> None:
+def test_waiting_for_a_cancelled_future_ends_at_once() -> None:
     pool = TaskPool(lambda x: [x])
     before, after = pool.submit(task()), pool.submit(task())
     heard: list[object] = []

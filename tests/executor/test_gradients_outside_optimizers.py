@@ -1,4 +1,4 @@
-"""Gradients of parameters that no optimizer of the step holds add up as in a plain loop, whoever looks at them."""
+"""Gradients of parameters that no optimizer of the step holds accumulate as in a plain loop, whoever reads them."""
 
 from __future__ import annotations
 
