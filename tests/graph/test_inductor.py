@@ -12,6 +12,8 @@ from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram, capture
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.run import inductor
+from anabranch.graph.run.codegen import generate
+from anabranch.graph.run.lowering import lower
 
 
 @pytest.mark.slow
@@ -67,10 +69,12 @@ def test_a_number_that_inductor_writes_into_its_kernels_may_change(monkeypatch: 
 
     def with_numbers_inside(graph: OperationGraph, leaves: Sequence[object]) -> Callable[..., tuple[object, ...]]:
         made.append(leaves)
+        lowered = lower(graph)
 
         def kernels(*given: object) -> tuple[object, ...]:
             pairs = zip(given, leaves, strict=True)
-            return graph.program().run(*(new if isinstance(new, Tensor) else old for new, old in pairs))
+            program = generate(lowered.fx, dict(lowered.shared()))
+            return program.run(*(new if isinstance(new, Tensor) else old for new, old in pairs))
 
         return kernels
 

@@ -375,7 +375,7 @@ def _with_sampler(loader: DataLoader[Structure], rest: _Rest) -> DataLoader[Stru
 
 
 class _PersistentWorkers:
-    """When a ``DataLoader`` draws its workers' seed: in each epoch, or with ``persistent_workers`` in the first only.
+    """The draw of the workers' seed: a ``DataLoader`` makes it in each epoch, or only in the first if they persist.
 
     A restarted loader has no workers yet, whatever the epoch. It must start them without that draw, or the order of a
     shuffled epoch would be another one.

@@ -14,7 +14,8 @@ from anabranch.graph.crossings import crossing_of
 from anabranch.graph.nodes import RECURRENT
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.passes.dead_nodes import drop_handles
-from anabranch.graph.run.codegen import Program
+from anabranch.graph.run.codegen import Program, generate
+from anabranch.graph.run.lowering import lower
 
 __all__ = ["compiled"]
 
@@ -49,7 +50,8 @@ def compiled(graph: OperationGraph) -> Program:
         if kernels is not None:
             return kernels(*leaves)
         if not uncompiled:
-            uncompiled.append(graph.program())
+            lowered = lower(graph)
+            uncompiled.append(generate(lowered.fx, dict(lowered.shared())))
         return uncompiled[0].run(*leaves)
 
     return Program("compiled by Inductor", run)
