@@ -76,6 +76,44 @@ def test_a_restart_resumes_with_the_next_batch(
     assert same_random_state(random_state(), end)
 
 
+def persistent(own: bool) -> DataLoader[Tensor]:
+    generator = seeded() if own else None
+    return DataLoader(
+        Squares(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True, generator=generator
+    )
+
+
+@pytest.mark.parametrize("steps", [5, slow_if(True, 0), slow_if(True, 2), slow_if(True, 4), slow_if(True, 9)])
+@pytest.mark.parametrize("own", [False, slow_if(True, True)])
+def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
+    own: bool, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
+) -> None:
+    """A restart drew it again in a later epoch: in another order, so some samples came twice and others not at all."""
+    seed_all(0)
+    expected = plain(persistent(own), 12)
+    seed_all(0)
+    first = opened(persistent(own))
+    assert take(first, steps) == expected[:steps]
+    state, draws = saved(tmp_path / "first", [first]), random_state()
+    again = opened(persistent(own))
+    again.restore(state)
+    restore_random_state(draws)
+    assert take(again, 10 - steps) == expected[steps:10]
+    state, draws = saved(tmp_path / "second", [again]), random_state()
+    once_more = opened(persistent(own))
+    once_more.restore(state)
+    restore_random_state(draws)
+    assert take(once_more, 2) == expected[10:]
+
+
+def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened(persistent(own=True))
+    state = loader.state()
+    expected = [step[:-3] for step in take(loader, 5)]
+    loader.restore([state])
+    assert [step[:-3] for step in take(loader, 5)] == expected
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "own_generator", "stateful", "plain", "distributed"])
 def test_a_restart_of_a_restart_resumes_too(kind: str, opened: Callable[..., BoundLoader], tmp_path: Path) -> None:
     seed_all(0)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram, capture
+from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.run import inductor
+from anabranch.graph.run.codegen import generate
+from anabranch.graph.run.lowering import lower
 
 
 @pytest.mark.slow
@@ -37,6 +42,54 @@ def test_a_compiled_step_trains_as_the_eager_loop_does_but_for_rounding() -> Non
 
     for mine, plain in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+def _losses_under_numbers(numbers: list[float], compile: bool) -> list[float]:  # noqa: A002
+    """Of a loss whose weight, a Python number, changes between two steps."""
+    torch.manual_seed(0)
+    model, weight = nn.Linear(4, 3), {"now": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * weight["now"]
+
+    program, losses = StepProgram(model, loss, [optimizer], compile=compile), []
+    for i, number in enumerate(numbers):
+        weight["now"] = number
+        losses.append(float(program.run(torch.sin(torch.arange(12.0).reshape(3, 4) + i))["loss"]))  # type: ignore
+    return losses
+
+
+NUMBERS = [1.0, 1.5, 2.0, 3.5, 1.5, 0.25, 7.0, -0.0, 2.0]
+
+
+def test_a_number_that_inductor_writes_into_its_kernels_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its third value on, steps ran with the second one."""
+    made: list[object] = []
+
+    def with_numbers_inside(graph: OperationGraph, leaves: Sequence[object]) -> Callable[..., tuple[object, ...]]:
+        made.append(leaves)
+        lowered = lower(graph)
+
+        def kernels(*given: object) -> tuple[object, ...]:
+            pairs = zip(given, leaves, strict=True)
+            program = generate(lowered.fx, dict(lowered.shared()))
+            return program.run(*(new if isinstance(new, Tensor) else old for new, old in pairs))
+
+        return kernels
+
+    monkeypatch.setattr(inductor, "_compile", with_numbers_inside)
+    assert _losses_under_numbers(NUMBERS, compile=True) == _losses_under_numbers(NUMBERS, compile=False)
+    assert len(made) == 3  # the first number's, and those of two others
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives the C++ compiler paths with a space unquoted")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_follows_a_number_that_changes() -> None:
+    mine, plain = _losses_under_numbers(NUMBERS, compile=True), _losses_under_numbers(NUMBERS, compile=False)
+    assert mine == pytest.approx(plain, rel=1e-5)
 
 
 def test_passes_that_would_not_be_applied_are_refused() -> None:

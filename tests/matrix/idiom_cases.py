@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributions import Beta, Categorical, Dirichlet, Normal, kl_divergence
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint_sequential
 
+import anabranch as ab
 from plain_loop import Build, TrainingCase, linear, mean_square, sgd
 
 IDIOMS: dict[str, Build] = {}
@@ -1034,3 +1035,226 @@ def ensemble_by_vmap(patch: pytest.MonkeyPatch) -> TrainingCase:
         return out.square().mean() + out.var(0).mean()
 
     return TrainingCase(model, loss, sgd(model), batch=x_of)
+
+
+# Changes in the middle of training, and inputs that are the model's own tensors.
+
+
+@idiom
+def loss_scaled_by_a_grad_scaler(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model, scaler = two(), torch.amp.GradScaler("cpu", init_scale=8.0)  # type: ignore[attr-defined]
+
+    def loss(m: Any, x: Tensor) -> Any:
+        return scaler.scale(mean_square(m, x)) / scaler.get_scale()
+
+    return TrainingCase(
+        model, loss, sgd(model), batch=x_of, between=lambda out: scaler.update(scaler.get_scale() * 1.5)
+    )
+
+
+@idiom
+def generators_held_where_no_module_looks(patch: pytest.MonkeyPatch) -> TrainingCase:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.held = nn.Linear(4, 3), [{"drop": torch.Generator().manual_seed(7)}]
+
+        def forward(self, x: Tensor) -> Tensor:
+            keep = torch.empty_like(x).bernoulli_(0.7, generator=self.held[0]["drop"])
+            return self.layer(x * keep)  # type: ignore[no-any-return]
+
+    model = Holding()
+    return TrainingCase(model, mean_square, sgd(model), batch=x_of, seen=lambda: model.held[0]["drop"].get_state())
+
+
+@idiom
+def random_state_forked_inside(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            noise = torch.randn(x.shape)
+        return mean_square(m, x + noise + torch.randn(x.shape))
+
+    return TrainingCase(model, loss, sgd(model), batch=x_of)
+
+
+@idiom
+def noise_of_an_optimizers_own_generator(patch: pytest.MonkeyPatch) -> TrainingCase:
+    generator, model = torch.Generator().manual_seed(3), two()
+
+    class Langevin(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.randn(p.shape, generator=generator), alpha=0.01)
+
+    return TrainingCase(model, mean_square, Langevin(model.parameters(), lr=0.1), batch=x_of, seen=generator.get_state)
+
+
+@idiom
+def transform_exchanged(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model, chosen = two(), {"jacobian": torch.func.jacrev}
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        values = dict(m.named_parameters())
+        found = chosen["jacobian"](lambda row: torch.func.functional_call(m, values, (row,)))(x[0])
+        return found.square().sum()  # type: ignore[no-any-return]
+
+    def change(k: int) -> None:
+        chosen["jacobian"] = torch.func.jacfwd if k == 1 else torch.func.jacrev
+
+    return TrainingCase(model, loss, sgd(model), change, batch=x_of)
+
+
+@idiom
+def pruned_and_made_permanent(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+
+    def change(k: int) -> None:
+        if k == 1:
+            prune.l1_unstructured(model[0], "weight", 0.4)
+        else:
+            prune.remove(model[0], "weight")
+
+    return TrainingCase(model, mean_square, sgd(model, momentum=0.9), change, batch=x_of)
+
+
+@idiom
+def weights_tied_and_untied(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    old, optimizer = model[2].weight, sgd(model, momentum=0.9)
+
+    def change(k: int) -> None:
+        model[2].weight = model[0].weight if k == 1 else old
+
+    return TrainingCase(model, mean_square, optimizer, change, batch=x_of)
+
+
+@idiom
+def tensor_learning_rate_changed_in_place(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model, rate = two(), torch.tensor(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+    return TrainingCase(model, mean_square, optimizer, lambda k: (rate.mul_(0.5), None)[1], batch=x_of)
+
+
+@idiom
+def tensor_learning_rate_becomes_a_number(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+
+    def change(k: int) -> None:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.03) if k == 1 else 0.2
+
+    return TrainingCase(model, mean_square, optimizer, change, batch=x_of)
+
+
+@idiom
+def class_of_the_optimizer_replaced(patch: pytest.MonkeyPatch) -> TrainingCase:
+    class Signs(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+    model = two()
+    optimizer = sgd(model, momentum=0.9)
+
+    def change(k: int) -> None:
+        optimizer.__class__ = Signs if k == 1 else torch.optim.SGD
+
+    return TrainingCase(model, mean_square, optimizer, change, batch=x_of)
+
+
+@idiom
+def averages_by_a_hook_of_the_optimizer(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+    averages, optimizer = copy.deepcopy(model), sgd(model, momentum=0.9)
+
+    @torch.no_grad()
+    def hook(*_: Any) -> None:
+        for average, p in zip(averages.parameters(), model.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+    optimizer.register_step_post_hook(hook)
+    return TrainingCase(
+        model,
+        lambda m, x: (m(x) - averages(x).detach() + 1).square().mean(),
+        optimizer,
+        batch=x_of,
+        seen=averages.state_dict,
+    )
+
+
+@idiom
+def parameters_moved_into_one_tensor(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+
+    def change(k: int) -> None:
+        flat, at = torch.cat([p.detach().flatten() for p in model.parameters()]), 0
+        for p in model.parameters():
+            p.data = flat[at : at + p.numel()].view(p.shape)
+            at += p.numel()
+
+    return TrainingCase(model, mean_square, sgd(model, momentum=0.9), change, batch=x_of)
+
+
+@idiom
+def batch_that_requires_a_gradient(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model, kept = two(), []
+
+    def batch(i: int) -> Tensor:
+        kept.append(x_of(i).requires_grad_(i % 3 == 1))
+        return kept[-1]
+
+    return TrainingCase(model, mean_square, sgd(model), batch=batch, seen=lambda: [x.grad for x in kept])
+
+
+@idiom
+def batch_that_is_a_parameter(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+    return TrainingCase(
+        model, mean_square, sgd(model), batch=lambda i: model[0].weight.detach()[:3] if i % 2 else model[0].weight[:3]
+    )
+
+
+@idiom
+def batch_that_is_a_buffer_the_loss_writes(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+    model.register_buffer("moved", torch.ones(3, 4))
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        m.moved.add_(0.1)
+        return mean_square(m, x)
+
+    return TrainingCase(model, loss, sgd(model), batch=lambda i: model.moved[:])
+
+
+@idiom
+def strides_of_the_batch_are_read(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = two()
+    forms: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x,
+        lambda x: x.t().contiguous().t(),
+        lambda x: x.repeat(2, 2)[::2, ::2],
+        lambda x: x[:1].expand(3, 4),
+    ]
+    return TrainingCase(
+        model, lambda m, x: mean_square(m, x) * x.stride(1), sgd(model), batch=lambda i: forms[i % 4](x_of(i))
+    )
+
+
+@idiom
+def executor_inside_the_loss(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model, inner = two(), two()
+    executor = ab.Executor(ab.TrainStep(inner, mean_square, sgd(inner)), engine="auto", capture_after=1)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        executor.run(batch=x)
+        return (m(x) - inner(x).detach()).square().mean()  # type: ignore[no-any-return]
+
+    return TrainingCase(model, loss, sgd(model), batch=x_of, seen=inner.state_dict, undo=executor.close)

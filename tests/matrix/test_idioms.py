@@ -14,6 +14,8 @@ QUICK = {
     "gradient_noise",
     "one_batch_object_refilled",
     "averages_swapped_in_to_evaluate",
+    "tensor_learning_rate_changed_in_place",
+    "batch_that_is_a_parameter",
 }
 
 

@@ -140,11 +140,12 @@ class CountedPosition:
         self._loader = loader
         self._world_size = world_size
         self._epochs = _Epochs(_samplers(loader))
+        self._workers = _PersistentWorkers(loader)
         self._skipped = 0
 
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
-        return iter(self._loader)
+        return self._workers.begin()
 
     def next_epoch(self) -> None:
         """Tells samplers that have a ``set_epoch``."""
@@ -157,7 +158,11 @@ class CountedPosition:
 
     def state(self, batches: int, snapshot: State) -> State:
         """Return the number of batches."""
-        return {"batches": self._skipped + batches, "epochs": self._epochs.state()}
+        return {
+            "batches": self._skipped + batches,
+            "epochs": self._epochs.state(),
+            "persistent_workers": self._workers.state(),
+        }
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
         """Return this rank's own; there must be as many as there are workers, within an epoch."""
@@ -169,7 +174,7 @@ class CountedPosition:
     def resume(self, state: State) -> Iterator[Structure]:
         """Draws the batches that were returned."""
         self.ready(state)
-        iterator = iter(self._loader)
+        iterator = self._workers.resume(self._loader)
         batches = self._skipped
         drawn = sum(1 for _ in itertools.islice(iterator, batches))
         if drawn < batches:
@@ -183,6 +188,7 @@ class CountedPosition:
         """Tells the samplers their epoch."""
         self._skipped = cast(int, state["batches"])
         self._epochs.restore(state["epochs"])
+        self._workers.restore(state)
 
 
 class MapPosition:
@@ -196,6 +202,7 @@ class MapPosition:
         samplers = _samplers(loader)
         self._sampler = samplers[-1]
         self._epochs = _Epochs(samplers)
+        self._workers = _PersistentWorkers(loader)
         self._generators = _generators(loader, samplers)
         self._shards = getattr(self._sampler, "num_replicas", None)
         self._shard = getattr(self._sampler, "rank", None)
@@ -205,7 +212,7 @@ class MapPosition:
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
         self._at_start = self._generator_states()
-        return iter(self._loader)
+        return self._workers.begin()
 
     def next_epoch(self) -> None:
         """Tells samplers that have a ``set_epoch``."""
@@ -227,6 +234,7 @@ class MapPosition:
             "consumed": self._skipped + batches * self._unit()[1],
             "epochs": self._epochs.state(),
             "generators_at_start": self._at_start,
+            "persistent_workers": self._workers.state(),
             **snapshot,
         }
 
@@ -258,9 +266,8 @@ class MapPosition:
         self._at_start = state["generators_at_start"]
         self._restore_generators(self._at_start)
         rest = _RemainingIndices(self._loader, self._skipped, self._unit()[0] == "samples")
-        iterator = iter(_with_sampler(self._loader, rest))
-        # In the order of a first epoch: the loader draws its workers' seed, then the sampler draws its own.
-        rest.skip()
+        iterator = self._workers.resume(_with_sampler(self._loader, rest))
+        rest.skip()  # after the loader has drawn its workers' seed: in an epoch the sampler draws its own after it
         self._restore_generators(state["generators"])
         return iterator
 
@@ -268,6 +275,7 @@ class MapPosition:
         """Tells the samplers their epoch, and puts the generators back."""
         self._skipped = cast(int, state["consumed"])
         self._epochs.restore(state["epochs"])
+        self._workers.restore(state)
         self._restore_generators(state["generators"])
 
     def _unit(self) -> tuple[str, int]:
@@ -364,6 +372,55 @@ def _with_sampler(loader: DataLoader[Structure], rest: _RemainingIndices) -> Dat
     else:
         options["batch_sampler"] = rest
     return DataLoader(loader.dataset, **options)  # type: ignore[arg-type]
+
+
+class _PersistentWorkers:
+    """The draw of the workers' seed: a ``DataLoader`` makes it in each epoch, or only in the first if they persist.
+
+    A restarted loader has no workers yet, whatever the epoch. It must start them without that draw, or the order of a
+    shuffled epoch would be another one.
+    """
+
+    def __init__(self, loader: Iterable[Structure]) -> None:
+        self._loader = loader
+        self._persist = isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
+        self._restored: bool | None = None  # whether the loader that this one continues had workers
+        self._at_start = False  # whether there were some as this epoch began
+
+    def begin(self) -> Iterator[Structure]:
+        """Start an epoch of the loader."""
+        self._at_start, self._restored = self._exist, None
+        return self.resume(self._loader)
+
+    def resume(self, loader: Iterable[Structure]) -> Iterator[Structure]:
+        """Iterate over ``loader``, which is the loader itself or continues its epoch, with the draws of that epoch."""
+        exist = _has_workers(loader)
+        if not self._persist or exist is self._at_start:
+            return iter(loader)
+        assert isinstance(loader, DataLoader)
+        if exist:  # the workers of a later epoch, and a checkpoint of the first
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            return iter(loader)
+        usual = loader.generator
+        loader.generator = torch.Generator().manual_seed((usual or torch.default_generator).initial_seed())
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = usual
+
+    @property
+    def _exist(self) -> bool:
+        return self._persist and (_has_workers(self._loader) if self._restored is None else self._restored)
+
+    def state(self) -> list[bool]:
+        return [self._at_start, self._exist]
+
+    def restore(self, state: State) -> None:
+        self._at_start, self._restored = cast("list[bool]", state.get("persistent_workers", [False, False]))
+
+
+def _has_workers(loader: object) -> bool:
+    return getattr(loader, "_iterator", None) is not None
 
 
 class _Epochs:

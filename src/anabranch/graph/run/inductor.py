@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.nodes import RECURRENT
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.passes.dead_nodes import drop_handles
-from anabranch.graph.run.codegen import Program
+from anabranch.graph.run.codegen import Program, generate
+from anabranch.graph.run.lowering import lower
 
 __all__ = ["compiled"]
+
+_MOST_KERNELS = 2  # of a graph, for other numbers
 
 
 def compiled(graph: OperationGraph) -> Program:
     """Return the program of ``graph`` with kernels that Inductor makes at the first run.
+
+    Inductor writes Python numbers into its kernels. So there are kernels for each of the first numbers that the program
+    is given, and with others the graph runs without the compiler.
 
     Args:
         graph: without optimizer nodes, which Inductor refuses in their fused form.
@@ -32,12 +38,21 @@ def compiled(graph: OperationGraph) -> Program:
     crossing = next((found for node in graph.fx.nodes if (found := crossing_of(node)) is not None), None)
     if crossing is not None:
         raise CaptureError(f"Inductor compiles no step that crosses to {crossing.label}; use compile=False")
-    made: list[Callable[..., tuple[object, ...]]] = []
+    made: dict[tuple[str, ...], Callable[..., tuple[object, ...]]] = {}
+    uncompiled: list[Program] = []
 
     def run(*leaves: object) -> tuple[object, ...]:
-        if not made:
-            made.append(_compile(graph, leaves))
-        return made[0](*leaves)
+        # By their texts, in which zeros differ by their sign, and NaN does not.
+        numbers = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        kernels = made.get(numbers)
+        if kernels is None and len(made) < _MOST_KERNELS:
+            kernels = made[numbers] = _compile(graph, leaves)
+        if kernels is not None:
+            return kernels(*leaves)
+        if not uncompiled:
+            lowered = lower(graph)
+            uncompiled.append(generate(lowered.fx, dict(lowered.shared())))
+        return uncompiled[0].run(*leaves)
 
     return Program("compiled by Inductor", run)
 
