@@ -70,6 +70,31 @@ def test_after_a_push_without_an_answer_only_a_checkpoint_goes_on(
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
 
 
+def test_after_a_run_that_fails_behind_its_push_only_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    failing = [False]
+
+    def on_gradients(gradients: dict[str, Tensor]) -> None:
+        if failing[0]:
+            raise KeyboardInterrupt
+
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), on_gradients=on_gradients)
+    with ab.Executor(step, "PS", engine="tape") as executor:
+        executor.run(batch=X)
+        executor.save(tmp_path)
+        expected = executor.run(batch=X)["loss"]
+        failing[0] = True
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(batch=X)
+        failing[0] = False
+        for go_on in (lambda: executor.run(batch=X), lambda: executor.save(tmp_path / "later")):
+            with pytest.raises(ab.BoundaryError, match=r"failed behind it.*executor\.load"):
+                go_on()
+        executor.load(tmp_path)
+        assert executor.run(batch=X)["loss"] == expected
+
+
 def test_a_checkpoint_of_an_open_window_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with executor_of(None, "ssp:0", accumulate=2) as executor:
         executor.run("train", X)

@@ -97,7 +97,8 @@ class RemotePart:
 
     Attributes:
         clock: the number of pushes so far.
-        torn: true from the start of a push until all servers have answered it, and, with clipping, applied it.
+        torn: true from the start of a push until all servers have answered it, and, with clipping, applied it; and
+            after a run that failed behind its push.
         moved: the parameters moved from the model on this rank.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         stages: as given.
@@ -259,8 +260,9 @@ class RemotePart:
         self.client.check_whole()
         if self.torn:
             raise BoundaryError(
-                "the push of an earlier run was interrupted or not answered, so this worker does not know whether the "
-                "servers have it; go on from the last checkpoint with executor.load, or restart the job from it",
+                "the push of an earlier run was interrupted or not answered, or the run failed behind it, so the "
+                "servers may be a step ahead of this worker; go on from the last checkpoint with executor.load, or "
+                "restart the job from it",
                 peer="the servers",
                 operation="push",
                 step=self.clock,
