@@ -49,7 +49,7 @@ def unanswered(call: Callable[..., Any], error: Exception, *, arrives: bool) -> 
     ("verb", "clip", "consistency"),
     [("push_many", None, "ssp:0"), ("push_many", 1.0, "bsp"), ("squared_norm", 1.0, "bsp"), ("release", 1.0, "bsp")],
 )
-def test_after_a_push_without_an_answer_only_a_checkpoint_goes_on(
+def test_after_an_unanswered_push_a_checkpoint_is_required(
     verb: str, clip: float | None, consistency: str, error: Exception, arrives: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -70,7 +70,7 @@ def test_after_a_push_without_an_answer_only_a_checkpoint_goes_on(
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
 
 
-def test_after_a_run_that_fails_behind_its_push_only_a_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_after_a_run_that_fails_behind_its_push_a_checkpoint_is_required(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     failing = [False]
@@ -95,7 +95,7 @@ def test_after_a_run_that_fails_behind_its_push_only_a_checkpoint_goes_on(tmp_pa
         assert executor.run(batch=X)["loss"] == expected
 
 
-def test_a_checkpoint_of_an_open_window_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_open_window_is_accepted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with executor_of(None, "ssp:0", accumulate=2) as executor:
         executor.run("train", X)
         executor.save(tmp_path)
@@ -140,7 +140,7 @@ def test_an_executor_with_such_a_push_can_be_closed(verb: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
-def test_after_a_server_lost_pushes_only_a_checkpoint_goes_on(
+def test_after_a_server_lost_pushes_a_checkpoint_is_required(
     consistency: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start() -> ParameterServer:
@@ -172,9 +172,7 @@ def test_after_a_server_lost_pushes_only_a_checkpoint_goes_on(
     server.__exit__(None, None, None)
 
 
-def test_an_executor_whose_servers_another_has_taken_over_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_executor_whose_servers_were_taken_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a notebook's cell does that is run twice, or a second job with the same addresses."""
     with ParameterServer() as server:
         monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)

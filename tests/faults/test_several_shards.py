@@ -112,9 +112,7 @@ def test_a_shard_that_does_not_answer_counts_for_more_than_one_that_refuses(
             client.push_many({"t": (IDS, torch.ones(8, 1))})
 
 
-def test_a_worker_goes_no_further_once_one_of_its_shards_had_no_memory(
-    shards: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_stops_once_one_of_its_shards_had_no_memory(shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Shard.push
 
     def push(self: Shard, *args: Any, **keywords: Any) -> None:

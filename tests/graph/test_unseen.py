@@ -500,7 +500,7 @@ def operator_of_a_library(name: str) -> Any:
     return made["tripled"]
 
 
-def test_an_operator_of_an_installed_library_with_a_backward_in_python_is_in_the_graph() -> None:
+def test_an_operator_of_an_installed_library_with_a_backward_in_python_is_captured() -> None:
     """Experts of transformers call one where the processor has no grouped product."""
     tripled = operator_of_a_library("of_a_library")
     trained = []
