@@ -5,8 +5,8 @@ dense parameter is stored whole on the shard that its name hashes to. Changes ar
 a lost connection does not fail the call: the transport retries until the deadline.
 
 ``shard_calls.py`` sends requests to the shards, ``held_tables.py`` keeps names and placements, ``row_messages.py``
-turns rows into messages, and ``saved_tables.py`` into checkpoints. This file has the interface, call by call, and the
-order of pulls and pushes.
+turns rows into messages, and ``saved_tables.py`` into checkpoints. This file is long because it is the whole interface,
+call by call, and the order of pulls and pushes, which decides when a worker may no longer go on.
 """
 
 from __future__ import annotations
