@@ -18,10 +18,23 @@ import torch
 Side = Callable[[], object]
 
 
+def waiting_for(device: str) -> Callable[[], object]:
+    """A function that returns when all that was launched on ``device`` is done."""
+    return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+
+
 def alternate(
-    sides: Mapping[str, Side], *, rounds: int, calls: int, before: Callable[[], object] = lambda: None
+    sides: Mapping[str, Side],
+    *,
+    rounds: int,
+    calls: int,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds a call of every side, one figure a round; in each round every side has its turn, in turning order."""
+    """Seconds a call of every side, one figure a round; in each round every side has its turn, in turning order.
+
+    ``before`` is not timed, ``after`` is: there a device finishes what the calls launched.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for index in range(rounds + 1):
@@ -31,6 +44,7 @@ def alternate(
             started = time.perf_counter()
             for _ in range(calls):
                 side()
+            after()
             if index:  # the first round warms up
                 seconds[name].append((time.perf_counter() - started) / calls)
     return seconds
@@ -66,6 +80,7 @@ def machine() -> dict[str, object]:
         "load": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
 
 

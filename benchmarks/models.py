@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,13 @@ class Case:
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
     batch: Callable[[], tuple[Tensor, Tensor]]
     calls: int = 50
+
+    def on(self, device: str) -> Case:
+        """The same case with its model and its batch on ``device``."""
+        model, batch = self.model, self.batch
+        return replace(
+            self, model=lambda: model().to(device), batch=lambda: tuple(part.to(device) for part in batch())
+        )
 
     def step(self, **options: Any) -> ab.TrainStep:
         """A training step of a new model with fused Adam."""

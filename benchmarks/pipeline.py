@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/pipeline.py threads                           two CPU stages in one process, against nn.Sequential
+    python benchmarks/pipeline.py threads [--device cuda]           two stages in one process, against nn.Sequential
     anabranch run --workers 2 benchmarks/pipeline.py ranks          two processes, against torch.distributed.pipelining
     python benchmarks/pipeline.py simulator                         stages that sleep, against the simulated clock
 
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import alternate, compare, machine, report
+from measure import alternate, compare, machine, report, waiting_for
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -59,7 +59,7 @@ def layers() -> list[nn.Module]:
 
 
 def plain_sides(x: Tensor, target: Tensor, m: int) -> dict[str, Side]:
-    model = nn.Sequential(*layers())
+    model = nn.Sequential(*layers()).to(x.device)
 
     def whole() -> None:
         model.zero_grad()
@@ -126,7 +126,7 @@ def ranks(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str,
 
 def torchgpipe_side(x: Tensor, target: Tensor, m: int) -> Side:
     balance = [LAYERS // 2] * 2
-    pipe = torchgpipe.GPipe(nn.Sequential(*layers()), balance, devices=["cpu", "cpu"], chunks=m, checkpoint="never")
+    pipe = torchgpipe.GPipe(nn.Sequential(*layers()), balance, devices=[x.device] * 2, chunks=m, checkpoint="never")
 
     def step() -> None:
         pipe.zero_grad()
@@ -137,7 +137,7 @@ def torchgpipe_side(x: Tensor, target: Tensor, m: int) -> Side:
 
 def half_side(x: Tensor, target: Tensor, m: int, half: int) -> Side:
     """One half of the layers on microbatches, waiting for nobody; the second finds its input's gradients too."""
-    model = nn.Sequential(*layers()[half * LAYERS // 2 :][: LAYERS // 2])
+    model = nn.Sequential(*layers()[half * LAYERS // 2 :][: LAYERS // 2]).to(x.device)
 
     def run() -> None:
         model.zero_grad()
@@ -163,10 +163,10 @@ def both(sides: list[Side]) -> Side:
 def threads(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str, float]]:
     sides = plain_sides(x, target, m)
     sides["two threads, nothing shared"] = both([half_side(x, target, m, half) for half in range(2)])
-    sides |= ours(x, target, m, devices=["cpu", "cpu"])
+    sides |= ours(x, target, m, devices=[x.device] * 2)
     if torchgpipe is not None:
         sides["torchgpipe"] = torchgpipe_side(x, target, m)
-    return compare(alternate(sides, rounds=rounds, calls=1), "one thread")
+    return compare(alternate(sides, rounds=rounds, calls=1, after=waiting_for(x.device.type)), "one thread")
 
 
 KEPT_BYTES = 40 << 20
@@ -335,6 +335,7 @@ def main() -> None:
     parser.add_argument("what", choices=["threads", "ranks", "simulator"])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--device", default="cpu", help="of both stages of `threads`")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
@@ -343,7 +344,7 @@ def main() -> None:
     if arguments.what == "ranks":
         dist.init_process_group("gloo")
     torch.manual_seed(1)
-    x, target = torch.randn(2, arguments.rows, WIDTH)
+    x, target = torch.randn(2, arguments.rows, WIDTH).to(arguments.device)
     results = {}
     for m in arguments.microbatches:
         if arguments.what == "simulator":

@@ -8,7 +8,7 @@ their arguments at hand, and nothing between them: no views, no memory to free, 
 
 ::
 
-    python benchmarks/step_graph.py [--only NAME ...] [--compile] [--floor] [--rounds N] [--out DIR]
+    python benchmarks/step_graph.py [--only NAME ...] [--compile] [--floor] [--rounds N] [--device cuda] [--out DIR]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import alternate, compare, machine, report
+from measure import alternate, compare, machine, report, waiting_for
 
 import anabranch as ab
 from anabranch.graph import StepProgram
@@ -113,21 +113,24 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure the Inductor side too")
     parser.add_argument("--floor", action="store_true", help="measure the bare kernels too")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--device", default="cpu", help="where the model and its batches are; the targets are a CPU's")
     parser.add_argument("--out", type=Path, default=None, help="a directory for the figures as JSON and Markdown")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()
     results = {}
     for name in options.only:
-        sides = {"eager": eager(ALL[name]), "graph": graph(ALL[name], False)}
-        sides[f"executor{_target(TARGETS, name)}"] = executor(ALL[name])
-        sides["executor, skip_nonfinite=None"] = executor(ALL[name], skip_nonfinite=None)
+        case = ALL[name].on(options.device)
+        sides = {"eager": eager(case), "graph": graph(case, False)}
+        sides[f"executor{_target(TARGETS, name)}"] = executor(case)
+        sides["executor, skip_nonfinite=None"] = executor(case, skip_nonfinite=None)
         if options.compile:
-            sides[f"compiled{_target(COMPILED_TARGETS, name)}"] = graph(ALL[name], True)
-            sides["torch.compile(module)"] = eager(ALL[name], compiled=True)
+            sides[f"compiled{_target(COMPILED_TARGETS, name)}"] = graph(case, True)
+            sides["torch.compile(module)"] = eager(case, compiled=True)
         if options.floor:
-            sides["kernels"] = kernels(ALL[name])
-        results[name] = compare(alternate(sides, rounds=options.rounds, calls=ALL[name].calls), "eager")
+            sides["kernels"] = kernels(case)
+        seconds = alternate(sides, rounds=options.rounds, calls=case.calls, after=waiting_for(options.device))
+        results[name] = compare(seconds, "eager")
     report("step_graph", before, results, options.out)
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/tape_overhead.py [--only NAME ...] [--rounds N] [--out DIR]
+    python benchmarks/tape_overhead.py [--only NAME ...] [--rounds N] [--device cuda] [--out DIR]
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import argparse
 from pathlib import Path
 
 import torch
-from measure import alternate, compare, machine, report
+from measure import alternate, compare, machine, report, waiting_for
 
 import anabranch as ab
 from models import CASES, Case
 
 
-def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
+def compare_case(case: Case, rounds: int, device: str) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     batch = case.batch()
     theirs = case.model()
@@ -30,7 +30,7 @@ def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
 
     with ab.Executor(case.step(), engine="tape") as executor:
         sides = {"loop": loop, "executor, tape": lambda: executor.run(batch=batch)}
-        seconds = alternate(sides, rounds=rounds, calls=case.calls)
+        seconds = alternate(sides, rounds=rounds, calls=case.calls, after=waiting_for(device))
     return compare(seconds, "loop")
 
 
@@ -38,11 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--device", default="cpu", help="where the model and its batches are")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()
-    results = {name: compare_case(CASES[name], arguments.rounds) for name in arguments.only}
+    device = arguments.device
+    results = {name: compare_case(CASES[name].on(device), arguments.rounds, device) for name in arguments.only}
     report("tape_overhead", before, results, arguments.out)
 
 

@@ -18,6 +18,25 @@ from programs import Programs
 collect_ignore_glob = ["*/conftest.py"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default=None, help="make tensors there that name no device, in every test: cuda")
+
+
+@pytest.fixture(autouse=True)
+def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    device = request.config.getoption("--device")
+    if device is None:
+        yield
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some.
 
@@ -43,12 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """From here on garbage collection examines objects made by tests, and not all imported ones.
 
     PyTorch logs its own tracing as soon as a handler listens, and pytest listens to all loggers that do not propagate:
-    a fifth of the time of a capture.
+    a fifth of the time of a capture. A device is in use from here on, so that no test seems to have left it open.
     """
+    if session.config.getoption("--device") or any(item.get_closest_marker("cuda") for item in session.items):
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ KEPT_DESCRIPTORS = (
     "/dev/null",  # opened once by numba's and torch's lazy imports
     "/dev/urandom",
     "/sys/",  # the number of cores: read by OpenMP and kept open
+    "/dev/nvidia",  # CUDA's driver, which opens more the more of the device is used
 )
 
 
@@ -81,10 +83,14 @@ def _threads() -> frozenset[threading.Thread]:
 
 def _descriptors() -> frozenset[str]:
     found = set()
+    kept = [*KEPT_DESCRIPTORS, f"/proc/{os.getpid()}/fd"]
+    torch = sys.modules.get("torch")  # a process that only distributes tests does not import it
+    if torch is not None and torch.cuda.is_initialized():
+        kept.append("[eventfd]")  # the driver's
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the one that lists them is closed again
             target = os.readlink(f"/proc/self/fd/{number}")
-            if not any(part in target for part in (*KEPT_DESCRIPTORS, f"/proc/{os.getpid()}/fd")):
+            if not any(part in target for part in kept):
                 found.add(f"{number}: {target}")
     return frozenset(found)
 

@@ -123,7 +123,7 @@ def frozen(value: object) -> object:
                 else torch.cat([t.flatten() for t in plain.unbind()])
             )
         flat = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
-        return Bits(plain.dtype, tuple(plain.shape), flat.view(torch.uint8).numpy().tobytes(), f"{flat[:4].tolist()}")
+        return Bits(plain.dtype, tuple(plain.shape), flat.view(torch.uint8).cpu().numpy().tobytes(), f"{flat[:4].tolist()}")
     if isinstance(value, np.ndarray | np.generic):
         return repr(value.tolist())
     if isinstance(value, Mapping):
@@ -136,7 +136,8 @@ def frozen(value: object) -> object:
 
 
 def random_state() -> object:
-    return [frozen(torch.get_rng_state()), repr(random.getstate()), repr(np.random.get_state())]
+    devices = frozen(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return [frozen(torch.get_rng_state()), devices, repr(random.getstate()), repr(np.random.get_state())]
 
 
 def state_of(case: TrainingCase) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -86,6 +86,53 @@ def test_an_expert_on_a_device_is_the_module_here(device: str, keep_activations:
             mine.zero_grad()
     for a, b in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(b.cpu(), a)
+
+
+class _Threads(torch.autograd.Function):
+    """The identity; its backward notes whether torch may use its own threads of devices for it."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        _Threads.seen.append(torch._C._is_multithreading_enabled())
+        return grad
+
+
+class OwnThread(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Threads.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@pytest.mark.parametrize("keep_activations", [0, 64])
+def test_an_expert_differentiates_on_the_servers_thread_alone(
+    keep_activations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller in the same process waits on torch's thread of the device: the expert must not need it."""
+    monkeypatch.setattr(_Threads, "seen", [])
+    backend = ExpertBackend("own.0", OwnThread(), args_schema=[TensorSpec(4)], keep_activations=keep_activations)
+    with ExpertServer([backend]) as server:
+        x = torch.ones(2, 4, requires_grad=True)
+        RemoteExpert("own.0", server.endpoint)(x).sum().backward()
+    assert x.grad is not None
+    assert _Threads.seen == [False]
+
+
+@pytest.mark.parametrize("keep_activations", [0, 64])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
+def test_caller_and_expert_may_share_a_device_and_a_process(device: str, keep_activations: int) -> None:
+    backend = ExpertBackend("own.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)], keep_activations=keep_activations)
+    with ExpertServer([backend], device=device) as server:
+        expert = RemoteExpert("own.0", server.endpoint)
+        x = torch.ones(2, 4, device=device, requires_grad=True)
+        expert(expert(x * 2)).sum().backward()
+        near = x.detach().clone().requires_grad_()
+        backend.module(backend.module(near * 2)).sum().backward()
+    torch.testing.assert_close(x.grad, near.grad)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram
+from plain_loop import treated_as_a_library
 
 Batch = dict[str, Tensor]
 
@@ -164,6 +166,21 @@ def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_
     data = batches(6, 6, 6, 6)
     found, expected = (train(graph, model, optimizers, data, list(SCHEDULERS)) for graph in (True, False))
     assert found.equals(expected)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], []])
+def test_an_optimizer_uses_the_kernels_that_it_chooses_for_parameters(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels for lists of tensors are the default, as on CUDA, they round differently."""
+    treated_as_a_library(monkeypatch)
+    monkeypatch.setattr(import_module("torch.optim.optimizer"), "_get_foreach_kernels_supported_devices", lambda: devices)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.5, centered=True)
+    program = StepProgram(model, loss_of, [optimizer])
+    for batch in batches(6, 6, 6):
+        program.run(batch)
+    assert ("foreach" in program.graph.code) == bool(devices)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ class GraphPayoff:
         with counter:
             yield
         self._operations = counter.count
-        self._overhead = counter.count * _overhead_of_one()
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._overhead = counter.count * _overhead_of_one(device)
 
     def spent(self, seconds: float) -> None:
         """Record the time of a run on the tape."""
@@ -109,11 +110,11 @@ class GraphPayoff:
         )
 
 
-def _overhead_of_one() -> float:
+def _overhead_of_one(device: torch.device) -> float:
     """Seconds that eager mode spends around one small operation, forward and backward taken together."""
     best = float("inf")
     with torch.inference_mode(False), torch.enable_grad():  # an evaluation is counted without gradients
-        x = torch.ones(1, requires_grad=True)
+        x = torch.ones(1, device=device, requires_grad=True)
         for _ in range(3):
             began = time.perf_counter()
             y = x

@@ -101,8 +101,12 @@ class Snapshot:
 
     @property
     def random_differs(self) -> bool:
-        """True if random numbers were drawn since."""
-        return not torch.equal(torch.get_rng_state(), self._random)
+        """True if random numbers were drawn since, on the CPU or a device."""
+        if not torch.equal(torch.get_rng_state(), self._random):
+            return True
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return False
+        return self._cuda is None or not all(map(torch.equal, torch.cuda.get_rng_state_all(), self._cuda))
 
 
 def bits_differ(one: Any, other: Any) -> bool:
@@ -204,6 +208,8 @@ def repeat(
             began = time.perf_counter()
             with answers.replayed():
                 results = run()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
             best = min(best, time.perf_counter() - began)
             check(results)
             found = after.differing()

@@ -332,7 +332,9 @@ class ExpertBackend:
             outputs = self._check_outputs(self._call(leaves), leaves)
             roots, gradients = self._roots(outputs, inputs[count:])
             if roots:
-                torch.autograd.backward(roots, gradients)
+                # On this thread alone: torch's thread of a device may be waiting for this answer, in this same process.
+                with torch.autograd.set_multithreading_enabled(False):
+                    torch.autograd.backward(roots, gradients)
         self._check_gradients(outputs)
         return _gradients_of(leaves), bool(roots)
 

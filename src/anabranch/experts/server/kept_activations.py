@@ -87,8 +87,10 @@ class KeptBatch:
         trained = self.parameters.trained()
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))
         if roots and found:
-            # Other requests of the same graph may still run their backward.
-            found = torch.autograd.grad(roots, [*leaves, *trained], seeds, retain_graph=True, allow_unused=True)
+            # Other requests of the same graph may still run their backward. On this thread alone: torch's thread of a
+            # device may be waiting for this answer, in this same process.
+            with torch.autograd.set_multithreading_enabled(False):
+                found = torch.autograd.grad(roots, [*leaves, *trained], seeds, retain_graph=True, allow_unused=True)
         of_leaves = iter(found[: len(leaves)])
         gradients = [next(of_leaves) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
         return gradients, _owned(found[len(leaves) :], [*seeds, *found[: len(leaves)]]), bool(roots)

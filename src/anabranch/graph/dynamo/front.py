@@ -30,9 +30,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C import _len_torch_function_stack
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.activity import Activity, during
@@ -758,7 +759,7 @@ def _refuse_what_guards_miss() -> None:
             "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then keeps using "
             "the weights that it cast first; use `with torch.autocast(...)` around each step or in the loss"
         )
-    if _len_torch_function_stack():
+    if not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         raise CaptureError(
             "a TorchFunctionMode is active around the step, which a graph would not call; use engine='tape'"
         )

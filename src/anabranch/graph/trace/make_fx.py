@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import optree
 import torch
@@ -373,6 +374,7 @@ def trace(
             _Faithful(may_read, interceptors, recorder),
             traced_by(_Crossings(fakes_of, recorder)),
             _casts_cached(caches),
+            _kernels_for_lists(),
         ):
             return list(body(inputs, recorder))
 
@@ -381,6 +383,25 @@ def trace(
     _refuse_casts_within(module.graph)
     _name_placeholders(module, sources)
     return module
+
+
+@contextmanager
+def _kernels_for_lists() -> Iterator[None]:
+    """Let optimizers and clipping use kernels for lists of tensors where they do so for parameters, as on CUDA.
+
+    They do so only for types of tensors that they know; the other kernels round differently.
+    """
+    from torch.optim.optimizer import _foreach_supported_types as in_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as elsewhere
+
+    known = [cast("list[type]", types) for types in (in_optimizers, elsewhere)]
+    for types in known:
+        types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for types in known:
+            types.remove(FakeTensor)
 
 
 def _refuse_casts_within(graph: fx.Graph) -> None:
