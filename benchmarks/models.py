@@ -27,9 +27,7 @@ class Case:
     def on(self, device: str) -> Case:
         """The same case with its model and its batch on ``device``."""
         model, batch = self.model, self.batch
-        return replace(
-            self, model=lambda: model().to(device), batch=lambda: tuple(part.to(device) for part in batch())
-        )
+        return replace(self, model=lambda: model().to(device), batch=lambda: tuple(part.to(device) for part in batch()))
 
     def step(self, **options: Any) -> ab.TrainStep:
         """A training step of a new model with fused Adam."""

@@ -123,7 +123,9 @@ def frozen(value: object) -> object:
                 else torch.cat([t.flatten() for t in plain.unbind()])
             )
         flat = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
-        return Bits(plain.dtype, tuple(plain.shape), flat.view(torch.uint8).cpu().numpy().tobytes(), f"{flat[:4].tolist()}")
+        return Bits(
+            plain.dtype, tuple(plain.shape), flat.view(torch.uint8).cpu().numpy().tobytes(), f"{flat[:4].tolist()}"
+        )
     if isinstance(value, np.ndarray | np.generic):
         return repr(value.tolist())
     if isinstance(value, Mapping):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import anabranch as ab
 
@@ -114,6 +115,29 @@ def prints(tree: ast.AST) -> bool:
     )
 
 
+# Files with tensors that are on PyTorch's default device because they are as if the user had made them.
+ON_DEFAULT_DEVICE = {
+    "executor/loaders/positions.py",  # draws the number that a DataLoader draws
+    "experts/client/mixture/switch_mixture.py",  # a module's buffer, beside its parameters
+    "tensors/jagged.py",  # a batch from lists
+}
+FACTORIES = {function.__name__ for function in _device_constructors()}
+
+
+def placed_by_default(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls that make a tensor and name no device: after ``torch.set_default_device("cuda")`` it would be there."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "torch"
+            and node.func.attr in FACTORIES
+            and all(keyword.arg not in ("device", None) for keyword in node.keywords)
+        ):
+            yield node.lineno, node.func.attr
+
+
 QUESTION_WORDS = {"What", "Whether", "Where", "How", "Who", "Whom", "Whose", "Why", "When", "Which"}
 
 
@@ -128,7 +152,7 @@ def questions(tree: ast.AST) -> Iterator[str]:
 
 def test_the_sources_keep_their_promises() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
-    hooks, dates, printing, forbidden, waits, asked = set(), set(), set(), {}, {}, {}
+    hooks, dates, printing, placed, forbidden, waits, asked = set(), set(), set(), set(), {}, {}, {}
     for path in sorted(ROOT.rglob("*.py")):
         name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
         if list(registered_hooks(tree)):
@@ -137,6 +161,8 @@ def test_the_sources_keep_their_promises() -> None:
             dates.add(name)
         if prints(tree):
             printing.add(name)
+        if list(placed_by_default(tree)):
+            placed.add(name)
         if found := [what for _, what in offences(tree)]:
             forbidden[name] = found
         if places := list(unbounded_waits(tree)):
@@ -146,6 +172,7 @@ def test_the_sources_keep_their_promises() -> None:
     assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
     assert dates == DATES, "every deadline is on a clock that nobody sets"
     assert printing == PRINTS, "the library says nothing by itself"
+    assert placed == ON_DEFAULT_DEVICE, "tensors of the library's own do not follow the user's default device"
     assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
     assert asked == {}, "docstrings say the thing itself"
@@ -183,6 +210,12 @@ def test_the_check_sees_an_unbounded_wait(source: str) -> None:
 )
 def test_the_check_sees_a_hook(source: str) -> None:
     assert list(registered_hooks(ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", ["torch.zeros(3)", "torch.tensor(1.0, dtype=torch.float64)"])
+def test_the_check_sees_a_tensor_on_the_default_device(source: str) -> None:
+    assert list(placed_by_default(ast.parse(source)))
+    assert not list(placed_by_default(ast.parse(f"{source[:-1]}, device=x.device)")))
 
 
 @pytest.mark.parametrize("source", ["time.time()", "datetime.now(UTC)"])

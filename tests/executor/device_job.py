@@ -1,4 +1,7 @@
-"""Run by every worker of a job: trains on a device, in each way of communicating, beside the plain loop."""
+"""Run by every worker of a job: trains on a device, in each way of communicating, beside the plain loop.
+
+PyTorch's default device may be another, where nothing of the library's own belongs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def new_training(device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
-    model = Model().double().to(device)
+    with torch.device("cpu"):
+        model = Model().double()
+    model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
@@ -43,8 +48,8 @@ def new_training(device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 def batch_of(step: int, rank: int, world: int, device: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     batch = {
-        "ids": torch.randint(0, ROWS, (8, 3), generator=generator),
-        "y": torch.randn(8, generator=generator, dtype=torch.float64),
+        "ids": torch.randint(0, ROWS, (8, 3), generator=generator, device="cpu"),
+        "y": torch.randn(8, generator=generator, dtype=torch.float64, device="cpu"),
     }
     part = slice(8 * rank // world, 8 * (rank + 1) // world)
     return {name: value[part].to(device) for name, value in batch.items()}
@@ -102,7 +107,9 @@ def with_workers(
 
 
 def main() -> None:
-    device, mode, engine, clip, folder = sys.argv[1:]
+    device, mode, engine, clip, folder, default = sys.argv[1:]
+    if default != "cpu":
+        torch.set_default_device(default)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")  # which sums tensors of a device too, of several ranks' on one
     norm = float(clip) if clip else None

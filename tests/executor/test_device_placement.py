@@ -22,7 +22,9 @@ class Model(nn.Module):
         super().__init__()
         self.stem = nn.Linear(4, 8)
         # Its bias would have no gradient, so that Adam would move it by what was rounded.
-        self.encoder = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)))
+        self.encoder = nn.Sequential(
+            nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))
+        )
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:

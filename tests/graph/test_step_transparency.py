@@ -174,7 +174,9 @@ def test_an_optimizer_uses_the_kernels_that_it_chooses_for_parameters(
 ) -> None:
     """Where kernels for lists of tensors are the default, as on CUDA, they round differently."""
     treated_as_a_library(monkeypatch)
-    monkeypatch.setattr(import_module("torch.optim.optimizer"), "_get_foreach_kernels_supported_devices", lambda: devices)
+    monkeypatch.setattr(
+        import_module("torch.optim.optimizer"), "_get_foreach_kernels_supported_devices", lambda: devices
+    )
     model = nn.Linear(8, 4)
     optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.5, centered=True)
     program = StepProgram(model, loss_of, [optimizer])

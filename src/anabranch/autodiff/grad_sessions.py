@@ -133,7 +133,7 @@ def boundary_entry() -> Tensor:
 
     Every backward reaches the operation, whatever its inputs are.
     """
-    token = torch.empty((), requires_grad=True)
+    token = torch.empty((), requires_grad=True, device="cpu")
     for session in live():
         session.tokens.entries.append(token)
     return token

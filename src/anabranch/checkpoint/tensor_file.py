@@ -215,7 +215,7 @@ def _compare(path: Path, name: str, record: FileRecord, checksum: int) -> None:
 
 def _empty(path: Path, name: str, entry: _Entry) -> Tensor:
     try:
-        return torch.empty(entry.shape, dtype=_FROM_NAME[entry.dtype])
+        return torch.empty(entry.shape, dtype=_FROM_NAME[entry.dtype], device="cpu")
     except (RuntimeError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{path.name}: the tensor {name!r} cannot have the shape {entry.shape}: {error}"

@@ -147,7 +147,7 @@ class _DenseBucket:
                     self.slots[index].zero_()
             flags = [float(index in self.written) for index in range(count)]
             flags += [float(index in self.sparse) for index in range(count)]
-            self._flags.copy_(torch.tensor(flags, dtype=self.flat.dtype))
+            self._flags.copy_(torch.tensor(flags, dtype=self.flat.dtype, device="cpu"))
         self.pending = workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
 
     def arrive(self) -> None:

@@ -288,7 +288,7 @@ def _device() -> torch.device:
 def _send(tensor: Tensor, line: _PeerChannel) -> Tensor:
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         line.post(tensor, wants_gradient=False, operation="send")
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     token = cast(Tensor, _Send.apply(tensor, boundary_entry(), line))  # type: ignore[no-untyped-call]
     return boundary_exit(token)
 
@@ -315,7 +315,7 @@ class _Send(Function):
     def forward(ctx: _PeerChannelContext, tensor: Tensor, entry: Tensor, line: _PeerChannel) -> Tensor:
         ctx.line, ctx.device = line, tensor.device
         line.post(tensor, wants_gradient=True, operation="send")
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: _PeerChannelContext, _: Tensor) -> tuple[Tensor | None, None, None]:
@@ -330,7 +330,7 @@ class _Receive(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.line = line
         ctx.set_materialize_grads(False)
-        return message.tensor, torch.zeros(())
+        return message.tensor, torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(
@@ -340,4 +340,4 @@ class _Receive(Function):
             ctx.line.post(None, wants_gradient=False, operation="recv.backward")
         else:
             _send(grad, ctx.line)
-        return torch.zeros(()) if ctx.needs_input_grad[0] else None, None, None, None
+        return torch.zeros((), device="cpu") if ctx.needs_input_grad[0] else None, None, None, None

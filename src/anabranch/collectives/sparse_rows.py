@@ -142,6 +142,7 @@ class SparseGradient:
             torch.cat(all_rows),
             parameter.shape,
             check_invariants=False,
+            device=parameter.device,
         ).coalesce()
 
     def clear(self) -> None:

@@ -128,7 +128,7 @@ class Workers:
     def _meet(self) -> dict[int, Identity]:
         """Every rank's identity, by its rank in the job."""
         text = Identity.of_this_process().encode().encode()
-        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         everyone = self.all_gather(mine.to(self.device), operation="meet")
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
@@ -173,7 +173,7 @@ class Workers:
     def all_gather_bytes(self, data: bytes, *, operation: str = "all_gather") -> list[bytes]:
         """Every worker's ``data``, in rank order; lengths may differ."""
         lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         everyone = self.all_gather(mine.to(self.device), operation=operation).cpu().numpy()
         return [row[:length].tobytes() for row, length in zip(everyone, lengths, strict=True)]
@@ -181,7 +181,7 @@ class Workers:
     def gather_bytes(self, data: bytes, *, operation: str = "gather") -> list[bytes]:
         """Every worker's ``data`` on rank 0, in rank order; nothing on the others."""
         lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         mine = mine.to(self.device)
         self.bytes_sent += mine.nbytes

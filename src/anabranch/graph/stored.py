@@ -270,7 +270,7 @@ def _input(one: Mapping[str, Any], state: Mapping[str, Tensor], bound: dict[str,
     place = one["bound"]
     if place not in bound:
         saved = state[place]
-        tensor = torch.empty_strided(saved.shape, one["stride"], dtype=saved.dtype)
+        tensor = torch.empty_strided(saved.shape, one["stride"], dtype=saved.dtype, device="cpu")
         with torch.no_grad():
             tensor.copy_(saved)
         if one["parameter"]:

@@ -215,7 +215,7 @@ class Pipe(nn.Module):
         self.seed = torch.initial_seed() if seed is None else operator.index(seed)
         self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
-        self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
+        self._anchor = None if process_group is None else torch.empty(0, requires_grad=True, device="cpu")
         self._ties: list[Tie] = []
         self._engine: TurnEngine
         if process_group is None:
@@ -319,7 +319,13 @@ class Pipe(nn.Module):
                 output, _ = call.forward(turn)
                 if self._everywhere:
                     return self._finish(turn.spread(output, self.output_rank))
-            return self._finish(output) if call.has_output else output if call.differentiable else torch.empty(0)
+            return (
+                self._finish(output)
+                if call.has_output
+                else output
+                if call.differentiable
+                else torch.empty(0, device="cpu")
+            )
 
     def _finish(self, output: Structure) -> Structure:
         """Return the model's output, from that of the last stage."""
@@ -584,10 +590,12 @@ class Pipe(nn.Module):
             values = {p: _values_of_gradient(p) for p in here}
             counted = [values[p] for p in here if id(p) not in elsewhere]
             norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
-            shares = turn.share(_NORMS, torch.stack(norms) if norms else torch.zeros(0), range(self._ranks))
+            shares = turn.share(
+                _NORMS, torch.stack(norms) if norms else torch.zeros(0, device="cpu"), range(self._ranks)
+            )
         # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
         found = [share for share in shares if share is not None and share.numel()]
-        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
+        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros((), device="cpu")
 
     def first_names(self) -> Mapping[Tensor, str]:
         """Return this process's parameters and their names in the unsplit module; a tied one has its first name

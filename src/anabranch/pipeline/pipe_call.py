@@ -329,7 +329,7 @@ class _Portal(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         output, needs_grad = call.forward(turn)
         if not call.has_output:
-            output, needs_grad = torch.empty(0), [True]
+            output, needs_grad = torch.empty(0, device="cpu"), [True]
         leaves, treedef = flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if isinstance(leaf, Tensor) and not needs]
@@ -369,7 +369,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, grads: list[Tensor], *_: Tensor) -> Tensor:
         ctx.grads = grads  # type: ignore[attr-defined]
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -165,7 +165,7 @@ class RankEngine:
             )
 
     def _gather(self, text: str) -> list[str]:
-        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(text.encode())] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else 0
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)

@@ -178,14 +178,20 @@ class RowCache:
             by_frequency=self.cache.policy != "LRU",
             settled=SETTLED if self.cache.policy == "LFUOpt" else 1 << 62,
         )
-        self._rows = torch.zeros(capacity, self.held, dtype=self._dtype)
-        self._versions = torch.full((capacity,), -1)
-        self._checked = torch.full((capacity,), _LONG_AGO)
-        self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
-        self._energy = torch.zeros(len(self._waiting))  # the sum of squares of the gradients that wait
-        self._due_at = torch.full((capacity,), _NEVER)  # when delayed gradients are pushed, if there are any
-        self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state here, if it has any
-        self._coming = torch.zeros(capacity, dtype=torch.bool)  # whether it was asked about ahead
+        self._rows = torch.zeros(capacity, self.held, dtype=self._dtype, device="cpu")
+        self._versions = torch.full((capacity,), -1, device="cpu")
+        self._checked = torch.full((capacity,), _LONG_AGO, device="cpu")
+        self._waiting = torch.zeros(
+            capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype, device="cpu"
+        )
+        self._energy = torch.zeros(len(self._waiting), device="cpu")  # the sum of squares of the gradients that wait
+        self._due_at = torch.full(
+            (capacity,), _NEVER, device="cpu"
+        )  # when delayed gradients are pushed, if there are any
+        self._stated = torch.full(
+            (capacity,), self._stateless, device="cpu"
+        )  # whether a row has its state here, if it has any
+        self._coming = torch.zeros(capacity, dtype=torch.bool, device="cpu")  # whether it was asked about ahead
         self._sent: list[tuple[int, Tensor]] = []  # ids that were pushed, by step; of the last steps
         self._clock = 0  # of the last step that was asked about ahead, or written
 
@@ -275,8 +281,8 @@ class RowCache:
         at = slots.clamp(min=0)
         held = torch.where(slots >= 0, self._versions[at], -1)
         pushed = torch.isin(ids, torch.cat([some for when, some in self._sent if when >= step] or [ids[:0]]))
-        came = torch.full((len(ids),), -1)
-        came[positions] = torch.arange(len(positions))
+        came = torch.full((len(ids),), -1, device="cpu")
+        came[positions] = torch.arange(len(positions), device="cpu")
         self._coming[slots[slots >= 0]] = False
 
         new = torch.nonzero((asked == -1) & (came >= 0) & (slots >= 0) & (held < 0))[:, 0]
@@ -290,7 +296,7 @@ class RowCache:
         self._checked[slots[again & (came < 0) & (held == asked)]] = step
         changed = torch.nonzero(again & (came >= 0))[:, 0]
         into = slots[changed]
-        everyone = torch.ones(len(changed), dtype=torch.bool)
+        everyone = torch.ones(len(changed), dtype=torch.bool, device="cpu")
         fresh = rows[came[changed]].to(self._dtype)
         if not self._stateless and len(into):
             fresh = self._with_states(fresh, everyone, into, asked[changed])
@@ -321,7 +327,7 @@ class RowCache:
         ask, asked = self._asked(ask, slots, known)
         positions, versions, rows = self._peer.pull(ids[ask], asked)
         came = ask[positions]
-        unchanged = torch.ones(len(ids), dtype=torch.bool)
+        unchanged = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         unchanged[came] = False
         still = ask[unchanged[ask]]
         self._checked.index_fill_(0, slots[still], step)
@@ -396,14 +402,16 @@ class RowCache:
         due_ids, due_grads, due_squares = self._take(due_slots)
         rest = torch.nonzero(~held)[:, 0]
         self._pushed += len(rest)
-        squares = torch.cat([torch.ones(len(rest)), due_squares])
+        squares = torch.cat([torch.ones(len(rest), device="cpu"), due_squares])
         pushed = torch.cat([ids[rest], due_ids])
         self._sent.append((step, pushed))
         return pushed, torch.cat([grads.index_select(0, rest), due_grads]), squares
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """No ids and no gradients, for a step that writes none."""
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(
+            0, self._width, dtype=self._dtype, device="cpu"
+        )
 
     def waiting(self) -> Due:
         """All gradients that wait here, which then count as pushed: for saving and closing."""
@@ -413,7 +421,7 @@ class RowCache:
 
     def _take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.cache.push_bound:
-            return *self.nothing(), torch.empty(0)
+            return *self.nothing(), torch.empty(0, device="cpu")
         taken = self._waiting_of(slots)
         self._waiting.index_fill_(0, slots, 0)
         self._energy.index_fill_(0, slots, 0)

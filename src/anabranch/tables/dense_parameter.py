@@ -40,7 +40,9 @@ class DenseParameter:
         kept_as = state_dtype(value.dtype)
         self.states = [torch.full_like(self.value, rule.initial_state, dtype=kept_as) for _ in range(rule.states)]
         if rule.family is Family.ROW_WISE_ADAGRAD:
-            self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=sums_dtype(value.dtype))]
+            self.states = [
+                torch.full(self.value.shape[:1], rule.initial_state, dtype=sums_dtype(value.dtype), device="cpu")
+            ]
         self.bounds = Bounds.of(rule, self.value, self.states)
         """Upper bounds on the magnitude of its numbers."""
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1

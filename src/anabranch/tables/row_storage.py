@@ -227,7 +227,7 @@ def _file_without_a_name(owner: FileStorage, directory: str | os.PathLike[str] |
 def _columns(stride: int, dtype: torch.dtype, with_sums: bool) -> list[tuple[int, np.dtype[Any]]]:
     """Values per row, and their type, of values, stamps and sums."""
     sums = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
-    values = as_array(torch.empty(0, dtype=dtype)).dtype
+    values = as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype
     return [(stride, values), (1, np.dtype(np.int64)), (int(with_sums), sums)]
 
 

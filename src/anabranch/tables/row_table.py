@@ -217,7 +217,7 @@ class RowTable:
         """
         wanted = self._ids(ids)
         if out is None:
-            out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype)
+            out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype, device="cpu")
         elif out.shape != (*ids.shape, self.spec.width) or out.dtype != self.spec.dtype or out.stride(-1) != 1:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._located = self._locate(wanted, training=training)
@@ -257,7 +257,7 @@ class RowTable:
             have changed among the known ones, ascending.
         """
         known = len(ids) - len(since)
-        everyone = torch.empty(len(ids), self.spec.width, dtype=self.spec.dtype)
+        everyone = torch.empty(len(ids), self.spec.width, dtype=self.spec.dtype, device="cpu")
         versions = self.read(ids, everyone, training=training)[known:]
         changed = versions > since
         if not self.spec.stays:
@@ -277,6 +277,7 @@ class RowTable:
             (rows.size, self._rule.row_width(self.spec.width)),
             self._rule.initial_state,
             dtype=state_dtype(self.spec.dtype),
+            device="cpu",
         )
         with self._storage.resident(rows) as (storage, where):
             self._prepare(storage, where, wanted)
@@ -302,7 +303,7 @@ class RowTable:
 
     def _versions_of(self, rows: Array) -> Tensor:
         if self.moves_as_one:
-            return torch.full((rows.size,), self.step)
+            return torch.full((rows.size,), self.step, device="cpu")
         stamps = np.zeros_like(rows)
         with self._storage.resident(rows) as (storage, where):
             known = where >= 0 if self._may_miss(where) else slice(None)

@@ -69,7 +69,7 @@ class TableGroup:
         self._pool = pool or KernelThreads(1)
         first = self.tables[0]
         self._width, self._dtype, self._stride = first.spec.width, first.spec.dtype, first.stride
-        self._like = as_array(torch.empty(0, dtype=self._dtype))
+        self._like = as_array(torch.empty(0, dtype=self._dtype, device="cpu"))
         self._kind = _compiled_group.kind_of(first.rule.family, first.rule.states)
         # Tables with a group_key never move in memory.
         arrays = [table.arrays() for table in self.tables]
@@ -105,7 +105,7 @@ class TableGroup:
         """
         flat, starts, shape = self._lookups(ids, counts)
         if out is None:
-            out = torch.empty(shape, dtype=self._dtype)
+            out = torch.empty(shape, dtype=self._dtype, device="cpu")
         elif out.shape != shape or out.dtype != self._dtype or not out.is_contiguous():
             raise SchemaError(f"out of {tuple(shape)} {self._dtype} expected, got {tuple(out.shape)} {out.dtype}")
         at, apart = self._layout(starts, counts is None)
@@ -157,9 +157,11 @@ class TableGroup:
         places_at = np.append(0, np.cumsum(found))
         out_at = np.append(0, np.cumsum(np.diff(starts) - with_state - known + found))
         holds_states = self.tables[0].rule.family is not Family.ROW_WISE_ADAGRAD
-        states = torch.empty(int(stated_starts[-1]) if holds_states else 0, self._stride, dtype=self._dtype)
-        out = torch.empty(int(out_at[-1]), self._width, dtype=self._dtype)
-        places = torch.empty(int(places_at[-1]), dtype=torch.int64)
+        states = torch.empty(
+            int(stated_starts[-1]) if holds_states else 0, self._stride, dtype=self._dtype, device="cpu"
+        )
+        out = torch.empty(int(out_at[-1]), self._width, dtype=self._dtype, device="cpu")
+        places = torch.empty(int(places_at[-1]), dtype=torch.int64, device="cpu")
 
         def pick(part: int, first: int, last: int) -> None:
             self._kernels.pick_all(

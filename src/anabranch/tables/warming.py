@@ -40,7 +40,7 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
     if dtype == torch.float16:  # rows move by the kernels of float32
         compile_kernels(torch.float32)
         return
-    ids, grads = torch.tensor([[1, 2], [3, 3]]), torch.ones(2, 2, 2, dtype=dtype)
+    ids, grads = torch.tensor([[1, 2], [3, 3]], device="cpu"), torch.ones(2, 2, 2, dtype=dtype, device="cpu")
     for rule in _RULES:
         every_row_moves = rule.moves_quiet_rows
         made = [
@@ -53,7 +53,7 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
             group.pull(ids)
         for _ in range(2):
             made[0].push(ids[0], grads[0])
-            made[0].pull_with_state(torch.arange(8))
+            made[0].pull_with_state(torch.arange(8, device="cpu"))
     anybody = RowTable(TableSpec("any", None, 2, dtype, Constant(0.0), capacity=2), _RULES[0])
     for some in ids:
         anybody.push(some, grads[0])

@@ -37,7 +37,13 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BLOCK = 16
 _UNIT = 144
 _NO_NUMBER = 255
-_SCALES = torch.cat([torch.zeros(1), torch.exp2((torch.arange(1, 255) - _UNIT) / 2), torch.tensor([torch.nan])])
+_SCALES = torch.cat(
+    [
+        torch.zeros(1, device="cpu"),
+        torch.exp2((torch.arange(1, 255, device="cpu") - _UNIT) / 2),
+        torch.tensor([torch.nan], device="cpu"),
+    ]
+)
 """Value of a scale's byte: powers of the root of 2, from 3e-22 to 4e16; 0; and NaN for a block with NaN or Inf."""
 _LARGEST_SCALE = _SCALES[_NO_NUMBER - 1].item()
 _LARGEST_CODE = 127

@@ -75,7 +75,9 @@ def _from_scipy(matrix: _SparseMatrix) -> Tensor:
     starts, columns, values = (
         torch.from_numpy(np.ascontiguousarray(getattr(csr, name))) for name in ("indptr", "indices", "data")
     )
-    return torch.sparse_csr_tensor(starts, columns, values, size=matrix.shape, check_invariants=True)
+    return torch.sparse_csr_tensor(
+        starts, columns, values, size=matrix.shape, check_invariants=True, device=values.device
+    )
 
 
 def count_rows(batch: Structure) -> int:

@@ -74,7 +74,8 @@ def _run(module: nn.Module, batch: Structure) -> dict[str, Tensor | None]:
         # Gradients unlike each other, or a sum that is right by chance would do.
         chance = torch.Generator().manual_seed(0)
         torch.autograd.backward(
-            roots, [torch.randn(root.shape, generator=chance, dtype=torch.float64).to(root) for root in roots]
+            roots,
+            [torch.randn(root.shape, generator=chance, dtype=torch.float64, device="cpu").to(root) for root in roots],
         )
         seen: dict[str, Tensor | None] = {f"output {path}".strip(): leaf.detach() for path, leaf in tensors}
         seen |= {f"the gradient of input {index}": value.grad for index, value in enumerate(inputs)}

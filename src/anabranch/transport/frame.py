@@ -266,7 +266,7 @@ _making = threading.Lock()
 
 def allocate(headers: Sequence[TensorHeader]) -> list[Tensor]:
     """Return new tensors in main memory, with undefined contents, for the body that ``headers`` describe."""
-    return [torch.empty(header.shape, dtype=DTYPES[header.code]) for header in headers]
+    return [torch.empty(header.shape, dtype=DTYPES[header.code], device="cpu") for header in headers]
 
 
 def pack(value: object) -> bytes:

@@ -53,7 +53,7 @@ class RecordedBoundary:
         if wants is None:
             with torch.no_grad():
                 return Crossed(self.function(None, *inputs))
-        entry = torch.empty((), requires_grad=True)
+        entry = torch.empty((), requires_grad=True, device="cpu")
         leaves, given = [entry], list(inputs)
         for index, (value, want) in enumerate(zip(inputs, wants, strict=True)):
             if value is not None:

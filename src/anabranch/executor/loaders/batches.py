@@ -47,7 +47,7 @@ class Batches:
             self.loaders[name] = BoundLoader(loader, rank=rank, world_size=size, prefetch=prefetch)
         self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
         if workers is not None and size > 1 and self.loaders:
-            mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()])
+            mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()], device="cpu")
             everyone = workers.all_gather(mine.to(workers.device), operation="all_gather of batch_num")
             for name, lengths in zip(self.loaders, everyone.t().tolist(), strict=True):
                 self._lengths[name] = None if -1 in lengths else max(lengths)

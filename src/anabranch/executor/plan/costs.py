@@ -220,13 +220,13 @@ def _workers_rows(
     for held in summed:
         if held.sparse:
             longest = max(1, _most(seen, held).moved)
-            size = sparse_bytes(longest, held.width, summing_dtype(torch.empty(0, dtype=held.dtype)))
+            size = sparse_bytes(longest, held.width, summing_dtype(torch.empty(0, dtype=held.dtype, device="cpu")))
             seconds = link.cost(size * (len(surveys) - 1), messages=2) + _SPARSE * size * len(surveys) * profile.copy
             total.add("workers", seconds, size)
             known = surveys[rank] is not None
             rows.append(PlanRow(held.name, held.shape, held.place.value, "workers", size if known else None, seconds))
         else:
-            size = (held.numel + 2) * summing_dtype(torch.empty(0, dtype=held.dtype)).itemsize
+            size = (held.numel + 2) * summing_dtype(torch.empty(0, dtype=held.dtype, device="cpu")).itemsize
             seconds = size * link.per_byte
             rows.append(PlanRow(held.name, held.shape, held.place.value, "workers", size, seconds))
     return rows

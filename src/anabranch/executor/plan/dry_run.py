@@ -59,7 +59,7 @@ class DryRun:
     def entry(self) -> Tensor:
         """Return a leaf that every crossing depends on."""
         if self._entry is None:
-            self._entry = self.leaf(torch.zeros(()))
+            self._entry = self.leaf(torch.zeros((), device="cpu"))
         return self._entry
 
     def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:

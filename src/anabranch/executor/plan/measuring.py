@@ -115,7 +115,7 @@ def _measure_copy(device: torch.device, wait: Callable[[], None]) -> float:
 
 
 def _measure_distinct() -> float:
-    ids = torch.arange(_IDS) * 7919 % _IDS  # in no order; the generators are the user's
+    ids = torch.arange(_IDS, device="cpu") * 7919 % _IDS  # in no order; the generators are the user's
     return _seconds(lambda: unique_of(ids)) / _IDS
 
 
@@ -180,7 +180,7 @@ def _measure_rows(
 
     def gradients(name: str, count: int) -> tuple[Tensor, Tensor]:
         width = kind.width * (_WIDE if name == wide else 1)
-        return torch.arange(0, 4 * count, 4), torch.zeros(count, width, dtype=kind.dtype)
+        return torch.arange(0, 4 * count, 4, device="cpu"), torch.zeros(count, width, dtype=kind.dtype, device="cpu")
 
     def push(name: str, count: int) -> float:
         ids, grads = gradients(name, count)
@@ -193,7 +193,9 @@ def _measure_rows(
     def miss(name: str) -> None:
         width = kind.width * (_WIDE if name == wide else 1)
         for _ in range(_MISSED if kind.every_row_moves else 0):
-            client.push_many({name: (torch.tensor([1]), torch.zeros(1, width, dtype=kind.dtype))})
+            client.push_many(
+                {name: (torch.tensor([1], device="cpu"), torch.zeros(1, width, dtype=kind.dtype, device="cpu"))}
+            )
         together()
 
     found: dict[str, LinkSpeed | None] = {}
@@ -206,8 +208,8 @@ def _measure_rows(
 def _measure_whole(
     client: ParameterClient, small: str, large: str, rule: RowOptimizer, together: Callable[[], None]
 ) -> dict[str, LinkSpeed | None]:
-    none = torch.empty(0, dtype=torch.int64)
-    values = {small: torch.zeros(_FEW_BYTES // 4), large: torch.zeros(_MANY_BYTES // 4)}
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    values = {small: torch.zeros(_FEW_BYTES // 4, device="cpu"), large: torch.zeros(_MANY_BYTES // 4, device="cpu")}
     for name, value in values.items():
         client.init_dense(name, value, rule)
 

@@ -51,7 +51,7 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
 
 def _norm(values: list[Tensor], elsewhere: float | None = None) -> Tensor:
     """Return the norm of all ``values`` together with the sum of squares ``elsewhere``."""
-    total = torch.nn.utils.get_total_norm(values)
+    total = torch.nn.utils.get_total_norm(values) if values else torch.zeros((), device="cpu")
     return total if elsewhere is None else (total.double().square() + elsewhere).sqrt()
 
 

@@ -72,7 +72,7 @@ class StepRunner:
         self._parameters = list(step.model.parameters())
         self._held = _optimizer_parameters(step)
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
-        first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
+        first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None

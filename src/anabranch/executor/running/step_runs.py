@@ -97,8 +97,8 @@ class StepRuns:
                 ran = runner.run(found, rows, fetch)
             self.rows += rows
         if fetch.names is not None:
-            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows))
-            fetch.rates = torch.tensor(rates, dtype=torch.float64)
+            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows), device="cpu")
+            fetch.rates = torch.tensor(rates, dtype=torch.float64, device="cpu")
         values = {"loss": ran.loss}
         values.update(fetch.collect(ran.returned))
         values["loss"] = ran.loss
@@ -126,7 +126,7 @@ class StepRuns:
         with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
             returned = self.evaluators[name].run(found, fetch)
         if fetch.names is not None and "rows" in fetch.names:
-            fetch.rows = torch.tensor(count_rows(found))
+            fetch.rows = torch.tensor(count_rows(found), device="cpu")
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
 

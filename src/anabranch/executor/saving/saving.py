@@ -637,7 +637,9 @@ def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
     if isinstance(saved, Tensor):
         return saved.to(parameter.device)
     rows = cast("dict[str, Tensor]", saved)
-    total = torch.sparse_coo_tensor(rows["ids"], rows["rows"], parameter.shape, check_invariants=True)
+    total = torch.sparse_coo_tensor(
+        rows["ids"], rows["rows"], parameter.shape, check_invariants=True, device=rows["rows"].device
+    )
     return total.coalesce().to(parameter.device)
 
 

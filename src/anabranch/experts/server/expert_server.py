@@ -547,7 +547,7 @@ class ExpertServer:
 
 
 def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
+    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True, device="cpu") for header in headers]
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> int:

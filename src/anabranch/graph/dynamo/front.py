@@ -30,10 +30,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _len_torch_function_stack
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.activity import Activity, during
@@ -120,7 +119,7 @@ def mark(name: str, value: Tensor) -> Tensor:
 
 def mistake(kind: str, text: str) -> Tensor:
     """Return a call that reports a user's mistake to ``make``: ``kind`` is ``"type"`` or ``"value"``."""
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +373,8 @@ class _Probe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scale = nn.Identity(), 1.0
-        self.weight = nn.Parameter(torch.ones(1))  # not random: that would change the user's random numbers
+        # Not random: that would change the user's random numbers.
+        self.weight = nn.Parameter(torch.ones(1, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.weight * self.scale  # type: ignore[no-any-return]
@@ -392,9 +392,11 @@ _passed: bool | None = None
 
 def guards_hold() -> bool:
     """Capture a tiny module, change it in three ways, and check whether each change is noticed."""
-    probe, x = _Probe(), torch.ones(1, 1)
+    probe, x = _Probe(), torch.ones(1, 1, device="cpu")
     front = DynamoFront(
-        lambda model, x: mark("y", model(x)), lambda call: lambda *args: [torch.ones(1, 1)], what="a self-test"
+        lambda model, x: mark("y", model(x)),
+        lambda call: lambda *args: [torch.ones(1, 1, device="cpu")],
+        what="a self-test",
     )
     front.run((), probe, x)
 
@@ -458,7 +460,7 @@ class _Forms:
             yield
 
     def entry(self) -> Tensor:
-        return torch.empty((), requires_grad=True)
+        return torch.empty((), requires_grad=True, device="cpu")
 
     def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         with self.outside():
@@ -759,9 +761,10 @@ def _refuse_what_guards_miss() -> None:
             "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then keeps using "
             "the weights that it cast first; use `with torch.autocast(...)` around each step or in the loss"
         )
-    if not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+    if _len_torch_function_stack():
         raise CaptureError(
-            "a TorchFunctionMode is active around the step, which a graph would not call; use engine='tape'"
+            "a TorchFunctionMode or a default device (torch.set_default_device) is active around the step, which a "
+            "graph would not call; name the device where tensors are made, or use engine='tape'"
         )
     if any(_hooks_of_every_module):
         raise CaptureError(

@@ -30,4 +30,4 @@ class _Lost(torch.autograd.Function):
 def without_history(value: Tensor) -> Tensor:
     """Return ``value`` as a tensor that requires a gradient, and raises ``CaptureError`` if one arrives."""
     with torch.enable_grad():
-        return _Lost.apply(value, torch.empty(0, requires_grad=True))  # type: ignore[no-any-return,no-untyped-call]
+        return _Lost.apply(value, torch.empty(0, requires_grad=True, device="cpu"))  # type: ignore[no-any-return,no-untyped-call]

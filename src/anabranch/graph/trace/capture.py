@@ -114,7 +114,9 @@ def _numbers_as_tensors(
     leaves, structure = flatten(inputs)
     if not any(isinstance(leaf, float) for leaf in leaves):
         return inputs, fn
-    wrapped = [torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf for leaf in leaves]
+    wrapped = [
+        torch.tensor(leaf, dtype=torch.float64, device="cpu") if isinstance(leaf, float) else leaf for leaf in leaves
+    ]
     templates = unflatten(structure, [isinstance(leaf, float) for leaf in leaves])
 
     def with_numbers(*given: Structure) -> Structure:
@@ -142,7 +144,7 @@ def _stand_ins(call: TracedCall) -> list[object]:
     returns.
     """
     (results,) = call.module.graph.output_node().args
-    return [torch.empty(0) if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
+    return [torch.empty(0, device="cpu") if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
 
 
 class _Capture:

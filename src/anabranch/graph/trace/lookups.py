@@ -54,7 +54,7 @@ def as_sparse_gradient(lookups: Sequence[SparseRows], table: Tensor) -> Tensor:
 
     def one(lookup: SparseRows) -> Tensor:
         ids, rows = lookup.pairs()
-        return torch.sparse_coo_tensor(ids[None], rows, table.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(ids[None], rows, table.shape, check_invariants=False, device=rows.device)
 
     *earlier, last = lookups
     return reduce(lambda total, lookup: one(lookup) + total, reversed(earlier), one(last))

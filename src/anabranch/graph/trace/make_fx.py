@@ -286,7 +286,7 @@ class _Crossings:
 
     def entry(self) -> Tensor:
         with self.outside():
-            entry = torch.empty((), requires_grad=True)
+            entry = torch.empty((), requires_grad=True, device="cpu")
         self._recorder.entries.append(entry)
         return entry
 
@@ -422,7 +422,7 @@ def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
     """Return a fresh placeholder, because the tracer's own memo would keep an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
-            return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
         if value.layout != torch.strided:
             return mode.from_tensor(value)
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -34,7 +34,7 @@ class LearningRates:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if any("lr" not in group for group in self._groups):
             raise CaptureError("an optimizer has a parameter group without 'lr'; use engine='tape'")
-        self._tensors = [torch.zeros((), dtype=torch.float64) for _ in self._groups]
+        self._tensors = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in self._groups]
         self._values: list[object] = [None] * len(self._groups)
         self.refresh()
 

@@ -164,11 +164,11 @@ class CachesOneByOne:
 
     def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
         wanted, step, training = cast("tuple[Ids, int, bool]", query.state)
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         for name, ids in wanted.items():
             cache = self._caches[name][0]
             asked, known = query.ids.get(name, nothing), query.known.get(name, nothing)
-            came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held))
+            came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held, device="cpu"))
             cache.finish_prefetch(
                 ids if training else asked, asked, known, came.positions, came.versions, came.rows, step
             )
@@ -265,7 +265,7 @@ class CacheGroup:
         room = 1 << (2 * capacity).bit_length()
         none = self._kernels.NEVER
         whole = (tables, capacity)
-        numbers = torch.empty(0, dtype=self._dtype).numpy().dtype
+        numbers = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         waiting = capacity if self._cache.push_bound else 0
         self._held = self._kernels.CacheArrays(
             keys=np.zeros((tables, room), np.int64),
@@ -302,7 +302,7 @@ class CacheGroup:
         count = len(ids)
         slots, known, asks, asked = (np.empty(count, np.int64) for _ in range(4))
         ask_starts = np.zeros(len(names) + 1, np.int64)
-        rows, leaving = torch.empty(count, self._width, dtype=self._dtype), self._room(count, len(names))
+        rows, leaving = torch.empty(count, self._width, dtype=self._dtype, device="cpu"), self._room(count, len(names))
         self._kernels.ask(
             self._held, *self._policy, self._width, members, ids.numpy(), starts, step,
             self._cache.pull_bound if training else 0, training, slots, known, asks, asked, ask_starts, rows.numpy(),
@@ -362,7 +362,7 @@ class CacheGroup:
             alike.setdefault(self._rules[table](), []).append(table)
         moved = rows[at]
         for rule, some in alike.items():
-            mine = torch.nonzero(torch.isin(tables, torch.tensor(some)))[:, 0]
+            mine = torch.nonzero(torch.isin(tables, torch.tensor(some, device="cpu")))[:, 0]
             moved[mine] = move_rows(moved[mine], grads[mine], rule, step + 1, squares[mine])
         rows[at] = moved
         return places, moved
@@ -417,7 +417,10 @@ class CacheGroup:
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         """Take the gradients of distinct ids; returns those that are due at the servers."""
-        none = torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
+        none = (
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, self._width, dtype=self._dtype, device="cpu"),
+        )
         if self._cache.push_bound:
             given = {name: given.get(name, none) for name in self.names}
         if not given:

@@ -113,7 +113,7 @@ class HeldTables:
         """Return the ids of a fixed table."""
         if holding.shape[0] < 0:
             raise SchemaError(f"table {name} has a dynamic vocabulary and cannot be pulled or pushed as a whole")
-        return torch.arange(holding.shape[0])
+        return torch.arange(holding.shape[0], device="cpu")
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
         """Create the table that ``spec`` describes on every shard; an existing one stays unchanged."""

@@ -306,10 +306,10 @@ class ParameterClient:
             step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
         rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
-        everything = torch.empty(rows, row_width, dtype=state_dtype(holding.dtype))
+        everything = torch.empty(rows, row_width, dtype=state_dtype(holding.dtype), device="cpu")
         for first in range(0, rows, CHUNK):
-            ids = torch.arange(first, min(first + CHUNK, rows))
-            with_state = torch.full((len(ids),), WITH_STATE)
+            ids = torch.arange(first, min(first + CHUNK, rows), device="cpu")
+            with_state = torch.full((len(ids),), WITH_STATE, device="cpu")
             found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
             everything[first + found.positions] = found.rows
         step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
@@ -346,7 +346,7 @@ class ParameterClient:
         holding = self._tables.holding(name)
         if holding.placement is not None:
             return self.sparse_pull(name, self._tables.every_id(name, holding)).view(holding.shape)
-        return self.pull_many({name: torch.empty(0, dtype=torch.int64)})[name].rows
+        return self.pull_many({name: torch.empty(0, dtype=torch.int64, device="cpu")})[name].rows
 
     def push(self, name: str, grad: Tensor) -> None:
         """One optimizer step with the whole gradient."""
@@ -354,7 +354,7 @@ class ParameterClient:
         if holding.placement is not None:
             self.sparse_push(name, self._tables.every_id(name, holding), grad)
         else:
-            self.push_many({name: (torch.empty(0, dtype=torch.int64), grad)})
+            self.push_many({name: (torch.empty(0, dtype=torch.int64, device="cpu"), grad)})
 
     def push_pull(self, name: str, grad: Tensor) -> Tensor:
         """``push``, then ``pull``."""
@@ -616,7 +616,7 @@ class ParameterClient:
     def wait_for_turn(self, step: int) -> None:
         """Wait until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
         message = pack(PullMessage([], False, 0, *self._turn(step)))
-        request = self._calls.request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
+        request = self._calls.request(0, "pull", message, [torch.empty(0, dtype=torch.int64, device="cpu")], step=step)
         self._calls.in_turn([request], Deadline.after(self._calls.timeout))
 
     def barrier(self) -> None:
@@ -733,7 +733,7 @@ def _first_value(
         init = init.value
     if isinstance(init, (int, float)):
         try:
-            return torch.full(shape, float(init), dtype=dtype)
+            return torch.full(shape, float(init), dtype=dtype, device="cpu")
         except (RuntimeError, TypeError, OverflowError) as error:  # torch has no kind of its own for it
             raise ValueError(
                 f"this process does not have enough memory for a parameter of shape {shape}; kind='rows' with a "

@@ -635,7 +635,9 @@ class _Source:
         return given[0] if len(given) == 1 else merge_rows(given)
 
     def nothing(self) -> tuple[Tensor, Tensor]:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype)
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(
+            0, self.spec.width, dtype=self.spec.dtype, device="cpu"
+        )
 
 
 class _Push:
@@ -683,7 +685,9 @@ def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Distinct ids and the sums of their gradients."""
     ids, grads = _together(parts)
     distinct, inverse = torch.unique(ids, return_inverse=True)
-    return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype).index_add_(0, inverse, grads)
+    return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype, device="cpu").index_add_(
+        0, inverse, grads
+    )
 
 
 def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -696,7 +700,9 @@ def _all_due(parts: Sequence[Due]) -> Due:
     ids, grads, squares = zip(*parts, strict=True)
     if len(parts) == 1:
         return parts[0]
-    known = [torch.ones(len(some)) if own is None else own for some, own in zip(ids, squares, strict=True)]
+    known = [
+        torch.ones(len(some), device="cpu") if own is None else own for some, own in zip(ids, squares, strict=True)
+    ]
     return torch.cat(ids), torch.cat(grads), torch.cat(known)
 
 

@@ -191,7 +191,7 @@ def _without(ids: Tensor, grads: Tensor, place: int | None) -> tuple[Tensor, Ten
     grads = grads.detach().cpu()
     if place is None:
         return ids, grads
-    kept = torch.arange(len(ids)) != place
+    kept = torch.arange(len(ids), device="cpu") != place
     return ids[kept], grads[kept]
 
 
@@ -227,7 +227,7 @@ class RemoteWeight(Tensor):
 
     @staticmethod
     def __new__(cls, source: WeightSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
-        made = torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+        made = torch.zeros((), dtype=dtype, device="cpu").expand(tuple(shape)).as_subclass(cls)
         made.source = source
         made.table = Table(source.name, shape[1], dtype)
         made.rows = _WholeLookup(made, _embedding)

@@ -282,8 +282,8 @@ class Pull:
                 shares.append(Share(dtype, (sum(sizes[1]), width), "rows"))
             found = split(tensors, [*shares, *dense.values()], self._compression)
             self._parameters |= zip(dense, found[len(shares) :], strict=True)
-            rows = found[len(shares) - 1] if len(concerned) else torch.empty(0, width, dtype=dtype)
-            return [(found[0] if len(shares) == 2 else torch.empty(0, whole or width, dtype=dtype), rows)]
+            rows = found[len(shares) - 1] if len(concerned) else torch.empty(0, width, dtype=dtype, device="cpu")
+            return [(found[0] if len(shares) == 2 else torch.empty(0, whole or width, dtype=dtype, device="cpu"), rows)]
         kinds, asked = self._routed.layout.kinds, concerned.tolist()
         own = [t for t in asked if sizes[0][t]]
         for t in own:
@@ -298,13 +298,16 @@ class Pull:
         blocks = []
         for dtype, width, whole, numbers in alike:
             parts = [states[t] for t in numbers if t in states], [rows_of[t] for t in numbers if t in rows_of]
-            none = torch.empty(0, whole or width, dtype=dtype), torch.empty(0, width, dtype=dtype)
+            none = (
+                torch.empty(0, whole or width, dtype=dtype, device="cpu"),
+                torch.empty(0, width, dtype=dtype, device="cpu"),
+            )
             blocks.append((torch.cat([none[0], *parts[0]]), torch.cat([none[1], *parts[1]])))
         return blocks
 
     def pulled(self) -> dict[str, Pulled]:
         """Return the received rows, by table and parameter."""
-        routed, none = self._routed, torch.empty(0, dtype=torch.int64)
+        routed, none = self._routed, torch.empty(0, dtype=torch.int64, device="cpu")
         found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
         for (dtype, width, whole, numbers), came in zip(self._alike, self._came, strict=True):
             where = np.concatenate([np.empty(0, np.int64), *(mine for _, _, mine, _ in came)])
@@ -356,13 +359,16 @@ class Push:
     ) -> None:
         self._routed, self._compression = routed, compression
         layout, sizes = routed.layout, np.diff(routed.starts).tolist()
-        self._squares = torch.empty(0, dtype=torch.bfloat16)
+        self._squares = torch.empty(0, dtype=torch.bfloat16, device="cpu")
         kinds = np.zeros(routed.flat.size, np.int64)
         if any(own is not None for own in squares):
             for name, own, count in zip(layout.tables, squares, sizes, strict=True):
                 if own is not None and own.shape != (count,):
                     raise SchemaError(f"table {name}: {count} ids have squares {tuple(own.shape)}")
-            every = [torch.ones(n) if own is None else own.float() for own, n in zip(squares, sizes, strict=True)]
+            every = [
+                torch.ones(n, device="cpu") if own is None else own.float()
+                for own, n in zip(squares, sizes, strict=True)
+            ]
             self._squares = side_by_side(every).bfloat16()
             kinds = (self._squares.view(torch.int16).numpy() != _ONE).astype(np.int64)
         routed.arrange(kinds, 2)
@@ -464,8 +470,8 @@ def _together(parts: Sequence[tuple[Tensor, Tensor]], width: int, whole: int | N
     """All rows, one part after the other; rows without state are padded with zeros where others have one."""
     if whole is None or whole == width:
         some = [one for pair in parts for one in pair if len(one)]
-        return side_by_side(some) if some else torch.empty(0, whole or width, dtype=dtype)
-    found = torch.empty(sum(len(one) for pair in parts for one in pair), whole, dtype=state_dtype(dtype))
+        return side_by_side(some) if some else torch.empty(0, whole or width, dtype=dtype, device="cpu")
+    found = torch.empty(sum(len(one) for pair in parts for one in pair), whole, dtype=state_dtype(dtype), device="cpu")
     at = 0
     for with_state, others in parts:
         found[at : at + len(with_state)] = with_state

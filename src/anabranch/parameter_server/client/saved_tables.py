@@ -110,7 +110,9 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
     if isinstance(kept, Tensor):
         kept = ParameterState(kept)
     # Every row is up to date, so earlier steps will not be replayed.
-    history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
+    history = torch.zeros(
+        kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64, device="cpu"
+    )
     flat = kept.values.detach().reshape(len(kept.values), -1)
     row_wise = rule.family is Family.ROW_WISE_ADAGRAD
     kind = sums_dtype(flat.dtype)
@@ -118,9 +120,9 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
         some = slice(first, first + CHUNK)
         count = len(flat[some])
         row = (count, holding.width * (1 + rule.states))
-        block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype))
+        block = torch.full(row, rule.initial_state, dtype=state_dtype(flat.dtype), device="cpu")
         block[:, : holding.width] = flat[some]
-        sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind)
+        sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind, device="cpu")
         for number, state in enumerate(kept.states):
             if row_wise:
                 sums = state[some].to("cpu", kind)
@@ -128,8 +130,9 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
                 at = holding.width * (1 + number)
                 block[:, at : at + holding.width] = state[some].reshape(count, -1)
         parts = [
-            torch.arange(first, first + count), block, torch.full((count,), kept.step + 1), sums,
-            torch.empty(0, 2, dtype=torch.int64),
+            torch.arange(first, first + count, device="cpu"), block,
+            torch.full((count,), kept.step + 1, device="cpu"), sums,
+            torch.empty(0, 2, dtype=torch.int64, device="cpu"),
         ]  # fmt: skip
         tables.restore_rows(name, parts, kept.step, history)
 
@@ -148,7 +151,7 @@ def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOp
 
 def sums_of(tables: HeldTables, name: str, rows: int, rule: RowOptimizer) -> Tensor:
     """Return row-wise Adagrad's sums of a fixed table; in an answer with rows they would have the rows' dtype."""
-    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.holding(name).dtype))
+    sums = torch.full((rows,), rule.initial_state, dtype=sums_dtype(tables.holding(name).dtype), device="cpu")
     for shard, described in enumerate(tables.calls.describe()):
         table = next(table for table in described["tables"] if table["spec"]["name"] == name)
         for first in range(0, table["rows"], CHUNK):
@@ -160,7 +163,7 @@ def sums_of(tables: HeldTables, name: str, rows: int, rule: RowOptimizer) -> Ten
 def _read_blocks(tables: HeldTables, blocks: Sequence[_Block], step: int) -> dict[str, Tensor]:
     """Return the rows of ``blocks``, each as far behind ``step`` as it is behind the steps of its shard."""
     found: dict[str, Tensor] = {}
-    longest = torch.empty(0)
+    longest = torch.empty(0, device="cpu")
     for block in blocks:
         message = ExportMessage(block.name, block.first, max(block.rows, 1))
         there, (ids, values, stamps, *parts, history) = tables.calls.export(block.shard, message)

@@ -50,14 +50,14 @@ class _NullClient:
     ) -> dict[str, Pulled]:
         placement = Placement(_ROWS, 2, 7)
         layout = Layout.of(dict.fromkeys(wanted, (placement, self._dtype, _WIDTH)), [])
-        known = [torch.full((len(ids),), WITH_STATE) for ids in wanted.values()]
+        known = [torch.full((len(ids),), WITH_STATE, device="cpu") for ids in wanted.values()]
         Pull(Routed(layout, list(wanted.values()), 2), known, [_WIDTH] * len(wanted), [(0, 0)] * 2, None)
         wide = widths or {}
         return {
             name: Pulled(
-                torch.arange(len(ids)),
-                torch.ones(len(ids), dtype=torch.int64),
-                torch.zeros(len(ids), wide.get(name, _WIDTH), dtype=self._dtype),
+                torch.arange(len(ids), device="cpu"),
+                torch.ones(len(ids), dtype=torch.int64, device="cpu"),
+                torch.zeros(len(ids), wide.get(name, _WIDTH), dtype=self._dtype, device="cpu"),
             )
             for name, ids in wanted.items()
         }
@@ -91,7 +91,7 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     for module in modules:
         module.attach(tables._add(module.spec, lambda: rule))
     draw = torch.Generator().manual_seed(0)
-    batches = [torch.randint(_ROWS, (24,), generator=draw) for _ in range(6)]
+    batches = [torch.randint(_ROWS, (24,), generator=draw, device="cpu") for _ in range(6)]
     with tables:
         for step, ids in enumerate(batches):
             tables.begin(step, training=step != 4)

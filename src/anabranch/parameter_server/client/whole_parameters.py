@@ -25,7 +25,7 @@ from anabranch.tables.table_spec import TableSpec
 __all__ = ["WholeParameters"]
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ class WholeParameters:
     def refresh(self, step: int | None) -> None:
         """Read all of them, in one message per shard, once ``step`` may read."""
         wanted = {
-            name: torch.arange(len(held.parameter)) if held.rows else _NO_IDS for name, held in self._held.items()
+            name: torch.arange(len(held.parameter), device="cpu") if held.rows else _NO_IDS
+            for name, held in self._held.items()
         }
         if not wanted:
             return

@@ -56,7 +56,9 @@ def apply(
             ids[name] = side_by_side([some for some, _, _ in given])
             grads[name] = side_by_side([grad for _, grad, _ in given])
             if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
-                squares[name] = torch.cat([torch.ones(len(some)) if own is None else own for some, _, own in given])
+                squares[name] = torch.cat(
+                    [torch.ones(len(some), device="cpu") if own is None else own for some, _, own in given]
+                )
         else:
             dense[name] = given[0][1]
             for _, grad, _ in given[1:]:
@@ -137,7 +139,7 @@ def _push_rows(
             everyone = side_by_side([ids[name] for name in names])
             own = None
             if any(name in squares for name in names):
-                own = torch.cat([squares.get(name, torch.ones(len(ids[name]))).float() for name in names])
+                own = torch.cat([squares.get(name, torch.ones(len(ids[name]), device="cpu")).float() for name in names])
             counts = [len(ids[name]) for name in names]
             group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
 
@@ -158,7 +160,7 @@ def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Ten
     if not message.sums():
         return [None] * len(counts)
     sums = np.array([part.sums for part in message.parts])
-    everyone = torch.ones(sum(counts))
+    everyone = torch.ones(sum(counts), device="cpu")
     kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([np.array(counts) - sums, sums], 1).reshape(-1))
     everyone[torch.from_numpy(kinds)] = tensors[1].float()
     return torch.split(everyone, counts)

@@ -113,7 +113,7 @@ def _since(contents: ShardContents, message: PullMessage, ages: Tensor | None) -
     """For each part's known rows the step at which they were read; -1, so that all count as changed, if unknown."""
     known = [part.known for part in message.parts]
     if ages is None or message.generation != contents.generation:
-        steps = torch.full((sum(known),), -1)
+        steps = torch.full((sum(known),), -1, device="cpu")
     else:
         since = np.repeat([part.since for part in message.parts], known)
         steps = torch.from_numpy(since.astype(np.int64)) - ages
@@ -142,5 +142,5 @@ def _fill(contents: ShardContents, room: _ReplyBuffer, message: PullMessage, ids
 
 def _room(contents: ShardContents, message: PullMessage) -> _ReplyBuffer:
     shares = shares_of(contents, message)
-    flat = [torch.empty(size, dtype=dtype) for dtype, size in expected(shares)]
+    flat = [torch.empty(size, dtype=dtype, device="cpu") for dtype, size in expected(shares)]
     return _ReplyBuffer(flat, split(flat, shares))

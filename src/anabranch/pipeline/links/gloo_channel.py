@@ -131,7 +131,7 @@ def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) ->
             if not inbox.owed[peer]:
                 continue
         try:
-            first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            first = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
             receive(first)
             header = decode_header(first, receive)
             tensors = [buffers.empty(name, shape) for name, shape in header.tensors]

@@ -93,7 +93,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 def encode_header(header: Header) -> list[Tensor]:
     """Return the header as one message, or two if it is long."""
     data = msgspec.msgpack.encode(header)
-    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
     framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: HEADER_BYTES - _LENGTH_BYTES]
     first[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
     rest = data[HEADER_BYTES - _LENGTH_BYTES :]
@@ -109,7 +109,7 @@ def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
     data = bytes(first.numpy())
     length, body = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
     if length > len(body):
-        rest = torch.empty(length - len(body), dtype=torch.uint8)
+        rest = torch.empty(length - len(body), dtype=torch.uint8, device="cpu")
         receive(rest)
         body += bytes(rest.numpy())
     return HEADERS.decode(body[:length])
@@ -230,7 +230,12 @@ def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:
     if kind == "s":
         first, shape = content
         return torch.sparse_coo_tensor(
-            tensors[first], tensors[first + 1], shape, is_coalesced=True, check_invariants=False
+            tensors[first],
+            tensors[first + 1],
+            shape,
+            is_coalesced=True,
+            check_invariants=False,
+            device=tensors[first + 1].device,
         )
     if kind == "d":
         return {key: _decode(item, tensors) for key, item in content}

@@ -41,7 +41,7 @@ class Buffers:
         dtype = dtype_named(dtype_name)
         size = prod(shape) * dtype.itemsize
         if size < _SMALL_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         memory = self._take(size)
         mine = memory[:size]
         weakref.finalize(mine, self._returned.append, memory).atexit = False

@@ -84,7 +84,9 @@ class _Slot:
             dtype = dtype_named(name)
             size = prod(shape) * dtype.itemsize
             found.append(
-                self._view(at, size, hold).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+                self._view(at, size, hold).view(dtype).view(shape)
+                if size
+                else torch.empty(shape, dtype=dtype, device="cpu")
             )
             at += _aligned(size)
         return found
@@ -198,7 +200,7 @@ class _PeerConnection:
                 os.close(descriptor)
             if index >= 0:
                 return header, self._theirs[index].tensors(header.tensors)
-            return header, [torch.empty(shape, dtype=dtype_named(name)) for name, shape in header.tensors]
+            return header, [torch.empty(shape, dtype=dtype_named(name), device="cpu") for name, shape in header.tensors]
 
     def close(self) -> None:
         """Close the socket, the slots, and the descriptors of slots that were never announced to the peer."""

@@ -142,7 +142,7 @@ class _Profile:
     @staticmethod
     def copy_seconds(size: int) -> float:
         """Seconds for a copy of ``size`` bytes, there and, as a gradient, back."""
-        source = torch.zeros(size, dtype=torch.uint8)
+        source = torch.zeros(size, dtype=torch.uint8, device="cpu")
         target = source.clone()
         started = time.perf_counter()
         target.copy_(source)

@@ -48,10 +48,10 @@ def find_balance(
     if group is None:
         return finders[by](n, module, sample)
     # Measured on one rank, because all must split equally; zeros mean that it failed.
-    sizes = torch.zeros(n, dtype=torch.int64)
+    sizes = torch.zeros(n, dtype=torch.int64, device="cpu")
     try:
         if dist.get_rank(group) == 0:
-            sizes = torch.tensor(finders[by](n, module, sample))
+            sizes = torch.tensor(finders[by](n, module, sample), device="cpu")
     finally:
         dist.broadcast(sizes, group=group, group_src=0)
     if not sizes.any():

@@ -189,7 +189,7 @@ def initialise(
     else:
         values = low + high * _quantile(uniform, coefficients)
     table, where = _table(storage, stride), torch.from_numpy(rows[first:last])
-    block = torch.full((len(where), stride), state, dtype=_working(storage))
+    block = torch.full((len(where), stride), state, dtype=_working(storage), device="cpu")
     block[:, :width] = torch.from_numpy(values).to(block.dtype)
     table[where] = block.to(table.dtype)
 
@@ -204,7 +204,7 @@ def on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, 
     size = grad.numel()
 
     def padded(values: Tensor) -> Tensor:
-        out = torch.zeros(-(-size // _REGISTER) * _REGISTER, dtype=values.dtype)
+        out = torch.zeros(-(-size // _REGISTER) * _REGISTER, dtype=values.dtype, device="cpu")
         out[:size] = values.reshape(-1)
         return out
 
@@ -228,7 +228,9 @@ def step_adagrad(
 ) -> None:
     """Adagrad on distinct rows."""
     rounded = c.copy()
-    rounded[0] = float(torch.tensor(c[0]).to(_tensor(storage).dtype))  # as torch's kernel does, to bfloat16
+    rounded[0] = float(
+        torch.tensor(c[0], device="cpu").to(_tensor(storage).dtype)
+    )  # as torch's kernel does, to bfloat16
     on_rows(storage, stride, width, rows, grads, slice(first, last), run_adagrad(rounded))
 
 

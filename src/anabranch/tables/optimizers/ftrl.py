@@ -64,7 +64,7 @@ class FTRL(GradientOptimizer):
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["z"], state["n"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
         numbers = [float(group[name]) for name in ("lr", "beta", "l1", "l2")]

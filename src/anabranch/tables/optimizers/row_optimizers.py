@@ -210,7 +210,7 @@ class RowOptimizer:
             raise TypeError(
                 f"optimizer is called with parameters, like functools.partial(torch.optim.SGD, lr=0.1), got {factory!r}"
             )
-        optimizer = factory([torch.nn.Parameter(torch.zeros(1))])
+        optimizer = factory([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
         return cls.from_torch(optimizer)
 
     @classmethod

@@ -94,7 +94,7 @@ class RowWiseAdagrad(GradientOptimizer):
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["sum"] = torch.full(
                 parameter.shape[:1],
                 group["initial_accumulator_value"],

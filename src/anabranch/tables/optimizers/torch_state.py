@@ -42,7 +42,7 @@ def to_torch(rule: RowOptimizer, kept: ParameterState) -> dict[str, object]:
     if rule.family is Family.SPARSE_ADAM:
         state["step"] = kept.step
     elif rule.family is not Family.SGD:
-        state["step"] = torch.tensor(float(kept.step))
+        state["step"] = torch.tensor(float(kept.step), device="cpu")
     return state
 
 

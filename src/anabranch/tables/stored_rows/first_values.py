@@ -40,7 +40,7 @@ class FirstValues:
         """Give ``rows``, those of ``ids``, their initial weights and states."""
         rows, first = np.unique(rows, return_index=True)
         if self._layout.halves:
-            begun = torch.full((rows.size, self._layout.row), self.rule.initial_state)
+            begun = torch.full((rows.size, self._layout.row), self.rule.initial_state, device="cpu")
             begun[:, : self._spec.width] = self.of(ids[first])
             self._layout.write(storage, torch.from_numpy(rows), begun)
         else:
@@ -56,7 +56,7 @@ class FirstValues:
 
     def of(self, ids: Array) -> Tensor:
         """Return the initial weights of ``ids``, ``[len(ids), width]``."""
-        values = torch.empty(ids.size, self._spec.width, dtype=self._spec.dtype)
+        values = torch.empty(ids.size, self._spec.width, dtype=self._spec.dtype, device="cpu")
         self._write(as_array(values), self._spec.width, np.arange(ids.size), ids)
         return values
 

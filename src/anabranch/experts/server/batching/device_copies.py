@@ -56,4 +56,6 @@ class DeviceCopies:
 
     def _to_pinned(self, tensor: Tensor) -> Tensor:
         tensor.record_stream(self._stream)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu").copy_(
+            tensor, non_blocking=True
+        )

@@ -243,7 +243,11 @@ def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
             count *= extent
         nbytes = count * dtype.itemsize
         memory = bytearray(body[at : at + nbytes])
-        tensors.append(torch.frombuffer(memory, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
+        tensors.append(
+            torch.frombuffer(memory, dtype=dtype).view(shape)
+            if count
+            else torch.empty(shape, dtype=dtype, device="cpu")
+        )
         at += nbytes
     return record, tensors
 
