@@ -1,11 +1,12 @@
-"""A graph must give the bits of the tape: the sign of a zero counts, which NaN it is does not."""
+"""A graph must give the bits of the tape: the sign of a zero counts, which NaN it is does not; random numbers do."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from anabranch.executor.engines.trial import bits_differ
+from anabranch.executor.engines.trial import Snapshot, bits_differ
 
 NAN = float("nan")
 
@@ -29,3 +30,13 @@ def test_nan_is_nan_and_nothing_else() -> None:
     assert bits_differ(one, torch.tensor([NAN, 1.0]))
     assert bits_differ(one, torch.tensor([1.0, 2.0]))
     assert bits_differ(torch.ones(2), torch.ones(2, dtype=torch.float64))
+
+
+def test_random_numbers_drawn_on_a_device_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone()])
+    before = Snapshot(nn.Linear(2, 2), [])
+    assert not before.random_differs
+    state += 1
+    assert before.random_differs

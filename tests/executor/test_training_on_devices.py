@@ -1,6 +1,6 @@
 """Training whose tensors are on a device is the plain loop there, in each way of communicating.
 
-Also where PyTorch's default device is another, which engine="graph" refuses: nothing of the library's own belongs there.
+Also where PyTorch's default device is another, which a graph refuses: nothing of the library's own belongs there.
 """
 
 from __future__ import annotations
