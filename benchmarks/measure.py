@@ -80,7 +80,7 @@ def machine() -> dict[str, object]:
         "load": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+        **({"device": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}),
     }
 
 

@@ -344,7 +344,7 @@ def main() -> None:
     if arguments.what == "ranks":
         dist.init_process_group("gloo")
     torch.manual_seed(1)
-    x, target = torch.randn(2, arguments.rows, WIDTH).to(arguments.device)
+    x, target = torch.randn(2, arguments.rows, WIDTH).to(arguments.device if arguments.what == "threads" else "cpu")
     results = {}
     for m in arguments.microbatches:
         if arguments.what == "simulator":

@@ -19,7 +19,7 @@ collect_ignore_glob = ["*/conftest.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default=None, help="make tensors there that name no device, in every test: cuda")
+    parser.addoption("--device", default=None, help="the default device of every test, such as cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ PyTorch's default device may be another, where nothing of the library's own belo
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -111,12 +112,14 @@ def main() -> None:
     if default != "cpu":
         torch.set_default_device(default)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")  # which sums tensors of a device too, of several ranks' on one
+        dist.init_process_group("gloo")  # which also sums CUDA tensors, even of ranks that share a GPU
     norm = float(clip) if clip else None
     wanted = plain_loop(device, norm)
     found = with_workers(device, mode or None, engine, norm, Path(folder))
-    apart = max(float((a - b).abs().max()) for a, b in zip([*found[0], found[1]], [*wanted[0], wanted[1]], strict=True))
-    print(json.dumps({"apart": apart}))
+    pairs = zip([*found[0], found[1]], [*wanted[0], wanted[1]], strict=True)
+    apart = [float((one - other).abs().max()) for one, other in pairs]
+    assert all(map(math.isfinite, apart)), apart
+    print(json.dumps({"apart": max(apart)}))
 
 
 if __name__ == "__main__":

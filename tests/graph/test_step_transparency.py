@@ -168,9 +168,16 @@ def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_
     assert found.equals(expected)
 
 
-@pytest.mark.parametrize("devices", [["cpu"], []])
+class OwnParameter(nn.Parameter):
+    """Of a type that torch's optimizers do not know."""
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "expected"),
+    [(["cpu"], nn.Parameter, True), ([], nn.Parameter, False), (["cpu"], OwnParameter, False)],
+)
 def test_an_optimizer_uses_the_kernels_that_it_chooses_for_parameters(
-    devices: list[str], monkeypatch: pytest.MonkeyPatch
+    devices: list[str], kind: type[nn.Parameter], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where kernels for lists of tensors are the default, as on CUDA, they round differently."""
     treated_as_a_library(monkeypatch)
@@ -178,11 +185,12 @@ def test_an_optimizer_uses_the_kernels_that_it_chooses_for_parameters(
         import_module("torch.optim.optimizer"), "_get_foreach_kernels_supported_devices", lambda: devices
     )
     model = nn.Linear(8, 4)
+    model.weight, model.bias = kind(model.weight.detach()), kind(model.bias.detach())
     optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.5, centered=True)
     program = StepProgram(model, loss_of, [optimizer])
     for batch in batches(6, 6, 6):
         program.run(batch)
-    assert ("foreach" in program.graph.code) == bool(devices)
+    assert ("foreach" in program.graph.code) == expected
 
 
 @pytest.mark.parametrize(

@@ -288,3 +288,13 @@ def test_a_collection_refuses_unsupported_options() -> None:
         bags(ab.KeyedJagged.from_lists({"b": [[1]]}))
     with pytest.raises(SchemaError, match="weights need 'sum'"):
         bags(ab.KeyedJagged.from_lists({"a": [[1]]}, {"a": [[2.0]]}))
+
+
+def test_tensors_of_a_jagged_batch_stay_where_they_are() -> None:
+    values, lengths = torch.tensor([1, 2, 3]), torch.tensor([1, 2])
+    with torch.device("meta"):
+        batch = ab.KeyedJagged(["a"], values, torch.ones(3, device="cpu"), lengths=lengths)
+    assert batch.values() is values
+    assert {
+        part.device.type for part in (batch.values(), batch.weights_or_none(), batch.lengths()) if part is not None
+    } == {"cpu"}

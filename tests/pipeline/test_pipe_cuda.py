@@ -40,6 +40,18 @@ def test_stages_on_cuda_are_the_unsplit_module(devices: list[str], schedule: str
         assert_same_gradients(pipe, plain)
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB1P"])
+def test_a_backward_of_the_callers_own_does_not_wait_for_itself(schedule: str):
+    model = skipping_model()
+    plain = reference(model)
+    x, target = torch.randn(2, 7, 5, dtype=torch.float64)
+    with Pipe(model, [6, 5], devices=["cuda:0", "cuda:0"], chunks=3, schedule=schedule, timeout=60.0) as pipe:
+        F.mse_loss(pipe(x.cuda()), target.cuda()).backward()
+        F.mse_loss(plain(x), target).backward()
+        for mine, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert close(None if mine.grad is None else mine.grad.cpu(), expected.grad)
+
+
 @two_devices
 def test_a_copy_waits_for_its_source_and_is_waited_for():
     x = torch.randn(2048, 2048, device="cuda:0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import optree
 import torch
@@ -59,8 +59,7 @@ class KeyedJagged:
             raise ValueError(f"keys must be one or more different names, got {self._keys}")
         if (lengths is None) == (offsets is None):
             raise ValueError("give one of lengths= and offsets=")
-        values, weights = torch.as_tensor(values), None if weights is None else torch.as_tensor(weights)
-        lengths, offsets = (part if part is None else torch.as_tensor(part) for part in (lengths, offsets))
+        values, weights, lengths, offsets = map(_as_tensor, (values, weights, lengths, offsets))
         for label, tensor in {"values": values, "lengths": lengths, "offsets": offsets}.items():
             if tensor is not None and (tensor.ndim != 1 or not _is_integer(tensor)):
                 raise ValueError(f"{label} has one dimension of integers, got {tuple(tensor.shape)} {tensor.dtype}")
@@ -171,6 +170,11 @@ def bags_of(features: Jagged) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]
     parts = [None] * len(keys) if weights is None else torch.tensor_split(weights, ends)
     starts = (lengths.cumsum(1) - lengths).to(values.dtype)
     return dict(zip(keys, zip(ids, starts, parts, strict=True), strict=True))
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return a tensor where it is; ``torch.as_tensor`` would move it to the default device."""
+    return value if value is None or isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -28,7 +28,14 @@ from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.graph_payoff import GraphPayoff
 from anabranch.executor.engines.tape_engine import TapeEngine
-from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
+from anabranch.executor.engines.trial import (
+    Differs,
+    Snapshot,
+    check_gradients,
+    check_results,
+    repeat,
+    wait_for_devices,
+)
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import StepProgram
@@ -293,9 +300,11 @@ class AutoEngine:
             if whole and not prepared.joint.captures_update:
                 return self._try_gradients(prepared, batch, fetch)
             before, answers = Snapshot(self._step.model, self._step.optimizers, prepared.args), Answers()
+            wait_for_devices()
             tape_began = time.perf_counter()
             with answers.noted():
                 ran, gradients = noting()
+            wait_for_devices()
             tape_seconds = time.perf_counter() - tape_began
             try:
                 seconds = self._repeat(prepared, before, answers, ran, gradients)

@@ -109,6 +109,12 @@ class Snapshot:
         return self._cuda is None or not all(map(torch.equal, torch.cuda.get_rng_state_all(), self._cuda))
 
 
+def wait_for_devices() -> None:
+    """Return when all that was launched on the current device is done, so that the time can be taken."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 def bits_differ(one: Any, other: Any) -> bool:
     """Return True if two results are not bitwise equal; NaN equals NaN."""
     if isinstance(one, Tensor) != isinstance(other, Tensor):
@@ -205,11 +211,11 @@ def repeat(
     try:
         for _ in range(most):
             before.restore()
+            wait_for_devices()
             began = time.perf_counter()
             with answers.replayed():
                 results = run()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()
+            wait_for_devices()
             best = min(best, time.perf_counter() - began)
             check(results)
             found = after.differing()

@@ -402,7 +402,8 @@ class _PersistentWorkers:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             return iter(loader)
         usual = loader.generator
-        loader.generator = torch.Generator().manual_seed((usual or torch.default_generator).initial_seed())
+        there = torch.get_default_device() if usual is None else usual.device
+        loader.generator = torch.Generator(there).manual_seed((usual or torch.default_generator).initial_seed())
         try:
             return iter(loader)
         finally:

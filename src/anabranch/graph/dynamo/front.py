@@ -763,8 +763,8 @@ def _refuse_what_guards_miss() -> None:
         )
     if _len_torch_function_stack():
         raise CaptureError(
-            "a TorchFunctionMode or a default device (torch.set_default_device) is active around the step, which a "
-            "graph would not call; name the device where tensors are made, or use engine='tape'"
+            "a TorchFunctionMode is active around the step, which a graph would not call; a default device "
+            "(torch.set_default_device) is one: name the device where tensors are made, or use engine='tape'"
         )
     if any(_hooks_of_every_module):
         raise CaptureError(

@@ -374,7 +374,7 @@ def trace(
             _Faithful(may_read, interceptors, recorder),
             traced_by(_Crossings(fakes_of, recorder)),
             _casts_cached(caches),
-            _kernels_for_lists(),
+            _kernels_for_lists(sources),
         ):
             return list(body(inputs, recorder))
 
@@ -386,11 +386,14 @@ def trace(
 
 
 @contextmanager
-def _kernels_for_lists() -> Iterator[None]:
-    """Let optimizers and clipping use kernels for lists of tensors where they do so for parameters, as on CUDA.
+def _kernels_for_lists(sources: Sequence[TraceSource]) -> Iterator[None]:
+    """Let optimizers and clipping use kernels for lists of tensors where they do so for ``sources``, as on CUDA.
 
     They do so only for types of tensors that they know; the other kernels round differently.
     """
+    if any(isinstance(source.value, nn.Parameter) and type(source.value) is not nn.Parameter for source in sources):
+        yield
+        return
     from torch.optim.optimizer import _foreach_supported_types as in_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as elsewhere
 

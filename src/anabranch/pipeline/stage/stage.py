@@ -288,11 +288,13 @@ class StageRun:
         for boxes in here.boxes.values():
             for box in boxes:
                 box[:] = [None] * len(box)
-        if edges and self.plan.split_backward:
-            here.split = SplitBackward(edges, grads, self._phony, here.hooked)
-            here.split.inputs()
-        elif edges:
-            torch.autograd.backward(edges, grads, retain_graph=keep)
+        # On this thread alone: torch's thread of a device may be the very one that waits for this pipe.
+        with torch.autograd.set_multithreading_enabled(False):
+            if edges and self.plan.split_backward:
+                here.split = SplitBackward(edges, grads, self._phony, here.hooked)
+                here.split.inputs()
+            elif edges:
+                torch.autograd.backward(edges, grads, retain_graph=keep)
         answers = {source: [list(box) for box in boxes] for source, boxes in here.boxes.items()}
         if not self.plan.split_backward:
             self._done(i, keep)
@@ -302,7 +304,8 @@ class StageRun:
         """Run the weights' part of microbatch ``i``, left by ``backward``."""
         here = self._passes[i]
         if here.split is not None:
-            here.split.weights(keep=keep)
+            with torch.autograd.set_multithreading_enabled(False):
+                here.split.weights(keep=keep)
             here.split = None
         self._done(i, keep)
 
