@@ -4,7 +4,8 @@
 
     anabranch run --workers 2 benchmarks/data_parallel.py [--only NAME ...] [--rounds N] [--out DIR]
 
-One thread a worker, gloo, the same fused Adam on both sides, which take turns in one process a worker.
+One thread a worker, gloo, the same fused Adam on both sides, which take turns in one process a worker. With
+``skip_nonfinite=None`` the executor does not look whether gradients are finite, as DistributedDataParallel does not.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
 
     with ExitStack() as stack:
         sides: dict[str, Side] = {"DistributedDataParallel": ddp}
-        for engine in ("tape", "graph"):
-            executor = stack.enter_context(ab.Executor(case.step(), comm_mode="AllReduce", engine=engine))
-            sides[f"executor, {engine}"] = partial(executor.run, batch=batch)
+        for engine, options in (("tape", {}), ("graph", {}), ("graph", {"skip_nonfinite": None})):
+            executor = stack.enter_context(ab.Executor(case.step(**options), comm_mode="AllReduce", engine=engine))
+            said = ", ".join([engine, *(f"{name}={value}" for name, value in options.items())])
+            sides[f"executor, {said}"] = partial(executor.run, batch=batch)
         seconds = alternate(sides, rounds=rounds, calls=case.calls, before=dist.barrier)
     return compare(seconds, "DistributedDataParallel")
 
