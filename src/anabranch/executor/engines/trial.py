@@ -20,7 +20,15 @@ from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.optimizer_contents import Contents
 from anabranch.tensors.memory import shown_once
 
-__all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
+__all__ = [
+    "Differs",
+    "Snapshot",
+    "bits_differ",
+    "check_gradients",
+    "check_results",
+    "repeat",
+    "wait_for_devices",
+]
 
 _MOST_REPEATS = 3
 _LONG = 0.05
