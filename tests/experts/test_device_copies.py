@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from anabranch.experts import (
 )
 from anabranch.experts.server.batching.device_copies import DeviceCopies
 from anabranch.tensors import TensorSpec
+from backward_threads import NotesThreads
 
 on_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -88,24 +89,9 @@ def test_an_expert_on_a_device_is_the_module_here(device: str, keep_activations:
         torch.testing.assert_close(b.cpu(), a)
 
 
-class _Threads(torch.autograd.Function):
-    """The identity; its backward notes whether torch may use its own threads of devices for it."""
-
-    seen: ClassVar[list[bool]] = []
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        _Threads.seen.append(torch._C._is_multithreading_enabled())
-        return grad
-
-
 class OwnThread(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return _Threads.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+        return NotesThreads.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @pytest.mark.parametrize("keep_activations", [0, 64])
@@ -113,13 +99,13 @@ def test_an_expert_differentiates_on_the_servers_thread_alone(
     keep_activations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller in the same process waits on torch's thread of the device: the expert must not need it."""
-    monkeypatch.setattr(_Threads, "seen", [])
+    monkeypatch.setattr(NotesThreads, "seen", [])
     backend = ExpertBackend("own.0", OwnThread(), args_schema=[TensorSpec(4)], keep_activations=keep_activations)
     with ExpertServer([backend]) as server:
         x = torch.ones(2, 4, requires_grad=True)
         RemoteExpert("own.0", server.endpoint)(x).sum().backward()
     assert x.grad is not None
-    assert _Threads.seen == [False]
+    assert NotesThreads.seen == [False]
 
 
 @pytest.mark.parametrize("keep_activations", [0, 64])

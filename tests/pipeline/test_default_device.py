@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from backward_threads import NotesThreads
 
 
 class Places(nn.Module):
@@ -47,34 +46,19 @@ def test_calls_at_once_run_under_the_callers_default_device() -> None:
     assert all(torch.equal(value, torch.ones(2)) for (value,) in found)
 
 
-class Threads(torch.autograd.Function):
-    """The identity; its backward notes whether torch may use its own threads of devices for it."""
-
-    seen: ClassVar[list[bool]] = []
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        Threads.seen.append(torch._C._is_multithreading_enabled())
-        return gradient
-
-
 class Noting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Threads.apply(self.layer(x))  # type: ignore[no-any-return,no-untyped-call]
+        return NotesThreads.apply(self.layer(x))  # type: ignore[no-any-return,no-untyped-call]
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZB1P"])
 def test_stages_differentiate_on_their_own_threads_alone(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of a pipe's output waits on torch's thread of a device: the stages must not need it."""
-    monkeypatch.setattr(Threads, "seen", [])
+    monkeypatch.setattr(NotesThreads, "seen", [])
     with ab.Pipe(nn.Sequential(Noting(), Noting()), [1, 1], chunks=2, schedule=schedule, checkpoint="never") as pipe:
         pipe(torch.ones(4, 2)).sum().backward()
-    assert Threads.seen == [False] * 4
+    assert NotesThreads.seen == [False] * 4
