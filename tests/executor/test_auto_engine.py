@@ -327,6 +327,30 @@ def test_an_error_on_the_tape_too_is_the_user_s_own_mistake(caplog: pytest.LogCa
         assert executor.engine() == "graph"
 
 
+def test_a_device_out_of_memory_is_said_so_by_a_graph_and_left_to_the_tape_by_auto(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exhausted(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    torch.manual_seed(0)
+    model = Net()
+    step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
+    with monkeypatch.context() as patch:
+        patch.setattr("anabranch.graph.step.Joint", exhausted)
+        with ab.Executor(step, capture_after=0) as executor:
+            executor.run(batch=batch_of())
+            assert executor.engine() == "tape"
+            assert "out of memory" in executor.explain()
+    with ab.Executor(step, engine="graph") as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr("anabranch.graph.step.Joint", exhausted)
+            with pytest.raises(torch.OutOfMemoryError):
+                executor.run(batch=batch_of())
+        executor.run(batch=batch_of(rows=4))
+        executor.run(batch=batch_of())
+
+
 def test_an_optimizer_that_cannot_be_captured_steps_by_itself() -> None:
     class Counting(torch.optim.SGD):
         steps = 0

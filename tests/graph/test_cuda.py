@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +105,15 @@ class Recording:
         self.again = again
 
 
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The waits for the device that a watched run reports, which PyTorch notices on a GPU alone."""
+    waited: list[bool] = []
+    monkeypatch.setattr(cuda_graphs, "_waits_for_device", lambda: contextlib.nullcontext(waited))
+    return waited
+
+
+@pytest.mark.usefixtures("unwatched")
 def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(program: Any, inputs: Sequence[Tensor]) -> Any:
         recording = Recording(program, inputs)
@@ -129,6 +140,7 @@ def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypat
     assert Recording.made == 2
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +156,67 @@ def test_a_program_that_cannot_be_recorded_still_runs_and_logs_it_once(
     assert "cannot be a CUDA graph" in said
     assert "operation not permitted when stream is capt" in said
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in found)  # type: ignore[arg-type]
+
+
+def test_what_waits_for_the_device_is_never_recorded(
+    unwatched: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "_record", lambda *_: pytest.fail("recorded"))
+    unwatched.append(True)
+    graph = capture(lambda x: x * 2, torch.ones(3))
+    program = cuda_graphs.Replayed(graph.program(), graph, [False])
+    with caplog.at_level(logging.INFO, logger="anabranch"):
+        assert all(torch.equal(program.run(torch.ones(3))[0], torch.full((3,), 2.0)) for _ in range(8))  # type: ignore[arg-type]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "anabranch"]
+    assert "an operation waits for the device" in said
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_an_error_of_the_watched_run_is_the_callers_and_nothing_runs_twice() -> None:
+    graph = capture(lambda x: x * 2, torch.ones(3))
+    ran: list[int] = []
+
+    def fails(*inputs: Tensor) -> tuple[object, ...]:
+        ran.append(len(ran))
+        if len(ran) == cuda_graphs._WARM_UP:
+            raise torch.OutOfMemoryError("example")
+        return (inputs[0] * 2,)
+
+    program = cuda_graphs.Replayed(cuda_graphs.Program("", fails), graph, [False])
+    for _ in range(cuda_graphs._WARM_UP - 1):
+        program.run(torch.ones(3))
+    with pytest.raises(torch.OutOfMemoryError):
+        program.run(torch.ones(3))
+    assert len(ran) == cuda_graphs._WARM_UP
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_one_thread_of_a_process_records_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on, made = threading.Event(), threading.Event(), []
+
+    def record(program: Any, inputs: Sequence[Tensor]) -> Any:
+        made.append(threading.current_thread().name)
+        inside.set()
+        assert go_on.wait(60)
+        results = program.run(*inputs)
+        return lambda: results[0].copy_(inputs[0] * 2), results
+
+    def run(times: int) -> None:
+        graph = capture(lambda x: x * 2, torch.ones(3))
+        program = cuda_graphs.Replayed(graph.program(), graph, [False])
+        for step in range(times):
+            assert torch.equal(program.run(torch.full((3,), step + 1.0))[0], torch.full((3,), 2 * (step + 1.0)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda_graphs, "_record", record)
+    first = threading.Thread(target=run, args=(6,), name="first")
+    first.start()
+    assert inside.wait(60)
+    run(8)
+    assert made == ["first"], "it did not wait for the other, nor record beside it"
+    go_on.set()
+    first.join(60)
+    run(8)
+    assert made == ["first", threading.current_thread().name]
 
 
 def test_programs_on_a_cpu_or_with_python_calls_are_not_recorded() -> None:
@@ -211,3 +284,67 @@ def test_crossings_from_a_device_give_the_same_bits_beside_the_computation() -> 
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(found, loss.detach())
+
+
+def noisy(waits: bool, graph: bool, seed: int = 0, steps: int = 12) -> list[Tensor]:
+    """The losses of a model with Dropout, whose step waits for the device to look at what ``inv`` says, or does not."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = nn.Linear(8, 8).requires_grad_(False)
+    for value in weights.parameters():
+        value.copy_(torch.randn(value.shape, generator=generator))
+    model = nn.Sequential(weights, nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.3 if waits else 0.0)).cuda()
+    with torch.no_grad():
+        model[2].weight.copy_(torch.eye(8))
+        model[2].bias.zero_()
+    optimizer = torch.optim.Adam(model[2].parameters(), lr=0.01)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        return (torch.linalg.inv(y.T @ y + torch.eye(8, device="cuda")) if waits else y).square().mean()
+
+    program, losses = StepProgram(model, loss, [optimizer]), []
+    for _ in range(steps):
+        x = torch.randn(6, 8, generator=generator).cuda()
+        if graph:
+            losses.append(program.run(x)["loss"])
+        else:
+            optimizer.zero_grad()
+            losses.append(loss(model, x))
+            losses[-1].backward()
+            optimizer.step()
+    return [value.detach().cpu() for value in losses]  # type: ignore[union-attr]
+
+
+@pytest.mark.cuda
+@NO_CUDA
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_step_that_waits_for_the_device_leaves_streams_and_random_numbers_as_they_were(
+    watched: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not watched:  # as of an operation whose wait PyTorch does not notice
+        monkeypatch.setattr(cuda_graphs, "_waits_for_device", lambda: contextlib.nullcontext([]))
+    torch.cuda.manual_seed(1)
+    wanted = [*noisy(True, False), torch.rand(3, device="cuda").cpu()]
+    torch.cuda.manual_seed(1)
+    with caplog.at_level(logging.INFO, logger="anabranch"):
+        found = [*noisy(True, True), torch.rand(3, device="cuda").cpu()]
+    assert all(map(torch.equal, found, wanted))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert [text for text in caplog.messages if "cannot be a CUDA graph" in text]
+
+
+@pytest.mark.cuda
+@NO_CUDA
+def test_threads_that_train_at_the_same_time_each_have_the_plain_loops_losses() -> None:
+    wanted = [noisy(False, False, seed, 40) for seed in range(4)]
+    found: dict[int, list[Tensor]] = {}
+    threads = [
+        threading.Thread(target=lambda seed=seed: found.update({seed: noisy(False, True, seed, 40)})) for seed in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for seed, losses in enumerate(wanted):
+        assert all(map(torch.equal, found[seed], losses))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.refusals import reason_of_call
 
 
 def forks(model: nn.Module, x: Tensor) -> Any:
@@ -85,3 +86,9 @@ def test_an_error_of_backward_is_not_put_at_the_line_that_runs_the_step() -> Non
     found = refusal(writes_early)
     assert "modified by an inplace operation" in found
     assert __file__ not in found
+
+
+def test_what_a_recurrent_layer_does_on_a_gpu_is_said_in_words() -> None:
+    error = NotImplementedError("argument of type: <class 'torch.storage.UntypedStorage'>")
+    assert "several tensors as one piece of memory" in reason_of_call(error, "model.py:3: ")
+    assert reason_of_call(ValueError("random"), "model.py:3: ") == "model.py:3: ValueError: random"

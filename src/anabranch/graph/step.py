@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -345,7 +346,7 @@ class StepProgram(StepState):
         try:
             with undisturbed():
                 return Joint(self, call, args, task.key, task.extra)
-        except (AnabranchError, ValueError, TypeError):
+        except (AnabranchError, ValueError, TypeError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise CaptureError(

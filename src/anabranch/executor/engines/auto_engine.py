@@ -366,7 +366,7 @@ class AutoEngine:
         """Return a graph that may be tried on this batch, or record the reason for none."""
         try:
             prepared = (self._graph or self._make_graph()).prepare(batch, fetch, whole=whole)
-        except CaptureError as error:
+        except (CaptureError, torch.OutOfMemoryError) as error:
             self._refuse(str(error))
             return None
         except (ValueError, TypeError):  # the user's mistake, which the tape raises as well

@@ -118,9 +118,12 @@ class Snapshot:
 
 
 def wait_for_devices() -> None:
-    """Return when all that was launched on the current device is done, so that the time can be taken."""
+    """Return when what this thread has launched on its stream is done, so that the time can be taken.
+
+    Not the whole device: that fails, there and here, while another thread records a CUDA graph.
+    """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def bits_differ(one: Any, other: Any) -> bool:

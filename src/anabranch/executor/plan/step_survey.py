@@ -133,7 +133,7 @@ def _run(step: TrainStep, batch: Structure, lookups: Lookups, dry_run: DryRun) -
     except RuntimeError:  # reentrant checkpoints refuse it, and backward would reach .grad and the user's hooks
         return (1 + _BACKWARD) * forward, dry_run.away
     if loss.device.type == "cuda":
-        torch.cuda.synchronize(loss.device)
+        torch.cuda.current_stream(loss.device).synchronize()
     return time.perf_counter() - began - dry_run.away, dry_run.away
 
 

@@ -53,6 +53,7 @@ _REASONS = (
     ("backward hook", "a module has a backward hook"),
     ("Backward hook", "a module has a backward hook"),
     ("backward()", "it calls backward() in the middle of the step"),
+    ("UntypedStorage", "an operation reads several tensors as one piece of memory, as nn.LSTM and nn.GRU do on a GPU"),
 )
 DIVIDED = "it divides a float that changes by // or divmod(), which a graph would round differently"
 _CURE = "; use engine='tape' for this step, or 'auto', which does so automatically"
@@ -116,7 +117,7 @@ def reason_of_call(error: Exception, line: str) -> str:
     """Return the same for one of Dynamo's calls: the error of the user's line, or why it cannot be captured."""
     said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     words = next((words for needle, words in _REASONS if needle in said), None)
-    if words is None or not type(error).__module__.startswith("torch."):
+    if words is None or not (type(error).__module__.startswith("torch.") or isinstance(error, NotImplementedError)):
         return f"{line}{said}"
     return f"{line}the step cannot be a graph: {words}{_CURE}"
 

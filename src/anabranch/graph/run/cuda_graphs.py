@@ -10,10 +10,13 @@ The optimizers are not part of it: their learning rates and step counts are read
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -28,6 +31,12 @@ _log = logging.getLogger("anabranch")
 
 _WARM_UP = 3
 """Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
+
+_WAIT = "called a synchronizing CUDA operation"
+"""What PyTorch's synchronization debug mode says of an operation that waits for the device."""
+
+_RECORDING = threading.Lock()
+"""Held by the thread that records or is about to: a process may record one CUDA graph at a time."""
 
 _Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
 """A function that replays, and the results, which it overwrites in place."""
@@ -67,7 +76,7 @@ class Replayed(Program):
         lent: the results that are read before the next run, so that they need not be copied out of recorded memory.
     """
 
-    __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_where")
+    __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_watched", "_where")
 
     def __init__(self, program: Program, graph: OperationGraph, lent: Sequence[bool]) -> None:
         super().__init__(program.source, self._run)
@@ -77,24 +86,24 @@ class Replayed(Program):
         self._where: list[int] = []
         self._inputs: list[Tensor] = []
         self._recording: _Recording | None = None
-        self._runs, self._refused = 0, False
+        self._runs, self._watched, self._refused = 0, False, False
 
     def _run(self, *inputs: Tensor) -> tuple[object, ...]:
         places = list(map(Tensor.data_ptr, self._bound))
         if places != self._where:  # at first, and where ``parameter.data = ...`` has moved the memory
-            self._where, self._recording, self._runs = places, None, 0
-        if self._recording is None:
+            self._where, self._recording, self._runs, self._watched = places, None, 0, False
+        if self._recording is None and not self._refused:
             self._runs += 1
-            if self._runs <= _WARM_UP or self._refused:
-                return self._program.run(*inputs)
-            self._inputs = [value.clone() for value in inputs]
-            try:
-                self._recording = _record(self._program, self._inputs)
-            except RuntimeError as error:  # a kernel that waits for the device
-                self._refused = True
-                reason = str(error).strip().split("\n")[0]
-                _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
-                return self._program.run(*inputs)
+            if self._runs >= _WARM_UP and _RECORDING.acquire(blocking=False):  # while others record, a later run tries
+                try:
+                    if not self._watched:
+                        self._watched = True
+                        return self._run_watched(*inputs)
+                    self._record(inputs)
+                finally:
+                    _RECORDING.release()
+        if self._recording is None:
+            return self._program.run(*inputs)
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)
         replay, results = self._recording
@@ -104,10 +113,58 @@ class Replayed(Program):
             for result, lent in zip(results, self._lent, strict=True)
         )
 
+    def _run_watched(self, *inputs: Tensor) -> tuple[object, ...]:
+        """Run, and refuse to record what waits for the device: a recording that fails leaves PyTorch in disorder."""
+        with _waits_for_device() as waited:
+            results = self._program.run(*inputs)
+        if waited:
+            self._refuse("an operation waits for the device")
+        return results
+
+    def _record(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = [value.clone() for value in inputs]
+        try:
+            self._recording = _record(self._program, self._inputs)
+        except RuntimeError as error:  # too little memory, or a wait that was not reported
+            self._inputs = []
+            self._refuse(str(error).strip().split("\n")[0])
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = True
+        _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
+
+
+@contextlib.contextmanager
+def _waits_for_device() -> Iterator[list[bool]]:
+    """Note in the list each wait of this thread for the device, as PyTorch's synchronization debug mode reports it."""
+    waited: list[bool] = []
+    thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, *where: Any, **more: Any) -> None:
+            if _WAIT not in str(message):
+                usual(message, *where, **more)
+            elif threading.get_ident() == thread:
+                waited.append(True)
+
+        warnings.filterwarnings("always", message=f".*{_WAIT}")
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waited
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
 
 def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (a loader's, a connection's) may use the device at the same time.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = program.run(*inputs)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads (a loader's, a connection's) may use the device at the same time.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = program.run(*inputs)
+    except BaseException:
+        torch.cuda.set_stream(stream)  # which a recording that cannot be ended leaves on its own
+        raise
     return graph.replay, results

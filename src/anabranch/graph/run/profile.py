@@ -33,6 +33,6 @@ def profile(graph: OperationGraph, leaves: Sequence[object], runs: int) -> dict[
                 start = perf_counter()
                 values[node] = evaluate(node, values.__getitem__)
                 if has_cuda:
-                    torch.cuda.synchronize()
+                    torch.cuda.current_stream().synchronize()
                 seen.setdefault(node.name, []).append(perf_counter() - start)
     return {name: statistics.median(times) for name, times in seen.items()}

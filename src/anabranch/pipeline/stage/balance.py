@@ -195,7 +195,7 @@ def _time_of(layer: Layer, seen: _Seen) -> float:
 
 def _synchronize() -> None:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def _leaf(value: Structure) -> Structure:
