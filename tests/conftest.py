@@ -55,11 +55,34 @@ def pytest_configure(config: pytest.Config) -> None:
         _settle_hypothesis()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests may take long, on a busy machine too: their limit only ends those that hang."""
+    for cases in _cases_of_functions(items):
+        _leave_quick(cases)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
+
+
+def _cases_of_functions(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """Return the cases of each test that says how many of them are quick."""
+    found: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
+            found.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    return list(found.values())
+
+
+def _leave_quick(cases: list[pytest.Item]) -> None:
+    """Mark all but the wanted number as slow; those that stay are spread evenly over parameters of every kind."""
+    marker = cases[0].get_closest_marker("quick_cases")
+    assert marker is not None
+    (wanted,) = marker.args
+    quick = {int((index + 0.5) * len(cases) / wanted) for index in range(wanted)}
+    for index, case in enumerate(cases):
+        if index not in quick:
+            case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

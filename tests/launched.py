@@ -38,7 +38,7 @@ def start_run(
 
 
 def run(*arguments: object, command: str = "run", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run ``anabranch run`` to its end, as ``subprocess.run`` with its output captured."""
+    """Run ``anabranch run``, ``plan`` or ``status`` to its end, as ``subprocess.run`` with its output captured."""
     with start_run(*arguments, command=command) as process:
         out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(["anabranch", command, *map(str, arguments)], process.wait(), out, err)
@@ -103,7 +103,7 @@ def _main() -> Callable[[], None]:
 
     theirs.close()
     launcher_side.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedServer(pid, ours)})  # type: ignore[assignment]
-    if sys.argv[1] not in ("run", "plan"):
+    if sys.argv[1] not in ("run", "plan", "status"):
         return partial(run_as_main, Runnable(sys.argv[1], tuple(sys.argv[2:])))
     sys.argv[0] = "anabranch"
     return cli.main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,14 @@ FORBIDDEN_NAMES = {"all_gather_object", "broadcast_object_list", "gather_object"
 MAY_WAIT_FOR_EVER = {"join", "wait", "result", "acquire", "get"}
 
 
+@functools.lru_cache(maxsize=1)
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file, which several questions go through one after the other."""
+    return tuple(ast.walk(tree))
+
+
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in FORBIDDEN_MODULES:
@@ -48,7 +55,7 @@ def _call_offences(node: ast.Call) -> Iterator[tuple[int, str]]:
 
 def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Calls of a waiting method with neither arguments nor a timeout: ``thread.join()``, ``future.result()``."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr in MAY_WAIT_FOR_EVER and not node.args and not node.keywords:
@@ -64,7 +71,7 @@ HOOKS = "autodiff/hooks.py"
 
 def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Calls of ``register_hook`` and its kin, and of functions that register hooks for all modules."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
             if name.startswith("register_") and ("hook" in name):
@@ -85,7 +92,7 @@ DATES = {
 
 def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Calls that read the clock on the wall, which may be set while somebody waits by it."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -111,7 +118,7 @@ def prints(tree: ast.AST) -> bool:
     """Tell whether a file calls ``print``: the library speaks through the logger ``anabranch``."""
     return any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
     )
 
 
@@ -126,7 +133,7 @@ FACTORIES = {function.__name__ for function in _device_constructors()}
 
 def placed_by_default(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Calls that make a tensor and name no device: after ``torch.set_default_device("cuda")`` it would be there."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -143,7 +150,7 @@ QUESTION_WORDS = {"What", "Whether", "Where", "How", "Who", "Whom", "Whose", "Wh
 
 def questions(tree: ast.AST) -> Iterator[str]:
     """First lines of docstrings that open like a question instead of saying the thing itself."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "").partition("\n")[0]
             if first.partition(" ")[0] in QUESTION_WORDS:

@@ -90,6 +90,7 @@ class Failing:
         raise RuntimeError("the service failed")
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("operation", UPLOADS)
 def test_a_failure_of_any_operation_leaves_a_whole_checkpoint(

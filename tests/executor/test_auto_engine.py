@@ -93,6 +93,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 # What runs as a graph.
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"accumulate": 2}], ids=str)
 def test_auto_is_the_graph_and_the_tape_bit_for_bit(options: dict[str, Any]) -> None:
     expected, tape = train("tape", **options)
@@ -417,6 +418,7 @@ FOLLOWING = [[*reversed(CHANGES)][first::3] for first in range(3)]
 """Each of them begins after the one before was captured; what would make each later capture two comes last."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "changes", [*FOLLOWING, *(pytest.param([one], marks=pytest.mark.slow) for one in CHANGES)], ids=str
 )

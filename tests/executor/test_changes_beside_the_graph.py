@@ -44,6 +44,7 @@ def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> Trai
     return TrainingCase(model, mean_square, optimizer, change)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("build", [groups_exchange_their_parameters, a_place_in_a_group_gets_another_parameter])
 def test_an_optimizer_that_holds_other_parameters_steps_on_those(build: Build, engine: str) -> None:
@@ -130,6 +131,7 @@ def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) 
     return TrainingCase(model, loss, optimizer, batch=batch_of_two_sizes)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "build",
@@ -146,6 +148,7 @@ def test_optimizers_read_values_that_forward_has_written_in_this_step(build: Bui
 # Parameters that are exchanged for others in place.
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_parameters_may_be_swapped_after_a_capture(engine: Any) -> None:
     """``swap_tensors`` refuses tensors that somebody has weak references to, or views of."""

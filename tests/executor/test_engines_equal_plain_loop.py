@@ -89,6 +89,7 @@ def train_plainly(name: str, make: Callable[..., Any], clip: float | None) -> tu
     return model, losses
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("engine", "name", "optimizer", "clip"), pairwise(["tape", "graph"], MODELS, OPTIMIZERS, [0.1, None])
 )

@@ -142,6 +142,7 @@ def test_each_microbatch_reads_its_rows_once_and_a_step_pushes_once(checkpoint: 
     assert (table.pulls, table.pushes) == (2 * 3, 2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cache", [None, ab.Cache(capacity=5), ab.Cache(capacity=50, push_bound=3, pull_bound=3)])
 def test_tables_in_two_stages_are_looked_up_at_once_as_by_the_unsplit_model(cache: ab.Cache | None):
     """Stages run on threads, and share one connection and its caches."""

@@ -43,6 +43,7 @@ def batch_changed(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, loss, sgd(model, lr=1e-3), batch=lambda i: memory.expand(3, 4), seen=lambda: memory)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("build", [counting, batch_changed])
 def test_expanded_tensors_change_once_a_step(build: object, engine: str) -> None:

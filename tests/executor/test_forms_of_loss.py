@@ -37,6 +37,7 @@ FORMS = {
 }
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("engine", ["tape", "graph", "auto"])
 def test_a_loss_may_return(form: str, engine: Any) -> None:

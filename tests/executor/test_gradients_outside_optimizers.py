@@ -91,6 +91,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("engine", ["tape", "auto"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_they_add_up(engine: Any, change: Change) -> None:

@@ -61,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = [("PS", "cached"), ("PS", "clipped"), ("Hybrid", "accumulated")]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("mode", "case"),
     [

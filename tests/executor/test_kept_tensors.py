@@ -24,6 +24,7 @@ class Keeps(nn.Module):
         return self.layer(x).square().mean() + 0.1 * self.penalty
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 def test_a_tensor_that_the_model_keeps_is_never_silently_without_its_history(engine: Any) -> None:
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ def read_all(loaders: list[BoundLoader]) -> list[float]:
     return [value for batch in batches if batch is not ENDED for value in numbers(batch)]
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [1, 2])

@@ -175,6 +175,7 @@ def served(folder: str) -> None:
         torch.save({name: value for name, value in state_of(model, loss).items() if "seen" not in name}, f"{folder}/s")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("servers", [0, 1])
 def test_workers_and_servers_train_it_as_one_process_does(servers: int, tmp_path: Path) -> None:
     model, loss, optimizer = made()

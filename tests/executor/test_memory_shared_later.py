@@ -134,6 +134,7 @@ def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> Trainin
     return TrainingCase(model, mean_square, optimizer, batch=batch)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "build",

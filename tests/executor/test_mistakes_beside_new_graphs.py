@@ -74,6 +74,7 @@ def expect_the_plain_loop(
         assert torch.equal(model.state_dict()[name], value)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_batches_of_inference_mode_are_refused_at_every_step(engine: str) -> None:
     def case(i: int, _model: nn.Module) -> Tensor:
@@ -104,6 +105,7 @@ class ChangesWhatIsSaved(nn.Module):
         return y  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_buffer_that_is_changed_before_backward_is_refused_at_every_step(engine: str) -> None:
     def case(i: int, model: Any) -> Tensor:
@@ -113,6 +115,7 @@ def test_a_buffer_that_is_changed_before_backward_is_refused_at_every_step(engin
     expect_the_plain_loop(engine, ChangesWhatIsSaved, square, case, 6, [0, 1, 2])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_switch_that_backward_refuses_is_refused_at_every_step(engine: str) -> None:
     def case(i: int, model: Any) -> Tensor:
@@ -125,6 +128,7 @@ def test_a_switch_that_backward_refuses_is_refused_at_every_step(engine: str) ->
     expect_the_plain_loop(engine, make, square, case, 6, [3, 4])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_exception_that_the_loss_raises_at_times_is_the_users_own(engine: str) -> None:
     class Raising(nn.Linear):
@@ -142,6 +146,7 @@ def test_an_exception_that_the_loss_raises_at_times_is_the_users_own(engine: str
     expect_the_plain_loop(engine, lambda: Raising(4, 3), loss, case, 6, [2, 3])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_that_an_operation_refuses_is_the_users_own_mistake(engine: str) -> None:
     def case(i: int, model: Any) -> Tensor:
@@ -184,6 +189,7 @@ def test_an_interrupt_beside_a_new_graph_costs_one_step_and_no_second_capture(
     assert len(captures) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_for_other_workers_are_of_a_compared_graph_too(engine: str) -> None:
     model = ChangesWhatIsSaved()
@@ -271,6 +277,7 @@ def test_a_gradient_that_only_the_graph_has_is_a_difference() -> None:
     assert torch.equal(model.block.weight, weight)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_number_that_is_a_size_may_change_again_and_again(engine: str) -> None:
     shape = SimpleNamespace(columns=4)

@@ -35,6 +35,7 @@ def batch_of(index: int, *, bad: bool = False) -> dict[str, Tensor]:
     return {"ids": torch.tensor([0, 5, 5, index % 8]), "x": x}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("comm_mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 2])

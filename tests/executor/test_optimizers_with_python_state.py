@@ -179,6 +179,7 @@ def case_of(kind: type[Own], patch: pytest.MonkeyPatch | None = None) -> Trainin
 ENGINES = {"auto": ["tape"] * 3 + ["graph"] * 6, "graph": ["graph"] * 9}
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -195,6 +196,7 @@ def test_an_optimizer_of_a_library_leaves_the_state_of_the_plain_loop(kind: type
     assert BY_THEMSELVES.get(kind, "") in got.explained
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [CountsInItself, HoldsTensors, CountsInAnObject, Draws, CountsUnderAName])
 def test_an_optimizer_of_ones_own_steps_by_itself(kind: type[Own], engine: str) -> None:
@@ -204,6 +206,7 @@ def test_an_optimizer_of_ones_own_steps_by_itself(kind: type[Own], engine: str) 
     assert "is your own code, and a graph would not notice when a value that it reads changes" in got.explained
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_number_in_a_list_of_a_group_is_noticed_when_it_changes(engine: str) -> None:
     def build(patch: pytest.MonkeyPatch) -> TrainingCase:
@@ -289,6 +292,7 @@ def test_a_zero_grad_of_ones_own_is_called(kind: Any, engine: str) -> None:
     assert check(build, engine).refused_at is None
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "rate", [np.float32(0.05), np.array(0.05), Fraction(1, 20)], ids=["float32", "array", "fraction"]

@@ -173,6 +173,7 @@ def test_a_table_that_is_frozen_meanwhile_does_not_move() -> None:
 # Caches.
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "LFUOpt"])
 def test_cached_at_bound_0_is_uncached_to_the_bit(mode: str, policy: str) -> None:
@@ -381,6 +382,7 @@ def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 # Rounding on the way.
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cache", [None, ab.Cache("LFU", capacity=30, pull_bound=3, push_bound=3)], ids=str)
 @pytest.mark.parametrize(("compression", "share"), [("bfloat16", 0.5), ("int8", 0.27)])
 def test_rounded_rows_are_fewer_bytes_and_learn_as_well(compression: str, share: float, cache: ab.Cache | None) -> None:

@@ -45,6 +45,7 @@ ON_SERVERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("chosen", [*cases(1, 1, [3, 4]), *ON_SERVERS], ids=str)
 def test_a_pipe_in_one_process_trains_as_the_plain_loop(chosen: dict):
     plain, piped = Plain(chosen), Piped(chosen)

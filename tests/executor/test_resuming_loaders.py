@@ -48,6 +48,7 @@ def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
     return joined
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize(
     ("kind", "steps"),
     # Where in an epoch it stops is the same to forked workers.

@@ -274,6 +274,7 @@ def run_workers(
     return LocalJob(workers).run_source(WORKERS, *arguments).check().results  # type: ignore[return-value]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("before", "after", "accumulate"), [(1, 3, 2), (2, 2, 4), pytest.param(2, 1, 1, marks=pytest.mark.slow)]
 )

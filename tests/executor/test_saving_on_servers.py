@@ -101,6 +101,7 @@ MOVED = list(zip(cycle(OPTIMIZERS), MOVES))
 """Every optimizer and every move; the other combinations are slow."""
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("optimizer", "first", "second"),
     [

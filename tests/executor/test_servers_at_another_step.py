@@ -43,6 +43,7 @@ def unanswered(call: Callable[..., Any], error: Exception, *, arrives: bool) -> 
     return ask
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("error", [ab.DeadlineExceeded("no answer"), ab.PeerLost("gone")], ids=["late", "lost"])
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import anabranch as ab
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_state_replaced_while_the_tape_runs_is_the_graphs_afterwards(accumulate: int) -> None:
     def run(engine: Any) -> tuple[list[Tensor], list[str]]:

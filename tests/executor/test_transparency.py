@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("workers", "engine"),
     [

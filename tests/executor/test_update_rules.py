@@ -73,6 +73,7 @@ def test_a_gradient_that_is_not_finite_is_named_though_the_loss_is() -> None:
     assert torch.equal(model.fine.detach(), torch.ones(2))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"clip_grad_value": 0.01}])
 def test_steps_that_are_not_finite_are_passed_over(engine: Any, options: dict[str, float]) -> None:
@@ -255,6 +256,7 @@ def test_on_gradients_may_replace_nonfinite_gradients() -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_the_norm_of_the_gradients_is_fetched(engine: Any, clip: float | None) -> None:
@@ -372,6 +374,7 @@ def heads(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_nonfinite_values_do_not_stay_in_uncleared_gradients(engine: Any, clip: float | None) -> None:

@@ -56,6 +56,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("keep", [0, 100])
 @pytest.mark.parametrize("kind", [Patient, Plain, ByHand])
 def test_every_third_batch_steps_with_the_sum_of_three_gradients(kind: type[Patient], keep: int) -> None:

@@ -82,6 +82,7 @@ def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys
         assert first.lookup(["ffn.0"]) == {"ffn.0": THERE}
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(
     ("endpoint", "why"),
     [

@@ -136,6 +136,7 @@ def train(engine: Engine, grid: Grid, *, dead: str | None = None, **options: obj
     return [*losses, *model.state_dict().values(), *(parameter.detach().clone() for parameter in theirs)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("switch", "dead"),
     [

@@ -45,6 +45,7 @@ def gradient(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return out.detach(), x.grad
 
 
+@pytest.mark.quick_cases(1)
 def test_an_expert_under_torch_compile_is_the_expert() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     with ab.ExpertServer([backend("linear.0")]) as server:
@@ -61,6 +62,7 @@ def test_an_expert_under_torch_compile_is_the_expert() -> None:
                 torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [ab.RemoteMixtureOfExperts, ab.RemoteSwitchMixtureOfExperts])
 def test_a_mixture_under_torch_compile_is_the_mixture(kind) -> None:
     x, directory = torch.arange(6.0).reshape(2, 3), ab.Directory()
@@ -85,6 +87,7 @@ class Bags(nn.Module):
         return self.linear(torch.tanh(self.table(*ids)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", slow_except([None, "sum"], "sum"))
 def test_a_table_under_torch_compile_trains_as_without(mode: str | None) -> None:
     def train(wrap) -> list[Tensor]:

@@ -49,6 +49,7 @@ class Named(RemoteExpert):
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.quick_cases(4)
 @WAYS
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("by_directory", [False, True])
@@ -75,6 +76,7 @@ def test_a_pickled_expert_calls_the_same_expert(way: Way, used: bool, by_directo
         assert torch.isfinite(other[0].weight.grad).all()  # type: ignore[union-attr]
 
 
+@pytest.mark.quick_cases(4)
 @WAYS
 @pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])
 @pytest.mark.parametrize("served_directory", [False, True])

@@ -157,6 +157,7 @@ def make_device(path: Path) -> None:
 NO_FILES = [make_fifo, make_socket, make_directory, make_device, dangle, loop]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("harm", [cut, flip, make_zeros, grow, remove, *NO_FILES])
 def test_a_repair_of_the_only_checkpoint_is_reported_and_permanent(
     harm: Callable[[Path], None], fresh: Path, caplog: pytest.LogCaptureFixture
@@ -192,6 +193,7 @@ def test_a_repair_sets_a_damaged_checkpoint_aside_also_if_an_older_one_is_whole(
     assert "is damaged" not in caplog.text
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("harm", NO_FILES)
 @pytest.mark.parametrize("which", [newest_log, newest_data, owner])
 def test_an_irregular_file_is_damage_and_set_aside_by_a_repair(

@@ -43,6 +43,7 @@ def put_in_place(there: Path, here: Path) -> int:
     return ours
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("durability", ["log", "checkpoint"])
 def test_another_jobs_checkpoint_is_not_used(durability: str, repair: bool, tmp_path: Path) -> None:

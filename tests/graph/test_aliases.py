@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("parts", PARTS)
 def test_memory_with_parts_that_are_read_later_is_not_reused(parts: str) -> None:
     """Lists of views once counted as memory of their own, and what they were views of was overwritten in place."""

@@ -114,6 +114,7 @@ def trained(engine: str, far: Scale, runs: int = 3) -> list[Tensor]:
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("alias", [False, True])
 def test_a_graph_crosses_as_the_tape_does(alias: bool) -> None:
     tape, graph = Scale(), Scale()
@@ -144,6 +145,7 @@ def test_a_run_frees_its_tensors_when_it_ends() -> None:
     assert all(kept() is None for kept in far.kept)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_failure_on_the_far_side_is_the_callers_changes_nothing_and_leaves_nothing(engine: str, phase: str) -> None:
@@ -170,6 +172,7 @@ def test_a_failure_on_the_far_side_is_the_callers_changes_nothing_and_leaves_not
         assert far.log == ["far forward", "far backward"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 def test_large_parameters_are_not_updated_before_the_last_crossing(kind: type[torch.optim.SGD]) -> None:
     far = Scale()

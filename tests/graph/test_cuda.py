@@ -340,7 +340,8 @@ def test_threads_that_train_at_the_same_time_each_have_the_plain_loops_losses() 
     wanted = [noisy(False, False, seed, 40) for seed in range(4)]
     found: dict[int, list[Tensor]] = {}
     threads = [
-        threading.Thread(target=lambda seed=seed: found.update({seed: noisy(False, True, seed, 40)})) for seed in range(4)
+        threading.Thread(target=lambda seed=seed: found.update({seed: noisy(False, True, seed, 40)}))
+        for seed in range(4)
     ]
     for thread in threads:
         thread.start()

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor | float], Tensor, Tenso
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
     term, right, wrong = CASES[name]

@@ -229,6 +229,7 @@ def test_numpy_in_a_loss_stays_on_the_tape_and_is_named(name: str) -> None:
     assert "NumPy" in said
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", slow_except(DIVISIONS, "//", "in a branch"))
 def test_a_float_that_changes_is_divided_as_python_does(name: str) -> None:
     assert check(DIVISIONS[name]).startswith("tape")
@@ -245,6 +246,7 @@ def test_calls_stay_whole(name: str) -> None:
     assert check(WHOLE[name]).startswith("graph")
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", READS)
 def test_unguarded_values_are_read_on_the_tape(name: str) -> None:
     assert check(READS[name]).startswith("tape")
@@ -256,6 +258,7 @@ def test_unguarded_values_are_refused(name: str) -> None:
         losses(READS[name], "graph")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", UNENTERED)
 def test_functions_of_torch_that_are_replaced_beneath_another_are_noticed(name: str) -> None:
     check(UNENTERED[name])

@@ -40,6 +40,7 @@ def case_of(loss: Any) -> TrainingCase:
     return TrainingCase(critic, loss, torch.optim.Adam(critic.parameters(), lr=0.01))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("loss", "engine"),
     [

@@ -103,6 +103,7 @@ LOOKUPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", LOOKUPS)
 def test_a_graph_cut_at_its_lookups_gives_the_same_bits_and_eagers_gradient(kind: str) -> None:
     torch.manual_seed(0)

@@ -72,6 +72,7 @@ def chain() -> tuple[Graph, Tensor]:
 CASES: dict[str, Callable[[], tuple[Graph, Tensor]]] = {"deep": deep, "chain": chain}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_measured_peak_is_the_planned_one(case: str) -> None:
     graph, x = CASES[case]()
@@ -79,6 +80,7 @@ def test_the_measured_peak_is_the_planned_one(case: str) -> None:
     assert measured_peak(graph, x) == pytest.approx(plan.peak_bytes, rel=0.1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_recomputation_fits_the_budget_with_the_same_bits(case: str) -> None:
     graph, x = CASES[case]()

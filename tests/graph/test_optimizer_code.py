@@ -207,6 +207,7 @@ def trained(
     return [*(value.detach() for value in losses), *(value.detach() for value in model.parameters())], ways
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
 def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(
@@ -219,6 +220,7 @@ def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(
     assert ("captured" in ways) == (name not in UNSEEN)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
 def test_a_change_of_state_read_by_a_user_s_optimizer_is_noticed(

@@ -298,6 +298,7 @@ def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_pa
             assert worker.returncode == 0, errors
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("kind", "width", "hot"), pairwise(["rows", "bags", "bags of two dimensions", "padded"], [1, 5], [40, 3])
 )

@@ -130,6 +130,7 @@ WITH_GRAPH = ("a list", "the mode of a module", "a checkpoint's mask")
 """That a graph is refused and leaves no trace: these, ``test_capture.py``, and all of them where there is time."""
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("what", "engines"),
     [
@@ -167,6 +168,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callab
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("what", CHANGED)
 def test_python_state_may_change_between_steps(what: str) -> None:
     make, read, change = CHANGED[what]

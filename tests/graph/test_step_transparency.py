@@ -155,6 +155,7 @@ class Together(nn.ModuleList):
         return sum((module(x) for module in self), torch.zeros(()))
 
 
+@pytest.mark.slow
 def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_bit_for_bit() -> None:
     def model() -> nn.Module:
         return Together(nn.Linear(8, 4) for _ in OPTIMIZERS)
@@ -172,6 +173,7 @@ class OwnParameter(nn.Parameter):
     """Of a type that torch's optimizers do not know."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("devices", "kind", "expected"),
     [(["cpu"], nn.Parameter, True), ([], nn.Parameter, False), (["cpu"], OwnParameter, False)],
@@ -193,6 +195,7 @@ def test_an_optimizer_uses_the_kernels_that_it_chooses_for_parameters(
     assert ("foreach" in program.graph.code) == expected
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "optimizer"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 )
@@ -293,6 +296,7 @@ SPARSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 def test_sparse_tables_of_several_optimizers_are_updated_as_eager_does() -> None:
     def model() -> nn.Module:
         return Together(WideAndDeep(sparse=True) for _ in SPARSE)

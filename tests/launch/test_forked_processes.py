@@ -115,6 +115,7 @@ def end_and_words(program: PythonProgram, log: Path, server: ForkServer | None) 
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), log.read_text()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("what", ENDS)
 def test_every_end_is_that_of_a_process_that_was_started(
     what: str, script: Script, tmp_path: Path, fork_server: ForkServer

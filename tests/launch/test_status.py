@@ -21,7 +21,7 @@ from anabranch.launch.address_status import Addresses
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_status import RoleStatus, job_of, latest_job, status_of
 from anabranch.parameter_server import ParameterServer
-from launched import start_run
+from launched import run, start_run
 from waiting import wait_until
 
 STATUS = [sys.executable, "-m", "anabranch.cli", "status"]
@@ -202,7 +202,7 @@ def test_servers_are_queried_at_their_addresses(tmp_path: Path) -> None:
         assert found.roles[1].service["experts"]["e.0"]["rows"] == 3
         assert found.roles[1].service["experts"]["e.0"]["busy_seconds"] > 0
         for asked, code in ((server.endpoint, 0), (nowhere, 1)):
-            done = subprocess.run([*STATUS, "--address", asked], capture_output=True, timeout=60, check=False)
+            done = run("--address", asked, command="status")
             assert done.returncode == code  # a script that waits for its servers reads this
 
 
@@ -224,6 +224,6 @@ def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_refuses_contradictory_options(arguments: list[str], said: str) -> None:
-    done = subprocess.run([*STATUS, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = run(*arguments, command="status")
     assert done.returncode == 2
     assert said in done.stderr

@@ -149,6 +149,7 @@ def compare(policy: str, bounds: tuple[int, int], rule: str, dtype: torch.dtype,
         same(one, other)
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("bounds", "rule", "policy"), pairwise(BOUNDS, RULES, POLICIES, slow=False))
 def test_caches_in_one_call_are_the_caches_one_by_one(policy: str, bounds: tuple[int, int], rule: str) -> None:
     compare(policy, bounds, rule, torch.float32, 14)

@@ -105,6 +105,7 @@ def test_code_compiled_from_other_sources_is_compiled_again(
     assert sum(again.twice.stats.cache_hits.values()) == 0
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04", b"canabranch\nNoMore\n."])
 @pytest.mark.parametrize("pattern", ["*.nbi", "*.nbc"])
 def test_a_file_that_cannot_be_read_is_made_anew(module: ModuleType, pattern: str, damage: bytes) -> None:

@@ -210,6 +210,7 @@ def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(kind: st
     assert there.evictions > 20
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["compiled", "plain"])
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
 def test_a_row_that_evaluation_has_just_read_through_a_cache_is_in_use_when_training_reads_it(

@@ -118,6 +118,7 @@ def trained_plainly(model: Model, count: int = 6) -> Model:
     return model
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("cache", [None, ab.Cache("LFU", capacity=10)], ids=["uncached", "cached"])
 @pytest.mark.parametrize("mode", [None, "PS", "Hybrid"])
 def test_a_step_trains_as_the_plain_loop(mode: str | None, cache: ab.Cache | None) -> None:

@@ -65,6 +65,7 @@ def half_table(rule: RowOptimizer, **changes: object) -> RowTable:
     return RowTable(spec, rule)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", RULES)
 def test_rows_move_as_in_the_plain_loop_that_rounds_each_step(name: str) -> None:
     table = half_table(RowOptimizer.from_factory(RULES[name]))
@@ -148,6 +149,7 @@ def test_first_values_that_float16_does_not_hold_are_refused() -> None:
         TableSpec("t", 4, 2, torch.float16, Constant(1e5))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("cache", [None, ab.Cache("LFU", capacity=6)], ids=["uncached", "cached"])
 @pytest.mark.parametrize("name", ["momentum", "adam", "ftrl"])
 def test_a_half_model_trains_on_servers_as_in_the_plain_loop(name: str, cache: ab.Cache | None) -> None:

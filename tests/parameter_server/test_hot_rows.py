@@ -34,6 +34,7 @@ def tables(
     )
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("hot", [40, 300, 5000], ids=["fewer than a request", "fewer than all", "all"])
 @pytest.mark.parametrize("rows", [5000, None], ids=["fixed", "dynamic"])

@@ -140,6 +140,7 @@ def test_under_bsp_a_worker_with_an_overflowing_push_is_refused_and_may_push_ano
 OF_FAMILY = {Family.FTRL: {"beta": 1.0, "l1": 0.1, "l2": 0.1}, Family.RMSPROP: {"alpha": 0.9}}
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize("family", list(Family))
 def test_no_number_ever_passes_the_bounds(family: Family, squares: bool) -> None:
@@ -167,6 +168,7 @@ def test_no_number_ever_passes_the_bounds(family: Family, squares: bool) -> None
             assert found.sums <= bounds.sums * 1.0001
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize("family", list(Family))
 def test_tens_of_thousands_of_ordinary_steps_do_not_reach_the_limit(family: Family, weight_decay: float) -> None:

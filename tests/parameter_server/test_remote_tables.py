@@ -54,6 +54,7 @@ def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tup
     return ids, torch.randn(7, generator=generator).to(dtype)
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("cache", [None, Cache(capacity=6), Cache("LFUOpt", capacity=100)], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_tables_on_servers_are_the_same_tables_to_the_bit(name: str, cache: Cache | None) -> None:
@@ -133,6 +134,7 @@ def test_workers_on_unequal_parts_are_one_on_the_whole(cache: Cache | None, cons
                 future.result(timeout=120)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_own_writes_are_read_while_they_wait_to_be_pushed(name: str) -> None:
     """With bounds that are never reached, a worker alone sees its rows move as they would without servers."""

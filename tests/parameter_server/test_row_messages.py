@@ -53,6 +53,7 @@ def shards(count: int) -> Iterator[ParameterClient]:
         yield stack.enter_context(ParameterClient(endpoints, transport=network))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("count", "kind"), [(1, None), (3, None), (3, "plain")])
 @pytest.mark.parametrize("which", TABLES)
 def test_unknown_rows_are_sent_and_known_ones_are_not(

@@ -72,6 +72,7 @@ def begin_with(table: RowTable, weights: torch.Tensor) -> None:
     table.restore(RowBlock(torch.arange(len(weights)), values, stamps, sums, usage))
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("kind", ["compiled", "plain"])
 @pytest.mark.parametrize("name", DENSE)
 def test_rows_without_a_gradient_move_as_in_the_plain_loop(name: str, kind: str) -> None:
@@ -279,6 +280,7 @@ def test_state_of_other_meaning_is_another_layout() -> None:
         RowTable(TableSpec("t", 8, 4), momentum).rule = centered
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     slow_except(["rmsprop", "rmsprop with momentum", "adamax", "amsgrad", "adamw amsgrad"], "rmsprop", "amsgrad"),

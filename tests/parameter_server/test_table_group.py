@@ -67,6 +67,7 @@ def same_answers(group: TableGroup, alone: list[RowTable], seed: int) -> None:
         assert torch.equal(one, torch.cat(others))
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("every_row_moves", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RULES)

@@ -78,6 +78,7 @@ def test_prefetching_needs_a_cache() -> None:
         RemoteTables(client).prefetch({})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad"])
 def test_prefetched_rows_are_not_requested_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Over several rounds of both bounds: no step waits for the servers to answer, and its rows are what they are."""

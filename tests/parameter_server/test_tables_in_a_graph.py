@@ -81,6 +81,7 @@ def train(start: Model, cache: Cache | None, *, graph: bool) -> tuple[list[Tenso
         return losses, [*(client.pull(name) for name in NAMES), *(p.detach() for p in model.parameters())]  # type: ignore[misc]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "cache", [None, pytest.param(Cache(capacity=6), marks=pytest.mark.slow), Cache(capacity=8, push_bound=2)], ids=str
 )

@@ -91,6 +91,7 @@ def test_one_microbatch_is_the_unsplit_module_to_the_last_bit(schedule: str):
         assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_five_optimizer_steps_stay_exact(schedule: str):
     model = skipping_model()

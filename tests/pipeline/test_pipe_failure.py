@@ -32,6 +32,7 @@ PHASES = ["forward", "recompute", "backward", "weight"]
 ERRORS = [ZeroDivisionError, Stop, KeyboardInterrupt]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
 def test_a_failure_anywhere_ends_the_step_with_the_original_and_the_pipe_works_afterwards(schedule: str):
     model, x, target = model_and_batch()

@@ -108,6 +108,7 @@ def noisy_model() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
 def test_recomputation_replays_the_masks(schedule: str):
     """Bit for bit, a tied weight's gradient and running statistics included."""

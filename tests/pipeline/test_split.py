@@ -30,6 +30,7 @@ CUTS = [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]]
 WAYS = [("GPipe", "always"), ("1F1B", "always"), ("1F1B", "never"), ("GPipe", "never")]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "at"),
     [
@@ -85,6 +86,7 @@ def test_a_pipe_of_parts_trains_under_the_models_own_optimizer_and_names():
         assert close(one, other), name
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_batch_norm_and_changes_in_place_at_the_cut(checkpoint: str, deferred: bool):
