@@ -19,6 +19,7 @@ from anabranch.graph.crossings import crossing_of
 from anabranch.graph.run import cuda_graphs
 from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
 
+OLD = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 13)
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -317,7 +318,15 @@ def noisy(waits: bool, graph: bool, seed: int = 0, steps: int = 12) -> list[Tens
 
 @pytest.mark.cuda
 @NO_CUDA
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(
+    "watched",
+    [
+        True,
+        pytest.param(
+            False, marks=pytest.mark.skipif(OLD, reason="before 2.13 a failed recording keeps PyTorch's generator")
+        ),
+    ],
+)
 def test_a_step_that_waits_for_the_device_leaves_streams_and_random_numbers_as_they_were(
     watched: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
