@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -198,12 +197,6 @@ def test_file_urls_are_folders(tmp_path: Path) -> None:
 def test_a_url_of_an_unknown_or_uninstalled_file_system_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nothing://x cannot be saved to"):
         saved("nothing://x", 1)
-
-
-def test_fsspec_is_not_imported_without_a_url() -> None:
-    code = "import sys; from anabranch import checkpoint; checkpoint.read_newest('no'); print('fsspec' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "False"
 
 
 def test_without_fsspec_the_error_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
