@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import anabranch as ab
 from anabranch.autodiff.boundary.crossing import Form, cross
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
+from anabranch.graph.dynamo.random_states import random_states_untouched
 from anabranch.graph.run import cuda_graphs
 from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
 
@@ -358,3 +360,45 @@ def test_threads_that_train_at_the_same_time_each_have_the_plain_loops_losses() 
         thread.join(120)
     for seed, losses in enumerate(wanted):
         assert all(map(torch.equal, found[seed], losses))
+
+
+@pytest.mark.cuda
+@NO_CUDA
+def test_an_lstm_with_dropout_draws_the_plain_loops_numbers_after_a_capture_was_tried() -> None:
+    def losses(engine: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.LSTM(4, 4, num_layers=2, dropout=0.5).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [torch.randn(5, 3, 4, device="cuda") for _ in range(8)]
+        step = ab.TrainStep(model, lambda model, x: model(x)[0].square().mean(), optimizer)
+        found: list[Tensor] = []
+        torch.manual_seed(1)
+        if engine:
+            with ab.Executor(step, capture_after=3) as executor:
+                found = [executor.run(batch=batch)["loss"] for batch in batches]
+                assert executor.engine() == "tape"
+            return found
+        for batch in batches:
+            optimizer.zero_grad()
+            found.append(model(batch)[0].square().mean())
+            found[-1].backward()
+            optimizer.step()
+        return found
+
+    assert all(map(torch.equal, losses(True), losses(False)))
+
+
+def test_a_capture_does_not_set_a_random_state_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting it makes cuDNN's dropout start anew; PyTorch's tracer does so after each trace."""
+    state, told = torch.tensor([1, 2], dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": told.append(state.tolist()))
+    with random_states_untouched():
+        torch.cuda.set_rng_state(torch.tensor([1, 2], dtype=torch.uint8))
+        torch.cuda.set_rng_state(torch.tensor([1, 3], dtype=torch.uint8))
+        other = threading.Thread(target=torch.cuda.set_rng_state, args=(state,))  # a user's own, elsewhere
+        other.start()
+        other.join(60)
+    torch.cuda.set_rng_state(state)
+    assert told == [[1, 3], [1, 2], [1, 2]]

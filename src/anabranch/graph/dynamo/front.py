@@ -54,6 +54,7 @@ from anabranch.graph.dynamo.guards.unseen import REGISTERED, Unseen
 from anabranch.graph.dynamo.guards.watched_code import WatchedCode
 from anabranch.graph.dynamo.origins import closed_over
 from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
+from anabranch.graph.dynamo.random_states import random_states_untouched
 from anabranch.graph.dynamo.refusals import reason_here, refusal_of
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slow_capture import log_if_slow
@@ -199,6 +200,10 @@ class DynamoFront:
         self._code = None
         self.unseen = Unseen()
 
+    def _has_changed(self) -> bool:
+        """Return True if something has changed that Dynamo's guards do not look at."""
+        return self._code is not None and (self.unseen.changed() is not None or not self._code.unchanged())
+
     def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
         """``function(*args)``.
 
@@ -212,11 +217,11 @@ class DynamoFront:
             CaptureError: the function cannot be a graph; nothing has happened.
         """
         _refuse_what_guards_miss()
-        if self._code is not None:
-            unseen = self.unseen.changed()
-            if unseen is not None or not self._code.unchanged():
-                self._changes += unseen != REGISTERED
-                self.forget()
+        if self._has_changed():
+            with one_at_a_time:  # while another thread captures, nn.Module has the methods of PyTorch's tracer
+                if self._has_changed():
+                    self._changes += self.unseen.changed() != REGISTERED
+                    self.forget()
         compiled = self._fronts.get(kind)
         if compiled is not None:
             try:
@@ -265,6 +270,7 @@ class DynamoFront:
                 faithful,
                 _untimed(),
                 unseen_by_other_threads(),
+                random_states_untouched(),
             ):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
