@@ -10,13 +10,12 @@ The optimizers are not part of it: their learning rates and step counts are read
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -32,11 +31,11 @@ _log = logging.getLogger("anabranch")
 _WARM_UP = 3
 """Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
 
-_WAIT = "called a synchronizing CUDA operation"
-"""What PyTorch's synchronization debug mode says of an operation that waits for the device."""
+_WAITING = {"_ctc_loss", "_linalg_check_errors", "_linalg_eigvals", "_linalg_svd", "bincount", "equal", "linalg_eig"}
+"""Operations that wait for the device: a recording would fail there."""
 
 _RECORDING = threading.Lock()
-"""Held by the thread that records or is about to: a process may record one CUDA graph at a time."""
+"""Held by the thread that records: a process may record one CUDA graph at a time."""
 
 _Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
 """A function that replays, and the results, which it overwrites in place."""
@@ -67,6 +66,12 @@ def _is_kernel(node: fx.Node) -> bool:
     return node.target is not torch.ops.aten._local_scalar_dense.default
 
 
+def _waiting(graph: OperationGraph) -> str | None:
+    """Return the name of an operation that waits for the device."""
+    names = (node.target.overloadpacket.__name__ for node in graph.fx.nodes if isinstance(node.target, OpOverload))
+    return next((name for name in names if name in _WAITING), None)
+
+
 class Replayed(Program):
     """A program that is recorded once it has run a few times, and replayed from then on.
 
@@ -76,7 +81,7 @@ class Replayed(Program):
         lent: the results that are read before the next run, so that they need not be copied out of recorded memory.
     """
 
-    __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_watched", "_where")
+    __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_where")
 
     def __init__(self, program: Program, graph: OperationGraph, lent: Sequence[bool]) -> None:
         super().__init__(program.source, self._run)
@@ -86,19 +91,19 @@ class Replayed(Program):
         self._where: list[int] = []
         self._inputs: list[Tensor] = []
         self._recording: _Recording | None = None
-        self._runs, self._watched, self._refused = 0, False, False
+        self._runs, self._refused = 0, False
+        waiting = _waiting(graph)
+        if waiting is not None:
+            self._refuse(f"{waiting} waits for the device")
 
     def _run(self, *inputs: Tensor) -> tuple[object, ...]:
         places = list(map(Tensor.data_ptr, self._bound))
         if places != self._where:  # at first, and where ``parameter.data = ...`` has moved the memory
-            self._where, self._recording, self._runs, self._watched = places, None, 0, False
+            self._where, self._recording, self._runs = places, None, 0
         if self._recording is None and not self._refused:
             self._runs += 1
-            if self._runs >= _WARM_UP and _RECORDING.acquire(blocking=False):  # while others record, a later run tries
+            if self._runs > _WARM_UP and _RECORDING.acquire(blocking=False):  # while others record, a later run tries
                 try:
-                    if not self._watched:
-                        self._watched = True
-                        return self._run_watched(*inputs)
                     self._record(inputs)
                 finally:
                     _RECORDING.release()
@@ -113,19 +118,11 @@ class Replayed(Program):
             for result, lent in zip(results, self._lent, strict=True)
         )
 
-    def _run_watched(self, *inputs: Tensor) -> tuple[object, ...]:
-        """Run, and refuse to record what waits for the device: a recording that fails leaves PyTorch in disorder."""
-        with _waits_for_device() as waited:
-            results = self._program.run(*inputs)
-        if waited:
-            self._refuse("an operation waits for the device")
-        return results
-
     def _record(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = [value.clone() for value in inputs]
         try:
             self._recording = _record(self._program, self._inputs)
-        except RuntimeError as error:  # too little memory, or a wait that was not reported
+        except RuntimeError as error:  # too little memory, or an operation that waits after all
             self._inputs = []
             self._refuse(str(error).strip().split("\n")[0])
 
@@ -134,37 +131,22 @@ class Replayed(Program):
         _log.info("a step cannot be a CUDA graph and is launched kernel by kernel: %s", reason)
 
 
-@contextlib.contextmanager
-def _waits_for_device() -> Iterator[list[bool]]:
-    """Note in the list each wait of this thread for the device, as PyTorch's synchronization debug mode reports it."""
-    waited: list[bool] = []
-    thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, *where: Any, **more: Any) -> None:
-            if _WAIT not in str(message):
-                usual(message, *where, **more)
-            elif threading.get_ident() == thread:
-                waited.append(True)
-
-        warnings.filterwarnings("always", message=f".*{_WAIT}")
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield waited
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-
-
 def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     try:
         # Other threads (a loader's, a connection's) may use the device at the same time.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             results = program.run(*inputs)
     except BaseException:
-        torch.cuda.set_stream(stream)  # which a recording that cannot be ended leaves on its own
+        torch.cuda.set_stream(stream)
+        _close(stream.device_index, pool)
         raise
     return graph.replay, results
+
+
+def _close(device: int, pool: tuple[int, int]) -> None:
+    """Close the memory of a recording that could not be ended; of another it is closed."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(RuntimeError):
+        torch._C._cuda_releasePool(device, pool)
