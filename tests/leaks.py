@@ -23,6 +23,7 @@ KEPT_THREADS = (
     "Dummy-",  # a thread of torch (autograd, OpenMP) that has run Python once, and lives as long as the process
     "InductorSubproc",  # torch keeps its pool of compiling processes for later graphs
     "SubprocPool",  # the same, under another name
+    "tqdm_monitor",  # tqdm's one thread, which torch starts with its first progress bar
 )
 KEPT_DESCRIPTORS = (
     "/mpl-data/fonts/",  # matplotlib keeps the fonts that it has drawn with
