@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -75,14 +76,12 @@ def _cases_of_functions(items: list[pytest.Item]) -> list[list[pytest.Item]]:
 
 
 def _leave_quick(cases: list[pytest.Item]) -> None:
-    """Mark all but the wanted number as slow; those that stay are spread evenly over parameters of every kind."""
+    """Mark all but the wanted number as slow, chosen by a hash of their names: no parameter is always the same."""
     marker = cases[0].get_closest_marker("quick_cases")
     assert marker is not None
     (wanted,) = marker.args
-    quick = {int((index + 0.5) * len(cases) / wanted) for index in range(wanted)}
-    for index, case in enumerate(cases):
-        if index not in quick:
-            case.add_marker(pytest.mark.slow)
+    for case in sorted(cases, key=lambda case: zlib.crc32(case.name.encode()))[wanted:]:
+        case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -418,7 +418,6 @@ FOLLOWING = [[*reversed(CHANGES)][first::3] for first in range(3)]
 """Each of them begins after the one before was captured; what would make each later capture two comes last."""
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "changes", [*FOLLOWING, *(pytest.param([one], marks=pytest.mark.slow) for one in CHANGES)], ids=str
 )

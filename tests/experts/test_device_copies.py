@@ -131,7 +131,7 @@ def test_callers_of_an_expert_on_a_device_get_their_own_answers(device: str) -> 
         expert = RemoteExpert("same.0", server.endpoint)
 
         def ask(value: float) -> None:
-            for rows in (1, 300, 8000):  # 64,000 of all eight, which may wait at once
+            for rows in (1, 300, 8000):  # eight times 8000 may wait at once
                 answer = expert(torch.full((rows, 1), value))
                 if not torch.equal(answer, torch.full((rows, 1), value)):
                     wrong.append((value, answer))

@@ -173,7 +173,6 @@ class OwnParameter(nn.Parameter):
     """Of a type that torch's optimizers do not know."""
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("devices", "kind", "expected"),
     [(["cpu"], nn.Parameter, True), ([], nn.Parameter, False), (["cpu"], OwnParameter, False)],

@@ -234,7 +234,6 @@ def cases() -> dict[str, Case]:
     }
 
 
-@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("name", cases())
 def test_a_number_that_no_guard_looks_at_is_never_stale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(engine: Any, patch: pytest.MonkeyPatch) -> tuple[list[float], str]:

@@ -39,7 +39,7 @@ from anabranch.executor.engines.trial import (
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import StepProgram
-from anabranch.graph.dynamo.front import GuardMiss
+from anabranch.graph.dynamo.front import CaptureElsewhere, GuardMiss
 from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Prepared
 from anabranch.graph.trace.make_fx import one_at_a_time
@@ -190,11 +190,14 @@ class AutoEngine:
         trial: Callable[[], StepOutput],
     ) -> StepOutput:
         self._runs += 1
-        self._why_not_now = None
+        self._why_not_now, elsewhere = None, False
         if self._taken and self._graph is not None:
             began, why = time.perf_counter(), None
             try:
                 ran = on_graph(self._graph)
+            except CaptureElsewhere:
+                elsewhere = True
+                self._why_not_now = "this step ran on the tape: another thread was capturing a graph"
             except GuardMiss:
                 self._misses_in_a_row += 1
                 self._why_not_now = "this step ran on the tape: no graph for its Python values or shapes exists yet"
@@ -215,7 +218,7 @@ class AutoEngine:
         self._on_graph = False
         if self._misses_in_a_row > _MOST_MISSES_IN_A_ROW:
             self._give_up("Python values or batch shapes change from step to step, so no graph is valid for long")
-        if self._tries_now():
+        if self._tries_now() and not elsewhere:
             return trial()
         began = time.perf_counter()
         if self._payoff.wants_to_count:

@@ -71,7 +71,7 @@ def measure(
         whole: the optimizer of parameters that may live there whole; ``None`` if none may.
         timeout: seconds that a call of the servers may take.
     """
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
+    wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else _nothing
     links = dict.fromkeys(("pull", "push", "pull_whole", "push_whole"), None)
     if rows is not None or whole is not None:
         rank = 0 if workers is None else workers.rank

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
@@ -19,7 +20,7 @@ from anabranch.executor.engines.graph_payoff import GraphPayoff
 from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import EvalStep
-from anabranch.graph.dynamo.front import GuardMiss
+from anabranch.graph.dynamo.front import CaptureElsewhere, GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.evaluation import EvalProgram, PreparedEvaluation
 from anabranch.graph.run.rollback import GraphRaised
@@ -102,6 +103,8 @@ class Evaluator:
         if self._taken:
             try:
                 return self._as_graph(self._program, batch, fetch, may_trace=False)
+            except CaptureElsewhere:
+                return self._eagerly(batch, fetch)
             except GuardMiss:
                 self._misses += 1
             except CaptureError as error:
@@ -182,7 +185,7 @@ class Evaluator:
         began = time.perf_counter()
         try:
             prepared = program.prepare(batch, fetch.modules)
-        except CaptureError as error:
+        except (CaptureError, torch.OutOfMemoryError) as error:
             self._refuse(str(error))
             return self._eagerly(batch, fetch)
         if prepared.talks():

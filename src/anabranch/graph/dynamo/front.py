@@ -60,7 +60,7 @@ from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slow_capture import log_if_slow
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
 
-__all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
+__all__ = ["CaptureElsewhere", "DynamoFront", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -103,6 +103,10 @@ _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MO
 
 class GuardMiss(CaptureError):
     """No program fits the current Python state, and none may be made now; nothing has been computed."""
+
+
+class CaptureElsewhere(GuardMiss):
+    """Another thread captures, and whether a program still fits is known when it has; nothing has been computed."""
 
 
 class _SwitchedOff(CaptureError):
@@ -204,6 +208,21 @@ class DynamoFront:
         """Return True if something has changed that Dynamo's guards do not look at."""
         return self._code is not None and (self.unseen.changed() is not None or not self._code.unchanged())
 
+    def _look_again(self, may_wait: bool) -> None:
+        """Forget all programs, unless the change is that of another thread's capture, whose tracer changes nn.Module.
+
+        Raises:
+            CaptureElsewhere: it would have to wait for that capture, and may not.
+        """
+        if not one_at_a_time.acquire(blocking=may_wait):
+            raise CaptureElsewhere("another thread captures a graph")
+        try:
+            if self._has_changed():
+                self._changes += self.unseen.changed() != REGISTERED
+                self.forget()
+        finally:
+            one_at_a_time.release()
+
     def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
         """``function(*args)``.
 
@@ -218,10 +237,7 @@ class DynamoFront:
         """
         _refuse_what_guards_miss()
         if self._has_changed():
-            with one_at_a_time:  # while another thread captures, nn.Module has the methods of PyTorch's tracer
-                if self._has_changed():
-                    self._changes += self.unseen.changed() != REGISTERED
-                    self.forget()
+            self._look_again(may_trace)
         compiled = self._fronts.get(kind)
         if compiled is not None:
             try:

@@ -117,7 +117,7 @@ def reason_of_call(error: Exception, line: str) -> str:
     """Return the same for one of Dynamo's calls: the error of the user's line, or why it cannot be captured."""
     said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     words = next((words for needle, words in _REASONS if needle in said), None)
-    if words is None or not (type(error).__module__.startswith("torch.") or isinstance(error, NotImplementedError)):
+    if words is None or not (type(error).__module__.startswith("torch.") or "UntypedStorage" in said):
         return f"{line}{said}"
     return f"{line}the step cannot be a graph: {words}{_CURE}"
 

@@ -31,8 +31,14 @@ _log = logging.getLogger("anabranch")
 _WARM_UP = 3
 """Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
 
-_WAITING = {"_ctc_loss", "_linalg_check_errors", "_linalg_eigvals", "_linalg_svd", "bincount", "equal", "linalg_eig"}
-"""Operations that wait for the device: a recording would fail there."""
+_WAITING = {
+    *("_ctc_loss", "_linalg_check_errors", "_linalg_eigh", "_linalg_eigvals", "_linalg_svd", "linalg_eig"),
+    *("bincount", "equal", "histc"),
+}
+"""Operations known to wait for the device: a recording would fail there, and leave something behind."""
+
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+"""Recordings that could not be ended: PyTorch's allocator of host memory may still ask which streams are theirs."""
 
 _RECORDING = threading.Lock()
 """Held by the thread that records: a process may record one CUDA graph at a time."""
@@ -139,14 +145,9 @@ def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
             results = program.run(*inputs)
     except BaseException:
         torch.cuda.set_stream(stream)
-        _close(stream.device_index, pool)
+        with suppress(RuntimeError):  # a recording that was ended has closed its memory, and gives it back itself
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            torch._C._cuda_releasePool(stream.device_index, pool)
+            _BROKEN.append(graph)
         raise
     return graph.replay, results
-
-
-def _close(device: int, pool: tuple[int, int]) -> None:
-    """Close the memory of a recording that could not be ended; of another it is closed."""
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-    with suppress(RuntimeError):
-        torch._C._cuda_releasePool(device, pool)
