@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +162,39 @@ def test_what_waits_for_the_device_is_never_recorded(
         assert all(torch.equal(program.run(torch.eye(3))[0], torch.eye(3) * 2) for _ in range(8))  # type: ignore[arg-type]
     (said,) = [record.getMessage() for record in caplog.records if record.name == "anabranch"]
     assert "_linalg_check_errors waits for the device" in said
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_failed_recording_gives_its_stream_back_and_its_memory_once(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch gives back the memory of a recording that was ended, and of no other; giving it back twice aborts."""
+    did: list[str] = []
+
+    def close(device: int, pool: tuple[int, int]) -> None:
+        if ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        did.append(f"close {device} {pool}")
+
+    def fail(*_: Tensor) -> tuple[object, ...]:
+        raise torch.OutOfMemoryError("example")
+
+    stream = SimpleNamespace(device_index=1)
+    for name, value in {
+        "CUDAGraph": SimpleNamespace,
+        "current_stream": lambda: stream,
+        "graph_pool_handle": lambda: (0, 7),
+        "graph": lambda *_, **__: contextlib.nullcontext(),
+        "set_stream": lambda given: did.append("stream" if given is stream else "other"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", close)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: did.append(f"release {device} {pool}"))
+    monkeypatch.setattr(cuda_graphs, "_BROKEN", kept := [])
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda_graphs._record(cuda_graphs.Program("", fail), [])
+    assert did == (["stream"] if ended else ["stream", "close 1 (0, 7)", "release 1 (0, 7)"])
+    assert len(kept) == (not ended)
 
 
 def test_one_thread_of_a_process_records_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
