@@ -28,7 +28,7 @@ def test_a_killed_server_restarts_and_the_accuracy_is_that_of_the_undisturbed_ru
     # A short path, for sockets.
     with tempfile.TemporaryDirectory() as temporary:
         environment = {**os.environ, "TMPDIR": temporary}
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, env=environment)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=environment)
         left = [path.name for path in Path(temporary).glob("anabranch-*")]
     assert done.returncode == 0, done.stderr
     assert not left
