@@ -76,7 +76,7 @@ def _cases_of_functions(items: list[pytest.Item]) -> list[list[pytest.Item]]:
 
 
 def _leave_quick(cases: list[pytest.Item]) -> None:
-    """Mark all but the wanted number as slow, chosen by a hash of their names: no parameter is always the same."""
+    """Mark all but the wanted number as slow, chosen by a hash of their names, which follows no parameter."""
     marker = cases[0].get_closest_marker("quick_cases")
     assert marker is not None
     (wanted,) = marker.args

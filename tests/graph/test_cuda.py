@@ -22,7 +22,6 @@ from anabranch.graph.dynamo.random_states import random_states_untouched
 from anabranch.graph.run import cuda_graphs
 from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
 
-OLD = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 13)
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -230,6 +229,22 @@ def test_programs_on_a_cpu_or_with_python_calls_are_not_recorded() -> None:
     assert not cuda_graphs.can_replay(branching()[0])
 
 
+def test_a_capture_does_not_set_a_random_state_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting it makes cuDNN's dropout start anew; PyTorch's tracer does so after each trace."""
+    state, told = torch.tensor([1, 2], dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": told.append(state.tolist()))
+    with random_states_untouched():
+        torch.cuda.set_rng_state(torch.tensor([1, 2], dtype=torch.uint8))
+        torch.cuda.set_rng_state(torch.tensor([1, 3], dtype=torch.uint8))
+        other = threading.Thread(target=torch.cuda.set_rng_state, args=(state,))  # a user's own, elsewhere
+        other.start()
+        other.join(60)
+    torch.cuda.set_rng_state(state)
+    assert told == [[1, 3], [1, 2], [1, 2]]
+
+
 # On a device.
 
 
@@ -323,15 +338,7 @@ def noisy(waits: bool, graph: bool, seed: int = 0, steps: int = 12) -> list[Tens
 
 @pytest.mark.cuda
 @NO_CUDA
-@pytest.mark.parametrize(
-    "known",
-    [
-        True,
-        pytest.param(
-            False, marks=pytest.mark.skipif(OLD, reason="before 2.13 a failed recording keeps PyTorch's generator")
-        ),
-    ],
-)
+@pytest.mark.parametrize("known", [True, False])
 def test_a_step_that_waits_for_the_device_leaves_streams_and_random_numbers_as_they_were(
     known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -388,19 +395,3 @@ def test_an_lstm_with_dropout_draws_the_plain_loops_numbers_after_a_capture_was_
         return found
 
     assert all(map(torch.equal, losses(True), losses(False)))
-
-
-def test_a_capture_does_not_set_a_random_state_that_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting it makes cuDNN's dropout start anew; PyTorch's tracer does so after each trace."""
-    state, told = torch.tensor([1, 2], dtype=torch.uint8), []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": told.append(state.tolist()))
-    with random_states_untouched():
-        torch.cuda.set_rng_state(torch.tensor([1, 2], dtype=torch.uint8))
-        torch.cuda.set_rng_state(torch.tensor([1, 3], dtype=torch.uint8))
-        other = threading.Thread(target=torch.cuda.set_rng_state, args=(state,))  # a user's own, elsewhere
-        other.start()
-        other.join(60)
-    torch.cuda.set_rng_state(state)
-    assert told == [[1, 3], [1, 2], [1, 2]]
