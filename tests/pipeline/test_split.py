@@ -30,7 +30,6 @@ CUTS = [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]]
 WAYS = [("GPipe", "always"), ("1F1B", "always"), ("1F1B", "never"), ("GPipe", "never")]
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "at"),
     [
