@@ -256,17 +256,6 @@ def test_explain_gives_the_reason() -> None:
         assert "it branches on a value that it computes" in executor.explain()
 
 
-def test_without_capture_after_a_few_steps_of_a_small_model_are_never_captured(captures: list[object]) -> None:
-    model = Net()
-    step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step) as executor:
-        for _ in range(20):  # a fraction of a second, of which a capture would take more than its share
-            executor.run(batch=batch_of())
-        assert executor.engine() == "tape"
-        assert "a tenth" in executor.explain() or "until a graph" in executor.explain()
-    assert not captures
-
-
 def test_a_trial_leaves_no_trace() -> None:
     """Not in random numbers, buffers, optimizer state or Python: the counter counts steps, not trials."""
 
