@@ -83,7 +83,7 @@ def test_the_earliest_failure_is_raised_when_several_stages_fail():
 def test_after_a_failure_no_other_stage_starts_anything():
     """Stage 0 is in its second microbatch when stage 1 fails, and goes on only after the caller has the error."""
     begun: list[tuple[object, ...]] = []
-    release = threading.Event()
+    held, release = threading.Event(), threading.Event()
 
     class Hold(nn.Module):
         calls = 0
@@ -91,11 +91,13 @@ def test_after_a_failure_no_other_stage_starts_anything():
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             if self.calls == 2:
+                held.set()
                 assert release.wait(30.0)
             return x
 
     class Fail(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
+            assert held.wait(30.0)
             raise ValueError("first")
 
     def note(event: Event) -> None:
