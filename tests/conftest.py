@@ -101,13 +101,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _settle_hypothesis() -> None:
-    """Set no deadline for an example: a busy machine may take longer than hypothesis' default.
+    """Draw the same examples each time, and set no deadline for one: a busy machine may take longer than the default.
 
     Imported only in processes that run tests: the one that distributes them starts seconds sooner without it and torch.
     """
     import hypothesis
 
-    hypothesis.settings.register_profile("any machine", deadline=None)
+    hypothesis.settings.register_profile("any machine", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("any machine")
 
 

@@ -24,6 +24,8 @@ from programs import PIPE, Program, start
 
 __all__ = ["run", "start_launcher", "start_run"]
 
+_PATIENT = "patient"
+
 
 def start_launcher(script: Path, *arguments: object) -> Program:
     """Start a script; its first fork server is a fork of ours, and it must start no other."""
@@ -31,15 +33,26 @@ def start_launcher(script: Path, *arguments: object) -> Program:
 
 
 def start_run(
-    *arguments: object, command: str = "run", stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE
+    *arguments: object,
+    command: str = "run",
+    patient: bool = False,
+    stdin: int = PIPE,
+    stdout: int = PIPE,
+    stderr: int = PIPE,
 ) -> Program:
-    """Start ``anabranch run``, or ``anabranch plan``, with these arguments."""
-    return start(Path(__file__), command, *arguments, stdin=stdin, stdout=stdout, stderr=stderr)
+    """Start ``anabranch run``, or ``anabranch plan``, with these arguments.
+
+    A ``patient`` launcher stops and kills nobody who ends within a minute, as all do on a machine that is not busy.
+    """
+    words = (_PATIENT, command) if patient else (command,)
+    return start(Path(__file__), *words, *arguments, stdin=stdin, stdout=stdout, stderr=stderr)
 
 
-def run(*arguments: object, command: str = "run", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, command: str = "run", patient: bool = False, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
     """Run ``anabranch run``, ``plan`` or ``status`` to its end, as ``subprocess.run`` with its output captured."""
-    with start_run(*arguments, command=command) as process:
+    with start_run(*arguments, command=command, patient=patient) as process:
         out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(["anabranch", command, *map(str, arguments)], process.wait(), out, err)
 
@@ -102,6 +115,11 @@ def _main() -> Callable[[], None]:
     from anabranch.launch.forks import launcher_side
 
     theirs.close()
+    if sys.argv[1] == _PATIENT:
+        from anabranch.launch.supervision.supervisor import Patience
+
+        del sys.argv[1]
+        Patience.__init__.__defaults__ = (60.0, 60.0, 60.0)
     launcher_side.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedServer(pid, ours)})  # type: ignore[assignment]
     if sys.argv[1] not in ("run", "plan", "status"):
         return partial(run_as_main, Runnable(sys.argv[1], tuple(sys.argv[2:])))

@@ -36,6 +36,7 @@ class RealRedis:
         self.url = f"redis://127.0.0.1:{self._port}"
         self.socket_url = f"unix://{folder}/redis.sock"
         self._process: subprocess.Popen[bytes] | None = None
+        self._said = 0  # bytes of the log of those that were stopped
 
     @property
     def port(self) -> int:
@@ -46,6 +47,7 @@ class RealRedis:
         assert _PROGRAM is not None
         socket = self._folder / "redis.sock"
         said = (self._folder / "redis.log").open("ab")
+        self._said = said.tell()
         with said:
             self._process = subprocess.Popen(
                 [
@@ -73,8 +75,7 @@ class RealRedis:
     def _answers(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, (self._folder / "redis.log").read_text()
-        text = (self._folder / "redis.log").read_text()
-        return "Ready to accept connections" in text.rpartition("Server initialized")[2]
+        return "Ready to accept connections" in (self._folder / "redis.log").read_text()[self._said :]
 
     def __enter__(self) -> RealRedis:
         self.start()

@@ -14,7 +14,7 @@ class Periodic:
 
     >>> called = threading.Event()
     >>> with Periodic(called.set, 0.01, name="example"):
-    ...     called.wait(10.0)
+    ...     called.wait(60.0)
     True
 
     Args:

@@ -52,9 +52,9 @@ _numbers = itertools.count()
 def begin(peers: Sequence[str], operation: str, since: float, limit: float | None = None) -> int:
     """Record a wait, and return its number for ``end``.
 
-    >>> number = begin(["rank 1"], "all_reduce", since=time.monotonic() - 2)
-    >>> [(wait.peers, wait.operation, round(wait.seconds())) for wait in current()]
-    [(('rank 1',), 'all_reduce', 2)]
+    >>> number = begin(["rank 1"], "all_reduce", since=time.monotonic() - 200)
+    >>> [(wait.peers, wait.operation, round(wait.seconds(), -2)) for wait in current()]
+    [(('rank 1',), 'all_reduce', 200.0)]
     >>> end(number)
     >>> current()
     ()

@@ -106,10 +106,14 @@ def test_an_interrupt_in_the_moment_before_the_wait_for_a_future_is_not_lost() -
     future: concurrent.futures.Future[torch.Tensor] = concurrent.futures.Future()
     too_late = threading.Timer(30.0, future.set_result, [torch.ones(2)])
     signal = threading.Timer(0.1, _thread.interrupt_main)  # wakes nobody, as a signal does that came just before
-    manager = ab.GradManager(timeout=300.0).attach(x, lambda tensor, grad: future)
-    too_late.start()
-    with pytest.raises(KeyboardInterrupt), manager:  # noqa: PT012
+
+    def ask(tensor: torch.Tensor, grad: torch.Tensor) -> concurrent.futures.Future[torch.Tensor]:
         signal.start()
+        return future
+
+    manager = ab.GradManager(timeout=300.0).attach(x, ask)
+    too_late.start()
+    with pytest.raises(KeyboardInterrupt), manager:
         manager.backward(x.sum())
     assert future.cancelled()  # and was not given its value 30 seconds later
     too_late.cancel()

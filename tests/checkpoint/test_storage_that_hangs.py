@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from typing import ClassVar
@@ -34,6 +35,7 @@ class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without t
     interrupts = False
     go = threading.Event()
     ended = 0
+    since = 0.0
 
     def _hang(self, operation: str) -> None:
         if operation != Hanging.operation:
@@ -41,7 +43,7 @@ class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without t
         if Hanging.after:
             Hanging.after -= 1
             return
-        Hanging.operation = ""
+        Hanging.operation, Hanging.since = "", time.monotonic()
         if Hanging.interrupts:
             ident = threading.main_thread().ident
             assert ident is not None
@@ -80,10 +82,21 @@ class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without t
         return super().rm_file(*arguments, **options)
 
 
+class Impatient(StoragePatience):
+    """Ends with the call that hangs, and with no other, however slow this machine is."""
+
+    def __init__(self, seconds: float, size: int = 0) -> None:
+        super().__init__(seconds, size)
+        self.began = time.monotonic()
+
+    def left(self) -> float:
+        return 0.0 if self.began < Hanging.since else 0.01
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     fsspec.register_implementation("hanging", Hanging, clobber=True)
-    Hanging.operation, Hanging.after, Hanging.interrupts, Hanging.ended = "", 0, False, 0
+    Hanging.operation, Hanging.after, Hanging.interrupts, Hanging.ended, Hanging.since = "", 0, False, 0, 0.0
     Hanging.go = threading.Event()
     Hanging.store.clear()
     yield f"hanging://{uuid.uuid4().hex}/run"
@@ -123,6 +136,7 @@ def test_a_save_to_a_store_that_does_not_answer_is_an_error(
         saved(url, step)
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
+        patch.setattr("anabranch.checkpoint.storage.StoragePatience", Impatient)
         Hanging.operation, Hanging.after = operation, after
         with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s.*{SECONDS_VARIABLE}.*unchanged"):
             saved(url, 3)
@@ -142,6 +156,7 @@ def test_a_load_from_a_store_that_does_not_answer_is_an_error(
     saved(url, 1)
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
+        patch.setattr("anabranch.checkpoint.storage.StoragePatience", Impatient)
         Hanging.operation = operation
         with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s"):
             checkpoint.read_newest(url) if read else checkpoint.read(url)

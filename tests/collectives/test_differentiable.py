@@ -16,7 +16,7 @@ CHECKS = re.findall(r"^@check\ndef (\w+)", JOB.read_text(), flags=re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def results() -> tuple[dict, ...]:
-    return ab.testing.LocalJob(workers=2, timeout=100).run(JOB).results
+    return ab.testing.LocalJob(workers=2).run(JOB).results
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -233,7 +233,7 @@ def test_one_process_alone_runs_every_mode_alike(tmp_path, capsys):
 def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
     cache = ["--comm-mode", "Hybrid", "--cache-rows", "60"] if mode == "cached" else ["--comm-mode", mode]
-    job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2, timeout=110)
+    job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2)
     two = run_example(job, SCRIPT, *SMALL, *cache, "--out", tmp_path / "two").check().results[0]
     assert two is not None
     assert two["workers"] == 2
@@ -256,7 +256,7 @@ def test_stale_rows_cost_little_auc(tmp_path):
     cached = [*arguments, "--comm-mode", "Hybrid", "--cache-rows", "1600", "--evaluate-every", "800"]
     found = []
     for bound in (0, 50):
-        job = LocalJob(workers=2, servers=2, timeout=200)
+        job = LocalJob(workers=2, servers=2)
         bounds = ["--pull-bound", str(bound), "--push-bound", str(bound), "--out", str(tmp_path / str(bound))]
         found.append(job.run(SCRIPT, *cached, *bounds).check().results[0])
     fresh, stale = found

@@ -213,7 +213,7 @@ def test_one_process_alone_runs_with_features_on_the_servers(mode, tmp_path, cap
 )
 def test_two_workers_have_the_losses_of_one(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
-    job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2, timeout=110)
+    job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2)
     two = run_example(job, SCRIPT, *SMALL, "--comm-mode", mode, "--out", tmp_path / "two").check().results[0]
     assert two is not None
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-10)

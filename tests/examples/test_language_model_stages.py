@@ -28,7 +28,7 @@ def losses(out: Path) -> list[float]:
 @pytest.mark.slow
 def test_two_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--steps", "3", "--text", str(small_text)]
-    job = LocalJob(2, timeout=110).run(SCRIPT, *arguments, "--stages", "2", "--out", str(tmp_path / "two")).check()
+    job = LocalJob(2).run(SCRIPT, *arguments, "--stages", "2", "--out", str(tmp_path / "two")).check()
     threads, printed = run_alone(capsys, *arguments, "--stages", "3", "--out", tmp_path / "threads")
     plain, _ = run_alone(capsys, *arguments, "--out", tmp_path / "one")
     found = job.results[0]
@@ -73,7 +73,7 @@ def test_a_run_resumes_with_other_stages_and_without_any(small_text, tmp_path, c
             language_model.stopped_by_sigterm = stopped_by_sigterm
             language_model.main({[*arguments, *out, "--stages", str(stages)]!r})
         """
-        LocalJob(workers, timeout=110).run_source(stopped).check()
+        LocalJob(workers).run_source(stopped).check()
 
     until(1, workers=4, stages=2)
     assert len(losses(tmp_path / "moved")) == 2
@@ -88,7 +88,7 @@ def test_a_run_resumes_with_other_stages_and_without_any(small_text, tmp_path, c
 @pytest.mark.slow
 def test_the_memory_on_a_server_and_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--steps", "3", "--text", str(small_text)]
-    job = LocalJob(4, servers=1, timeout=110)
+    job = LocalJob(4, servers=1)
     found = job.run(SCRIPT, *arguments, "--stages", "2", "--out", str(tmp_path / "four")).check().results[0]
     threads, _ = run_alone(capsys, *arguments, "--stages", "2", "--comm-mode", "PS", "--out", tmp_path / "threads")
     plain, _ = run_alone(capsys, *arguments, "--out", tmp_path / "one")
@@ -102,7 +102,7 @@ def test_the_memory_on_a_server_and_stages_draw_the_curve_of_one_process(small_t
 @pytest.mark.parametrize(("workers", "servers"), [(2, 0), (4, 1)])
 def test_a_stage_may_hold_a_mixture_of_experts(workers, servers, small_text, tmp_path):
     arguments = [*SMALL, "--steps", "3", "--text", str(small_text), "--stages", "2", "--out", str(tmp_path)]
-    job = LocalJob(workers, servers=servers, experts=2, timeout=110)
+    job = LocalJob(workers, servers=servers, experts=2)
     found = job.run(SCRIPT, *arguments).check().results[0]
     assert (found["stages"], found["experts"], found["servers"]) == (2, 2, servers)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]

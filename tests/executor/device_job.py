@@ -94,7 +94,7 @@ def with_workers(
             "train": ab.TrainStep(model, loss, optimizer, scheduler=scheduler, clip_grad_norm=clip),
             "predict": ab.EvalStep(model, predictions),
         }
-        with ab.Executor(steps, mode, engine=engine, heartbeat=0.5, timeout=120.0) as executor:
+        with ab.Executor(steps, mode, engine=engine, timeout=120.0) as executor:
             if part:
                 executor.load(folder)
             for step in range(STEPS * part // 2, STEPS * (part + 1) // 2):

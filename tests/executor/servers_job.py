@@ -48,7 +48,7 @@ def new_model() -> Model:
 def executor_of(model: Model, mode: str | None, **options: object) -> ab.Executor:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
     look = ab.EvalStep(model, lambda model, ids: {"rows": model.table(ids)})
-    return ab.Executor({"train": ab.TrainStep(model, loss, optimizer), "look": look}, mode, heartbeat=0.5, **options)
+    return ab.Executor({"train": ab.TrainStep(model, loss, optimizer), "look": look}, mode, **options)
 
 
 def numbers(executor: ab.Executor, model: Model) -> list[float]:
@@ -67,11 +67,10 @@ def stop_one(folder: Path, rank: int, bound: int, cached: str = "") -> dict[str,
     with executor_of(model, "PS", consistency=f"ssp:{bound}", **options) as executor:
         for step in range(10):
             # A new machine compiles its kernels in the first steps.
-            executor._remote.client._calls.timeout = 400.0 if halted.exists() or step < 3 or rank == 1 else 15.0
-            if rank == 1 and step == 3:
-                until = time.monotonic() + 120
-                while not halted.exists() and time.monotonic() < until:
-                    time.sleep(0.01)
+            executor._remote.client._calls.timeout = 400.0 if halted.exists() or step < 3 or rank == 1 else 30.0
+            if step == 3:
+                (folder / f"stopped-{rank}").touch()
+                wait_for(halted if rank == 1 else folder / "stopped-1")
             while executor.statistics().steps == step:
                 try:
                     executor.run("train", batch_of(0 if cached else step, rank, 2))
@@ -80,6 +79,13 @@ def stop_one(folder: Path, rank: int, bound: int, cached: str = "") -> dict[str,
                         alone = {"done": step, "error": str(error)}
                         halted.touch()
     return alone
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 400.0
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
 
 
 def die(grad: Tensor) -> None:
@@ -98,7 +104,7 @@ def lose_one(rank: int, world: int, mode: str) -> dict[str, object]:
         return value
 
     step = ab.TrainStep(model, fatal, torch.optim.Adam(model.parameters(), lr=0.05))
-    with ab.Executor(step, mode, engine="tape", heartbeat=0.5, timeout=50.0) as executor:
+    with ab.Executor(step, mode, engine="tape", heartbeat=1.0, timeout=50.0) as executor:
         for number in range(3):
             executor.run(batch=batch_of(number, rank, world))
         began = time.monotonic()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.graph.dynamo import slow_capture
 from anabranch.testing import LocalJob
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +146,7 @@ def run_as_graphs(steps: dict[str, tuple[ab.TrainStep, Any]]) -> None:
 
 @pytest.mark.slow
 def test_all_run_on_two_workers_with_the_results_of_the_tape() -> None:
-    result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "models").check()
+    result = LocalJob(2, timeout=600).run(JOB, str(ROOT), "models").check()
     for found in result.results:
         assert found["models"] == {name: ["graph", True] for name in found["models"]}
         assert len(found["models"]) == 7
@@ -200,7 +201,10 @@ def test_fetched_values_equal_those_of_the_tape(clip: float | None) -> None:
 # What does not.
 
 
-def test_a_branch_on_data_stays_on_the_tape_silently(captures: list[object], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_branch_on_data_stays_on_the_tape_silently(
+    captures: list[object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_capture, "PATIENCE", 600.0)
     expected, _ = train("tape", Branching)
     with caplog.at_level(logging.INFO, logger="anabranch"):
         found, used = train("auto", Branching)  # warnings are errors
@@ -500,7 +504,7 @@ def test_ever_new_shapes_are_captured_a_few_times_and_then_left_to_the_tape(capt
 
 def test_workers_take_a_graph_together_send_during_backward_and_may_talk_by_themselves() -> None:
     """Three things that a job finds out in one start; ``auto_engine_job.py`` says each."""
-    result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "mixed", "order", "collectives").check()
+    result = LocalJob(2).run(JOB, str(ROOT), "mixed", "order", "collectives").check()
     for found in result.results:
         assert found["mixed"] == {"engines": ["graph", "tape"], "same": True}
         log = found["order"]["log"]

@@ -16,6 +16,7 @@ import anabranch as ab
 from anabranch import checkpoint
 from anabranch.executor.saving import background_saves
 from anabranch.testing import LocalJob
+from waiting import wait_until
 
 BATCH = (torch.arange(8.0).reshape(4, 2), torch.ones(4, 1))
 
@@ -27,14 +28,17 @@ class Held:
         self.write = write
         self.go = threading.Event()
         self.failure: Exception | None = None
-        self.begun = 0
+        self.begun = self.ended = 0
 
     def __call__(self, *arguments: object, **options: object) -> object:
         self.begun += 1
         assert self.go.wait(60)
         if self.failure is not None:
             raise self.failure
-        return self.write(*arguments, **options)  # type: ignore[operator]
+        try:
+            return self.write(*arguments, **options)  # type: ignore[operator]
+        finally:
+            self.ended += 1
 
 
 @pytest.fixture
@@ -84,10 +88,12 @@ def test_at_most_two_are_written_at_a_time(held: Held, tmp_path: Path) -> None:
     with executor(timeout=0.5) as target:
         target.save(tmp_path, wait=False)
         target.save(tmp_path, wait=False)
+        wait_until(lambda: held.begun)
         with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
             target.save(tmp_path, wait=False)
         assert held.begun == 1  # one after the other
         held.go.set()
+        wait_until(lambda: held.ended == 2)  # closing has half a second too
     assert held.begun == 2
     assert checkpoint.read(tmp_path).generation == 2
 

@@ -196,7 +196,7 @@ def test_a_worker_with_an_ended_loader_keeps_pushing_nothing() -> None:
     wanted = torch.zeros(8)
     for ids in [[0, 0], [1, 1], [2, 2], [3, 3], [2, 0]]:
         wanted -= 2 * torch.bincount(torch.tensor(ids), minlength=8)
-    for found in LocalJob(2, servers=2, timeout=110).run_source(UNEQUAL_ON_SERVERS).check().results:
+    for found in LocalJob(2, servers=2).run_source(UNEQUAL_ON_SERVERS).check().results:
         assert found is not None
         assert found["weights"] == [wanted.tolist()] * 3
 

@@ -24,8 +24,8 @@ def far(a: object, b: object) -> float:
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_job_across_every_boundary_trains_as_one_process(workers: int):
     """Rows of two stages, the table on a server, a block's feed-forward a mixture of experts in two processes."""
-    plain = LocalJob(1, timeout=60).run(SCRIPT, "plain", "1").check().results[0]
-    ranks = LocalJob(workers, servers=1, experts=2, timeout=120).run(SCRIPT, "grid", "2").check().results
+    plain = LocalJob(1).run(SCRIPT, "plain", "1").check().results[0]
+    ranks = LocalJob(workers, servers=1, experts=2).run(SCRIPT, "grid", "2").check().results
     assert plain is not None
     assert len(plain["losses"]) == 20
     for rank, found in enumerate(ranks):

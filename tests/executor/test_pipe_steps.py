@@ -71,7 +71,7 @@ def test_a_pipe_in_one_process_trains_as_the_plain_loop(chosen: dict):
 def test_a_grid_of_pipelines_trains_as_the_plain_loop(data: int, pipeline: int, balance: list[int], few: bool):
     """Shards are unequal, and a row of the grid may have none; every rank learns the whole batch's loss."""
     chosen = json.dumps(cases(data, pipeline, balance, few=few))
-    result = LocalJob(data * pipeline, timeout=200).run(SCRIPT, "train", chosen)
+    result = LocalJob(data * pipeline).run(SCRIPT, "train", chosen)
     for found in result.check().results:
         assert max(distance for pair in found["found"] for distance in pair) < 1e-12
 
@@ -92,7 +92,7 @@ def test_a_grid_with_parameters_on_servers_trains_as_the_plain_loop(
     data: int, pipeline: int, balance: list[int], mode: str, few: bool
 ):
     chosen = json.dumps([{**one, "mode": mode} for one in cases(data, pipeline, balance, few=few)])
-    result = LocalJob(data * pipeline, servers=2, timeout=200).run(SCRIPT, "train", chosen)
+    result = LocalJob(data * pipeline, servers=2).run(SCRIPT, "train", chosen)
     for found in result.check().results:
         assert max(distance for pair in found["found"] for distance in pair) < 1e-12
 
@@ -142,7 +142,7 @@ def go_on_unsplit(path: Path, mode: str | None = None) -> list[float]:
 def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
     workers = chosen["data"] * chosen["pipeline"]
     return list(
-        LocalJob(workers, servers=int("mode" in chosen), timeout=100)
+        LocalJob(workers, servers=int("mode" in chosen))
         .run(SCRIPT, what, json.dumps(chosen), *map(str, arguments))
         .check()
         .results

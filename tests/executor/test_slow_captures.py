@@ -47,7 +47,10 @@ def test_a_slow_capture_is_logged_once(
     assert Passed.asked == [5.0]
 
 
-def test_a_quick_capture_logs_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quick_capture_logs_nothing_and_leaves_no_thread(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_capture, "PATIENCE", 600.0)
     told: list[int] = []
     with slow_capture.log_if_slow(lambda: told.append(1)):
         pass

@@ -105,7 +105,7 @@ def test_torchrun_restarts_a_killed_job_which_resumes_from_its_last_checkpoint(t
             [*command, "--nproc-per-node", str(workers), str(script), str(path)],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=400,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,
         )

@@ -43,7 +43,7 @@ CASES = [
 def test_a_job_on_a_device_is_the_plain_loop(
     device: str, default: str, workers: int, mode: str, engine: str, clip: str, tmp_path: Path
 ) -> None:
-    job = LocalJob(workers, servers=int(mode in ("PS", "Hybrid")), timeout=200.0)
+    job = LocalJob(workers, servers=int(mode in ("PS", "Hybrid")))
     for found in job.run(SCRIPT, device, mode, engine, clip, str(tmp_path / "saved"), default).check().results:
         assert found is not None
         assert float(str(found["apart"])) < 1e-9

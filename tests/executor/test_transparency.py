@@ -62,7 +62,7 @@ def test_workers_on_shards_equal_one_loop_on_the_whole_batch(workers: int, engin
     cases = [{**case, "engine": engine} for case in CASES]
     if engine == "graph":  # the model looks at its batch to decide what to do, which no graph can represent
         cases = [{**case, "rare": False} for case in cases]
-    result = LocalJob(workers, timeout=110).run(SCRIPT, json.dumps(cases)).check()
+    result = LocalJob(workers, timeout=600).run(SCRIPT, json.dumps(cases)).check()
     for rank in range(workers):
         for tried, (parameters, loss, unused_is_none) in zip(cases, result.results[rank]["found"], strict=True):
             assert parameters <= 1e-12, (rank, tried)

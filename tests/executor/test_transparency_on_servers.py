@@ -74,7 +74,7 @@ OTHERS = [tried for tried in CASES if tried not in QUICK]
     ids=["2", "2, the others", "2, without kernels", "4"],
 )
 def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int, cases: list[dict[str, object]]) -> None:
-    result = LocalJob(workers, servers=2, timeout=110).run(SCRIPT, json.dumps(cases)).check()
+    result = LocalJob(workers, servers=2, timeout=600).run(SCRIPT, json.dumps(cases)).check()
     for rank in range(workers):
         for tried, (parameters, loss, unused_is_none) in zip(cases, result.results[rank]["found"], strict=True):
             assert parameters <= 1e-12, (rank, tried)

@@ -312,7 +312,7 @@ def test_an_interrupt_behind_the_first_message_of_a_run_is_no_crash_of_the_next(
             if operation == "all_reduce of rows and loss":
                 raise KeyboardInterrupt
 
-        executor = ab.Executor(step, comm_mode="AllReduce", timeout=5)
+        executor = ab.Executor(step, comm_mode="AllReduce", timeout=50)
         batch = torch.ones(2, 2, dtype=torch.bfloat16)
         executor.run(batch=batch)
         if rank == 0:

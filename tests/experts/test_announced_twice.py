@@ -11,6 +11,7 @@ from torch import nn
 
 from anabranch.events import Event, subscribe
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, RemoteExpert
+from anabranch.experts.server import expert_server
 from anabranch.tensors import TensorSpec
 from waiting import wait_until
 
@@ -20,8 +21,9 @@ def make(uid: str) -> ExpertBackend:
 
 
 def test_a_uid_that_another_live_server_announced_is_warned_of_once_and_served(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(expert_server, "_GLANCE", 60.0)
     events: list[Event] = []
     directory = Directory()
     with (

@@ -45,7 +45,7 @@ def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
     with (
         ExpertServer([backend], transport=network) as server,
         Client(transport=network) as client,
-        Client(transport=network) as other,
+        Client(transport=network, heartbeat=30.0) as other,
         torch.no_grad(),
     ):
         expert = RemoteExpert("slow.0", server.endpoint, client=client)
@@ -105,7 +105,7 @@ def told(sock: socket.socket, word: bytes) -> bytes:
 def test_expired_requests_are_dropped_before_compute() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    hasty = RequestHeader(wire.FORWARD, "slow.0", seconds=0.05, schema=backend.schema.hash)
+    hasty = RequestHeader(wire.FORWARD, "slow.0", seconds=1.0, schema=backend.schema.hash)
     with served(backend) as server:
         expert = RemoteExpert("slow.0", server.endpoint)
         expert.get_info()
@@ -114,7 +114,7 @@ def test_expired_requests_are_dropped_before_compute() -> None:
             with in_the_module(module, lambda: expert(torch.ones(1, 2))):
                 sock = stack.enter_context(asking(server.endpoint, *encode(hasty, [torch.ones(1, 2)])))
                 wait_until(lambda: backend.forward_pool.statistics().waiting_rows == 1)
-                wait_until(Deadline.after(0.05).expired)
+                wait_until(Deadline.after(1.0).expired)
             assert b"deadline" in told(sock, b"deadline")
         assert expert(torch.ones(1, 2)).shape == (1, 2)
     statistics = backend.forward_pool.statistics()
@@ -149,7 +149,7 @@ def test_a_cancelled_request_is_dropped_before_compute_whatever_its_deadline() -
 def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend, heartbeat=0.5) as server:
+    with served(backend, heartbeat=2.0) as server:
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.2)
         patient = RemoteExpert("slow.0", server.endpoint)
         patient.get_info()

@@ -516,7 +516,7 @@ def test_an_expert_that_never_sends_its_schema_leaves_time_for_the_others() -> N
     silent = Server([Verb("expert.info", asked.append)], heartbeat=30.0, drain_seconds=0.01)
     with grid(1) as (directory, experts, _), silent:
         directory.announce(["ffn.1"], silent.endpoint, ttl=60.0)
-        moe = mixture(directory, (2,), k_best=2, k_min=1, forward_timeout=4.0)
+        moe = mixture(directory, (2,), k_best=2, k_min=1, forward_timeout=8.0)
         x = torch.randn(3, 4, dtype=torch.float64)
         assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 2))
         for call in asked:

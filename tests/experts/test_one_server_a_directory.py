@@ -68,9 +68,12 @@ from pathlib import Path
 from anabranch.experts.server.directory_lock import DirectoryLock
 
 lock = DirectoryLock(Path(sys.argv[1]), "ffn.0")
+reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writer, b"!")
     time.sleep(600)
+os.read(reader, 1)
 print(child, flush=True)
 os._exit(0)
 """

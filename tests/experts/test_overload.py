@@ -1,80 +1,77 @@
-"""Under ten times the load it can bear, a server keeps nearly its best throughput."""
+"""Under ten times the load that it can bear, a server's device computes full batches of requests that are answered."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
-import pytest
 import torch
+from expert_modules import served
+from torch import Tensor, nn
 
-from anabranch.errors import DeadlineExceeded, Overloaded
-from anabranch.experts import RemoteExpert
+from anabranch.errors import Overloaded
+from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.tensors import TensorSpec
+from anabranch.transport import Client
+from waiting import join, wait_until
 
 BATCH = 4
-BATCH_SECONDS = 0.1
-# What is measured is the server, so the module's work is a wait of known length: a device whose rate is known, and so
-# slow that the processors have little to do even under ten times its load.
-PROGRAM = f"""
-import sys, time, torch
-from torch import nn
-from anabranch.experts import ExpertBackend, ExpertServer
-from anabranch.tensors import TensorSpec
+BATCHES = 30
 
-class Timed(nn.Module):
-    def forward(self, x):
-        time.sleep({BATCH_SECONDS})
+
+class Device(nn.Module):
+    """Computes one batch whenever the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = threading.Semaphore(0)
+        self.begun = 0
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begun += 1
+        assert self.turns.acquire(timeout=60)
+        self.rows.append(len(x))
         return x + 1
 
-backend = ExpertBackend("timed.0", Timed(), args_schema=[TensorSpec(2)], outputs_schema=TensorSpec(2),
-                        max_batch_size={BATCH}, max_queue_rows={2 * BATCH})
-with ExpertServer([backend]) as server:
-    print(server.endpoint, flush=True)
-    sys.stdin.read()
-"""
 
-
-def offer(endpoint: str, callers: int, seconds: float) -> tuple[int, int]:
-    """Calls answered and declined when so many callers ask for one row after the other, each with a short deadline."""
-    answered, declined = [0] * callers, [0] * callers
+def test_ten_times_the_load_leaves_every_batch_full() -> None:
+    device = Device()
+    backend = ExpertBackend(
+        "device.0",
+        device,
+        args_schema=[TensorSpec(2)],
+        outputs_schema=TensorSpec(2),
+        max_batch_size=BATCH,
+        max_queue_rows=2 * BATCH,
+    )
+    answered: list[Tensor] = []
+    declined: list[Overloaded] = []
     stop = threading.Event()
 
-    def ask(index: int) -> None:
-        expert = RemoteExpert("timed.0", endpoint, forward_timeout=1.0)
-        x = torch.ones(1, 2)
+    def ask(row: int) -> None:
+        expert, x = RemoteExpert("device.0", server.endpoint, client=client), torch.full((1, 2), float(row))
         with torch.no_grad():
             while not stop.is_set():
                 try:
-                    expert(x)
-                    answered[index] += 1
-                except (Overloaded, DeadlineExceeded):
-                    declined[index] += 1
-                    # A caller that was declined asks again after the time of a batch: ten callers a row of the device
-                    # are then ten times its load.
-                    stop.wait(timeout=BATCH_SECONDS)
+                    answered.append(expert(x) - x)
+                except Overloaded as error:
+                    declined.append(error)
+                    stop.wait(timeout=0.01)
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(callers)]
-    for thread in threads:
-        thread.start()
-    stop.wait(timeout=seconds)
-    stop.set()
-    for thread in threads:
-        thread.join(timeout=30)
-    return sum(answered), sum(declined)
-
-
-@pytest.mark.slow
-def test_ten_times_the_load_keeps_nine_tenths_of_the_best_rate() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        endpoint = process.stdout.readline().strip()
-        peak, _ = offer(endpoint, 2 * BATCH, 5.0)
-        crowded, declined = offer(endpoint, 10 * BATCH, 5.0)
-        # It ends with its input.
-        process.communicate(timeout=30)
-    assert peak > 0
-    assert declined > 0
-    assert crowded >= 0.9 * peak
+    with served(backend) as server, Client() as client:
+        callers = [threading.Thread(target=ask, args=(row,)) for row in range(10 * BATCH)]
+        for caller in callers:
+            caller.start()
+        for number in range(1, BATCHES + 1):
+            wait_until(lambda number=number: device.begun == number)
+            wait_until(lambda: backend.forward_pool.statistics().waiting_rows >= BATCH)
+            device.turns.release()
+        wait_until(lambda: len(device.rows) == BATCHES and declined)
+        rows = device.rows[1:]  # the first batch began with the first request
+        stop.set()
+        for _ in callers:
+            device.turns.release()
+        join(*callers)
+    assert rows == [BATCH] * (BATCHES - 1)
+    assert len(answered) == sum(device.rows)
+    assert all(torch.equal(answer, torch.ones(1, 2)) for answer in answered)

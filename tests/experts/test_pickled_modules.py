@@ -59,8 +59,8 @@ def test_a_pickled_expert_calls_the_same_expert(way: Way, used: bool, by_directo
         DirectoryServer() as names,
         served(ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)]), directory=names.endpoint) as server,
     ):
-        where = Directory(names.endpoint, timeout=3.0) if by_directory else server.endpoint
-        expert = Named("ffn.0", where, forward_timeout=7.0, backward_timeout=8.0)
+        where = Directory(names.endpoint, timeout=30.0) if by_directory else server.endpoint
+        expert = Named("ffn.0", where, forward_timeout=70.0, backward_timeout=80.0)
         expert.scale = nn.Parameter(torch.ones(2))
         x = torch.randn(2, 4)
         if used:
@@ -69,7 +69,7 @@ def test_a_pickled_expert_calls_the_same_expert(way: Way, used: bool, by_directo
         other = way(model)
         assert type(other[1]) is Named
         assert not other[1].training
-        assert (other[1].forward_timeout, other[1].backward_timeout) == (7.0, 8.0)
+        assert (other[1].forward_timeout, other[1].backward_timeout) == (70.0, 80.0)
         assert other[1].scale is not expert.scale
         assert torch.equal(other(x), model(x))
         other(x).sum().backward()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, ProtocolErr
 from anabranch.experts import ExpertGroup, make_experts
 from anabranch.experts.directory import as_directory, within
 from anabranch.transport import make_keys
-from leaks import held_resources
+from anabranch.transport.directory import redis_link
+from leaks import held_resources, wait_until_released
 from redis_servers import RealRedis, redis
 from waiting import join, wait_until
 
@@ -152,13 +154,21 @@ def test_an_empty_restarted_redis_fills_as_servers_announce_themselves_again(
         wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
 
 
-def test_a_call_waits_a_while_for_a_redis_that_is_started_again(redis: RealRedis, directory: RedisDirectory) -> None:
+def test_a_call_waits_a_while_for_a_redis_that_is_started_again(
+    redis: RealRedis, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory.announce(UIDS, AT, ttl=60.0)
     redis.stop()
-    thread = threading.Thread(target=redis.start)
-    thread.start()
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            redis.start()
+
+    monkeypatch.setattr(redis_link, "time", SimpleNamespace(sleep=pause))
     directory.announce(UIDS, AT, ttl=60.0)
-    join(thread)
+    assert 1 < sum(redis_link._PAUSES) < 10
     assert directory.lookup(UIDS) == dict.fromkeys(UIDS, AT)
 
 
@@ -195,7 +205,7 @@ def test_connections_are_released(redis: RealRedis) -> None:
         thread.start()
     join(*threads)
     directory.close()
-    assert held_resources() == before
+    assert not wait_until_released(before)
 
 
 # What goes wrong, and what is said.

@@ -70,13 +70,6 @@ def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_pa
         first = stack.enter_context(ExitStack())
         first.enter_context(DirectoryServer(names))
         stack.enter_context(ExpertServer([backend()], directory=names, ttl=0.3))
-        expert = RemoteExpert("ffn.0", directory, client=client)
-        assert expert(torch.ones(1, 4)).shape == (1, 4)
-        first.close()
-        stack.enter_context(DirectoryServer(names))
-        # Announced again and again, and on a busy machine perhaps forgotten in between.
-        wait_until(lambda: directory.lookup(["ffn.0"]))
-        wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
 
         def served() -> bool:
             try:
@@ -84,6 +77,12 @@ def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_pa
             except NotFound:
                 return False
 
+        # Announced again and again, and on a busy machine perhaps forgotten in between.
+        wait_until(served)
+        first.close()
+        stack.enter_context(DirectoryServer(names))
+        wait_until(lambda: directory.lookup(["ffn.0"]))
+        wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
         wait_until(served)
 
 

@@ -346,7 +346,8 @@ def test_a_dead_server_is_named() -> None:
 # --- exactly once
 
 
-def test_a_step_that_the_network_repeats_advances_its_sequence_once() -> None:
+def test_a_step_that_the_network_repeats_advances_its_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.experts.client.session._FAREWELL", 60.0)
     backend = causal_backend()
     network = MemoryTransport()
     lossy = LossyTransport(drop=0.3, duplicate=0.3, seed=3, transport=network)
@@ -382,10 +383,12 @@ def test_a_step_with_a_late_answer_is_requested_again_and_not_taken_twice() -> N
     backend = gated_backend()
     pieces = pieces_of(lengths=(2, 1, 1))
     with served(backend) as server:
-        session = RemoteExpert("block.0", server.endpoint, forward_timeout=0.2).session(8)
+        hasty = RemoteExpert("block.0", server.endpoint, forward_timeout=0.2)
         patient = RemoteExpert("block.0", server.endpoint)
+        session = patient.session(8)
         came = [session.step(pieces[0])]
         backend.module.gate.open.clear()
+        session._expert = hasty
         with pytest.raises(DeadlineExceeded):
             session.step(pieces[1])
         backend.module.gate.open.set()

@@ -84,16 +84,16 @@ def _is_open(descriptor: int) -> bool:
 def test_a_server_that_was_replaced_acknowledges_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks can be lost, on network file systems for one; here the second server does not ask for it."""
     first = PushLog(tmp_path)
-    first.commit(first.append(Record("kept", b"")), Deadline.after(5.0))
+    first.commit(first.append(Record("kept", b"")), Deadline.after(60.0))
     first.append(Record("on its way", b""))
     monkeypatch.setattr(Ownership, "_claim", lambda self, directory: ExitStack())  # no lock
     owner = Ownership(tmp_path)
     reader = LogReader(tmp_path, known=owner.found)
     read = [record.verb for record, _ in reader]
     second = PushLog(tmp_path, owner, reader.end)
-    second.commit(second.append(Record("the second's", b"")), Deadline.after(5.0))
+    second.commit(second.append(Record("the second's", b"")), Deadline.after(60.0))
     with pytest.raises(CheckpointError, match="another server has taken over this directory"):
-        first.commit(first.append(Record("woken up", b"")), Deadline.after(5.0))
+        first.commit(first.append(Record("woken up", b"")), Deadline.after(60.0))
     with pytest.raises(CheckpointError, match="taken over this directory"):
         first.append(Record("again", b""))
     second.close()

@@ -270,6 +270,6 @@ def test_threads_that_capture_at_once_all_get_their_numbers() -> None:
     for engine in ("auto", "tape"):
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             jobs = [pool.submit(work, (engine, index)) for index in range(4)]
-            found.append([job.result(timeout=100) for job in jobs])
+            found.append([job.result(timeout=200) for job in jobs])
     for auto, tape in zip(*found, strict=True):
         assert torch.allclose(torch.stack(auto), torch.stack(tape), rtol=1e-3)

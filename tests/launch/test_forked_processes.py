@@ -98,7 +98,8 @@ ENDS = {
     "Ctrl-C": "raise KeyboardInterrupt",
     "atexit": "import atexit; atexit.register(print, 'last')\nclass X:\n    def __del__(self): print('gone')\nx = X()",
     "finalizer": "import weakref\nclass X: pass\nx = X()\nweakref.finalize(x, print, 'gone')",
-    "a thread": "import threading, time; threading.Timer(0.05, print, ('late',)).start(); print('early')",
+    "a thread": "import threading as t\ndef late():\n    t.main_thread().join()\n    print('late')\n"
+    "t.Thread(target=late).start()\nprint('early')",
     "os._exit": "import os; print('half', end=''); os._exit(3)",
     "C's output": "import ctypes; ctypes.CDLL(None).printf(b'from C')",
 }

@@ -67,7 +67,7 @@ def arrows(trace: Trace, name: str) -> Counter[tuple[str, str]]:
 def test_a_job_that_fails_leaves_a_trace_of_all_its_processes_on_one_clock(script: Script, tmp_path: Path) -> None:
     path = script(_TRAINING)
     whole, part, logs = tmp_path / "whole.json", tmp_path / "part.json", tmp_path / "logs"
-    done = run("--workers", 2, "--servers", 1, "--trace", whole, "--log-dir", logs, path, part, timeout=120.0)
+    done = run("--workers", 2, "--servers", 1, "--trace", whole, "--log-dir", logs, path, part, patient=True)
     assert done.returncode == 1
     assert f"the trace: {whole}" in done.stderr
     assert not list(logs.glob(".spans-*"))

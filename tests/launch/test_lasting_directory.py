@@ -21,7 +21,7 @@ from redis_servers import RealRedis, redis
 __all__ = ["redis"]
 
 Script = Callable[[str], Path]
-LIMIT = 100.0
+LIMIT = 200.0
 
 JOB = """
 import json, os, pathlib, signal, sys, time

@@ -15,6 +15,7 @@ from anabranch.launch import Patience, launch
 
 Script = Callable[[str], Path]
 HURRIED = Patience(failure=0.3, stop=0.3, drain=0.3)
+PATIENT = Patience(failure=60.0, stop=60.0, drain=60.0)
 
 # Starts a child in the worker's group and one in a session of its own, as daemons are.
 GRANDCHILDREN = """
@@ -74,7 +75,7 @@ def test_a_worker_that_failed_because_another_was_lost_is_not_the_first(script: 
         os.kill(os.getpid(), 9)
         """
     )
-    outcome = launch(path, [str(tmp_path / "seen")], workers=2, log_dir=tmp_path)
+    outcome = launch(path, [str(tmp_path / "seen")], workers=2, log_dir=tmp_path, patience=PATIENT)
     assert [exit_.code for exit_ in outcome.exits] == [-9, 1]
     assert outcome.first_failure is outcome.exits[0]
 
@@ -89,7 +90,8 @@ def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, t
         time.sleep(600)
         """
     )
-    outcome = launch(path, workers=3, log_dir=tmp_path, patience=HURRIED, tell=told.append)
+    patience = Patience(failure=0.3, stop=60.0)
+    outcome = launch(path, workers=3, log_dir=tmp_path, patience=patience, tell=told.append)
     assert outcome.exit_code == 1
     assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGTERM, 1, -signal.SIGTERM]
     assert outcome.first_failure is outcome.exits[1]
@@ -123,17 +125,25 @@ def test_the_first_to_raise_counts_not_the_first_to_end(script: Script, tmp_path
         """
         import atexit, os, pathlib, sys, time
         raised = pathlib.Path(sys.argv[1])
+
+        def tear_down():
+            raised.touch()
+            pid = raised.with_name("pid")
+            while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
+                time.sleep(0.01)
+
         if os.environ["RANK"] == "1":
-            atexit.register(time.sleep, 0.5)     # tears down slowly
-            atexit.register(raised.touch)
+            atexit.register(tear_down)           # until the other one has ended
             raise RuntimeError("the cause")
         while not raised.exists():
             time.sleep(0.01)
         time.sleep(0.1)                          # files are dated to a few milliseconds
+        raised.with_name("new").write_text(str(os.getpid()))
+        raised.with_name("new").rename(raised.with_name("pid"))
         raise RuntimeError("the consequence")
         """
     )
-    outcome = launch(path, [str(tmp_path / "raised")], workers=2, log_dir=tmp_path)
+    outcome = launch(path, [str(tmp_path / "raised")], workers=2, log_dir=tmp_path, patience=PATIENT)
     assert outcome.exits[0].ended_at < outcome.exits[1].ended_at
     assert outcome.first_failure is outcome.exits[1]
 
@@ -165,15 +175,18 @@ def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tm
             time.sleep(600)
         if os.environ["RANK"] == "1":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
-        while "ready" not in open(sys.argv[1]).read():
-            time.sleep(0.01)
+        for log in sys.argv[1:]:
+            while "ready" not in open(log).read():
+                time.sleep(0.01)
         sys.exit(1)
         """
     )
+    logs = [str(tmp_path / f"worker-{rank}.log") for rank in range(2)]
     started = time.monotonic()
-    outcome = launch(path, [str(tmp_path / "worker-0.log")], workers=3, log_dir=tmp_path, patience=HURRIED)
+    outcome = launch(path, logs, workers=3, log_dir=tmp_path, patience=HURRIED)
     assert time.monotonic() - started < 60  # of 600
     assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGKILL, -signal.SIGKILL, 1]
 
@@ -241,13 +254,16 @@ def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_
             print("saved")
         """
     )
-    outcome = launch(path, log_dir=tmp_path)
+    outcome = launch(path, log_dir=tmp_path, patience=PATIENT)
     assert outcome.exit_code == 130
     assert outcome.exits[0].code == 0
     assert (tmp_path / "worker-0.log").read_text() == "saved\n"
 
 
-def test_a_signal_that_arrives_twice_at_once_counts_once(script: Script, tmp_path: Path) -> None:
+def test_a_signal_that_arrives_twice_at_once_counts_once(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anabranch.launch.supervision.stop_requests.ECHO_SECONDS", 60.0)
     path = script(
         """
         import os, signal, sys, time

@@ -14,7 +14,7 @@ import pytest
 from anabranch.launch.environment import worker_environment
 
 Script = Callable[[str], Path]
-LIMIT = 100.0
+LIMIT = 200.0
 
 
 def test_plain_python_is_a_job_of_one_worker(script: Script) -> None:

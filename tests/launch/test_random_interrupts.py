@@ -39,7 +39,7 @@ def test_ctrl_c_at_a_random_moment_is_reported_in_two_lines(
 ) -> None:
     before = marked_processes(mark)
     logs = tmp_path / "logs"
-    with start_run("--workers", 4, "--log-dir", logs, script(TRAINS), tmp_path / "saved") as job:
+    with start_run("--workers", 4, "--log-dir", logs, script(TRAINS), tmp_path / "saved", patient=True) as job:
         wait_until((logs / "job.json").exists)  # until then it is the tests' own program
         time.sleep(random.Random(seed).uniform(0.0, 6.0))  # any moment will do, on any machine
         job.send_signal(signal.SIGINT)
@@ -67,7 +67,7 @@ def test_ctrl_c_ends_a_worker_that_still_waits_to_meet_the_others(
         ab.Executor(step, comm_mode="AllReduce")
         """
     )
-    with start_run("--workers", 2, "--log-dir", tmp_path, path) as job:
+    with start_run("--workers", 2, "--log-dir", tmp_path, path, patient=True) as job:
         wait_until((tmp_path / "job.json").exists)
         wait_until(lambda: status_of(tmp_path).roles[0].doing == Activity.CONNECTING.words)
         job.send_signal(signal.SIGINT)

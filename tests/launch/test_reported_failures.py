@@ -38,7 +38,7 @@ def fails(script: Script) -> Path:
 
 
 def test_those_that_lost_a_killed_rank_are_folded_and_the_backend_s_words_kept_out(fails: Path, tmp_path: Path) -> None:
-    done = run("--workers", 3, "--log-dir", tmp_path / "logs", fails, tmp_path / "saved", 1)
+    done = run("--workers", 3, "--log-dir", tmp_path / "logs", fails, tmp_path / "saved", 1, patient=True)
     assert done.returncode == 1
     told = done.stderr.splitlines()
     cause = next(line for line in told if "was killed by SIGKILL" in line)
@@ -58,13 +58,13 @@ def test_those_that_lost_a_killed_rank_are_folded_and_the_backend_s_words_kept_o
 
 
 def test_verbose_shows_consequences(fails: Path, tmp_path: Path) -> None:
-    done = run("--workers", 2, "--verbose", fails, tmp_path / "saved", 1)
+    done = run("--workers", 2, "--verbose", fails, tmp_path / "saved", 1, patient=True)
     assert "PeerLost: rank 1 is lost" in done.stderr
     assert "the logs are in" not in done.stderr
 
 
 def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tmp_path: Path) -> None:
-    with start_run("--workers", 2, "--log-dir", tmp_path / "logs", fails, tmp_path / "saved", 9) as job:
+    with start_run("--workers", 2, "--log-dir", tmp_path / "logs", fails, tmp_path / "saved", 9, patient=True) as job:
         log = tmp_path / "logs" / "worker-0.log"
         wait_until(lambda: log.exists() and "five steps" in log.read_text())
         job.send_signal(signal.SIGINT)
@@ -79,7 +79,12 @@ def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tm
 
 
 def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
-    done = run("--workers", 2, script("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('bad row 17')"))
+    done = run(
+        "--workers",
+        2,
+        script("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('bad row 17')"),
+        patient=True,
+    )
     assert done.returncode == 1
     assert done.stderr.count("ValueError: bad row 17") == 1
     assert "rank 0" in done.stderr.splitlines()[-2]
@@ -87,7 +92,7 @@ def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
 
 
 def test_those_that_failed_alike_are_folded(script: Script) -> None:
-    done = run("--workers", 3, script("import sys\nsys.exit('two workers at most')"))
+    done = run("--workers", 3, script("import sys\nsys.exit('two workers at most')"), patient=True)
     assert done.returncode == 1
     assert done.stderr.count("two workers at most") == 1, "as rank 0 wrote it, whichever was the first"
     assert done.stderr.count("failed alike; the logs are in ") == 1
@@ -101,7 +106,7 @@ def test_those_that_lost_the_same_server_are_folded_and_blame_no_worker(script: 
         time.sleep(0.1 * (1 - rank))
         raise PeerLost("Connection refused", peer="unix:/there", operation="pull", elapsed=1.0 + rank)
         """
-    done = run("--workers", 2, script(lost))
+    done = run("--workers", 2, script(lost), patient=True)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "Its output is above" in done.stderr

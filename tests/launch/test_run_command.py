@@ -23,7 +23,7 @@ from launched import run, start_run
 
 Script = Callable[[str], Path]
 RUN = [sys.executable, "-m", "anabranch.cli", "run"]
-LIMIT = 60.0
+LIMIT = 120.0
 
 # Says when it is ready, with descendants in its group and out of it.
 READY = """
@@ -182,7 +182,7 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
             log = tmp_path / "logs" / f"worker-{rank}.log"
             wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
         # The launcher, its fork server and copier, the rendezvous, two workers, four sleepers.
-        assert len(marked_processes(mark)) == 10
+        wait_until(lambda: len(marked_processes(mark)) == 10)
         os.killpg(launcher.pid, number) if to_group else os.kill(launcher.pid, number)
         assert launcher.wait(timeout=LIMIT) == code
     assert marked_processes(mark) == []

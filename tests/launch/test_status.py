@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import anabranch as ab
-from anabranch.launch import launch
+from anabranch.launch import address_status, launch
 from anabranch.launch.address_status import Addresses
 from anabranch.launch.job_file import JobFile
 from anabranch.launch.job_status import RoleStatus, job_of, latest_job, status_of
@@ -186,7 +186,14 @@ def test_a_file_of_an_earlier_process_is_ignored(tmp_path: Path) -> None:
     assert status_of(tmp_path).loss == 0.5
 
 
-def test_servers_are_queried_at_their_addresses(tmp_path: Path) -> None:
+def busy_seconds(endpoint: str) -> float:
+    with Addresses([endpoint]) as addresses:
+        (role,) = addresses.look().roles
+    return float(role.service["experts"]["e.0"]["busy_seconds"]) if role.service else 0.0
+
+
+def test_servers_are_queried_at_their_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_status, "_SECONDS", 60.0)
     expert = ab.ExpertBackend("e.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
     with ParameterServer() as server, ab.ExpertServer([expert]) as experts:
         ab.RemoteExpert("e.0", experts.endpoint)(torch.ones(3, 2))
@@ -200,10 +207,10 @@ def test_servers_are_queried_at_their_addresses(tmp_path: Path) -> None:
         ]
         assert found.roles[0].service["clocks"] == []
         assert found.roles[1].service["experts"]["e.0"]["rows"] == 3
-        assert found.roles[1].service["experts"]["e.0"]["busy_seconds"] > 0
+        wait_until(lambda: busy_seconds(experts.endpoint) > 0)  # noted once the answer has left
         for asked, code in ((server.endpoint, 0), (nowhere, 1)):
-            done = run("--address", asked, command="status")
-            assert done.returncode == code  # a script that waits for its servers reads this
+            # A script that waits for its servers reads this, and asks again.
+            wait_until(lambda asked=asked, code=code: run("--address", asked, command="status").returncode == code)
 
 
 def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
@@ -212,6 +219,7 @@ def test_a_server_that_does_not_answer_is_stopped(tmp_path: Path) -> None:
         os.chmod(f"{tmp_path}/silent", 0o600)
         silent.listen()
         with Addresses([f"unix:{tmp_path}/silent"]) as addresses:
+            addresses._client._heartbeat = 60.0
             assert addresses.look().roles[0].state == "stopped"
 
 

@@ -24,7 +24,7 @@ from anabranch.launch.supervision.stop_requests import TERMINAL, UNKNOWN, StopRe
 from anabranch.launch.supervision.supervisor import Supervisor
 
 Script = Callable[[str], Path]
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

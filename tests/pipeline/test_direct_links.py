@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
+from anabranch.launch import Patience
 from anabranch.pipeline.links import communicators
 from anabranch.pipeline.links.direct import DirectLinks, announce, guard
 from anabranch.pipeline.links.inbox import Inbox
@@ -36,60 +37,61 @@ DIRECT_AND_GLOO = {"PIPELINE_POST": "direct,gloo"}
 )
 def test_ranks_are_the_unsplit_module(ranks: int, environment: dict[str, str]):
     """Every schedule, with skips, ties and recomputation."""
-    LocalJob(ranks, timeout=110, environment=environment).run(RANKS, "exact").check()
+    LocalJob(ranks, environment=environment).run(RANKS, "exact").check()
 
 
 def test_pipelines_of_a_grid_have_links_of_their_own():
-    LocalJob(4, timeout=100, environment=DIRECT).run(RANKS, "grid").check()
+    LocalJob(4, environment=DIRECT).run(RANKS, "grid").check()
 
 
 @pytest.mark.parametrize(
     ("ranks", "schedules"), [(2, "1F1B"), pytest.param(3, "1F1B,ZBV,Interleaved1F1B", marks=pytest.mark.slow)]
 )
 def test_a_failure_anywhere_ends_the_step_and_the_next_goes_over_the_host(ranks: int, schedules: str):
-    result = LocalJob(ranks, timeout=200, environment=DIRECT).run(RANKS, f"failures:{schedules}").check()
+    result = LocalJob(ranks, environment=DIRECT).run(RANKS, f"failures:{schedules}").check()
     for found in result.results:
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
 
 
 def test_a_failure_is_reported_once():
-    for found in LocalJob(2, timeout=60).run(SCRIPT, "told_once").check().results:
-        assert [text.split(":")[0] for text in found["said"]] == ["a turn of the pipe failed"]
+    told = [found["said"] for found in LocalJob(2).run(SCRIPT, "told_once").check().results]
+    assert all(len(said) <= 1 for said in told)  # a rank that meets the closed link first says nothing
+    assert {text.split(":")[0] for said in told for text in said} == {"a turn of the pipe failed"}
 
 
 def test_a_stopped_rank_is_named_and_the_pipe_works_when_it_resumes():
-    found = LocalJob(2, timeout=60, environment=DIRECT).run(RANKS, "stopped").check().results
+    found = LocalJob(2, environment=DIRECT).run(RANKS, "stopped").check().results
     assert "its process is stopped" in found[0]["text"]
 
 
 def test_a_killed_rank_is_named_at_once():
-    result = LocalJob(2, timeout=60, environment=DIRECT).run(RANKS, "killed")
+    result = LocalJob(2, environment=DIRECT, patience=Patience(failure=60.0)).run(RANKS, "killed")
     assert result.exit_codes[1] == -9
     assert result.results[0]["peer"] == "rank 1"
     assert result.results[0]["seconds"] < 30.0  # of 60
 
 
 def test_a_rank_that_stops_between_header_and_tensors_is_named_though_the_host_waits_for_them():
-    found = LocalJob(2, timeout=60).run(SCRIPT, "stopped_on_the_way").check().results
+    found = LocalJob(2).run(SCRIPT, "stopped_on_the_way").check().results
     assert "rank 1 is lost: its process is stopped" in found[0]["text"]
     assert found[0]["seconds"] < 30.0  # of 60
 
 
 def test_a_rank_that_dies_between_header_and_tensors_is_named():
-    result = LocalJob(2, timeout=60).run(SCRIPT, "killed_on_the_way")
+    result = LocalJob(2, patience=Patience(failure=60.0)).run(SCRIPT, "killed_on_the_way")
     assert result.exit_codes[1] == -9
     assert "rank 1 is lost" in result.results[0]["text"]
     assert result.results[0]["seconds"] < 30.0  # of 60
 
 
 def test_a_link_that_breaks_alone_ends_the_turn_and_no_other():
-    found = LocalJob(2, timeout=60).run(SCRIPT, "broken").check().results
+    found = LocalJob(2).run(SCRIPT, "broken").check().results
     assert any("sending tensors between it and this rank failed" in rank["text"] for rank in found)
 
 
 @pytest.mark.slow
 def test_a_link_that_breaks_unseen_ends_the_turn_long_before_its_deadline():
-    found = LocalJob(2, timeout=60).run(SCRIPT, "broken_unseen").check().results
+    found = LocalJob(2).run(SCRIPT, "broken_unseen").check().results
     assert all("the link between them is closed" in rank["text"] for rank in found)
 
 
@@ -106,12 +108,12 @@ def test_a_link_that_closed_at_this_end_alone_is_the_reason_why_a_wait_ends():
 
 
 def test_a_rank_that_cannot_connect_takes_all_to_the_host():
-    found = LocalJob(2, timeout=90).run(SCRIPT, "refused").check().results
+    found = LocalJob(2).run(SCRIPT, "refused").check().results
     assert found[1]["said"] == ["rank 1 of a pipe sends tensors over the host, not over gloo: no network of that kind"]
 
 
 def test_a_turn_ends_when_its_tensors_are_there():
-    LocalJob(2, timeout=60).run(SCRIPT, "late").check()
+    LocalJob(2).run(SCRIPT, "late").check()
 
 
 class Work:

@@ -16,6 +16,7 @@ from anabranch import Pipe, pop, skippable, stash
 from anabranch.events import on_fault_point, subscribe
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from covering import pairwise
+from waiting import wait_until
 
 
 def normed_model() -> nn.Sequential:
@@ -275,7 +276,7 @@ def test_a_dropped_output_frees_the_activations():
         y = pipe(torch.randn(4, 3))
         assert not any(reference.expired() for reference in kept)
         del y
-        assert all(reference.expired() for reference in kept)
+        wait_until(lambda: all(reference.expired() for reference in kept))  # a stage's thread lets go a moment later
 
 
 def test_activations_are_freed_as_backward_goes():
@@ -374,7 +375,7 @@ def test_the_pipes_threads_end_with_it():
     assert len(threads) == 2
     del pipe
     for thread in threads:
-        thread.join(timeout=10.0)
+        thread.join(timeout=60.0)
         assert not thread.is_alive()
 
 

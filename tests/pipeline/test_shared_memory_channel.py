@@ -42,7 +42,7 @@ def post_value(channel: SharedMemoryChannel, value: Structure, i: int = 0) -> No
 
 def taken(channel: SharedMemoryChannel, inbox: Inbox, i: int = 0) -> Structure:
     key = (Kind.SEND_F.value, 0, 1, i)
-    channel.wait_for(lambda: key in inbox.data, 5.0)
+    channel.wait_for(lambda: key in inbox.data, 60.0)
     with inbox.changed:
         return inbox.data.pop(key)[0].structure()
 
@@ -108,13 +108,13 @@ def test_messages_longer_than_a_frame_and_more_than_a_socket_holds_arrive_in_ord
     for i in range(300):
         post_value(sender, ("x" * 100_000 if i % 100 == 0 else "short", torch.full((2,), float(i))), i)
     assert sender._lines[1].unsent, "the socket is full, and nobody was kept waiting"
-    pumping = threading.Thread(target=lambda: sender.flush(10.0))
+    pumping = threading.Thread(target=lambda: sender.flush(60.0))
     pumping.start()
     for i in range(300):
         text, x = taken(receiver, inbox, i)
         assert len(text) == (100_000 if i % 100 == 0 else 5)
         assert x[0] == i
-    pumping.join(timeout=10.0)
+    pumping.join(timeout=60.0)
     assert not sender._lines[1].unsent
 
 
@@ -122,11 +122,11 @@ def test_messages_for_a_later_turn_stay_in_the_socket(pair: Pair):
     sender, receiver, inbox = pair
     sender.send(1, Header(1, "step", "end"))
     sender.send(1, Header(2, "step", "end", body="later"))
-    receiver.wait_for(lambda: bool(inbox.ended), 5.0)
+    receiver.wait_for(lambda: bool(inbox.ended), 60.0)
     receiver.look()
     assert inbox.bodies == {0: None}
     inbox.begin(2, "step")
-    receiver.wait_for(lambda: bool(inbox.ended), 5.0)
+    receiver.wait_for(lambda: bool(inbox.ended), 60.0)
     assert inbox.bodies == {0: "later"}
 
 
@@ -137,7 +137,7 @@ def test_last_words_are_heard_before_a_closed_connection_is_a_lost_peer(pair: Pa
     sender.close()
     receiver.send(0, Header(1, "step", "end"))
     assert taken(receiver, inbox) == "farewell"
-    receiver.wait_for(lambda: bool(inbox.lost), 5.0)
+    receiver.wait_for(lambda: bool(inbox.lost), 60.0)
     assert "closed" in inbox.lost[0] or "reset" in inbox.lost[0]
 
 
@@ -148,13 +148,13 @@ def test_ranks_meet_and_leave_no_file_behind():
 
     def meet(rank: int) -> None:
         with meetings[rank]:
-            found[rank] = meetings[rank].connect(paths, 10.0)
+            found[rank] = meetings[rank].connect(paths, 60.0)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10.0)
+        thread.join(timeout=60.0)
     assert {rank: set(sockets) for rank, sockets in found.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
     found[2][0].send(b"from 2")
     assert found[0][2].recv(9) == b"from 2"

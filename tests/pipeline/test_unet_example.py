@@ -28,9 +28,7 @@ def alone(out: Path, steps: int) -> dict:
 @pytest.mark.slow
 def test_one_process_and_two_workers_have_the_same_loss_curve(tmp_path: Path):
     found = alone(tmp_path / "one", steps=3)
-    results = (
-        LocalJob(2, timeout=100).run_source(UNDRAWN, "--steps", "3", "--out", str(tmp_path / "two")).check().results
-    )
+    results = LocalJob(2).run_source(UNDRAWN, "--steps", "3", "--out", str(tmp_path / "two")).check().results
     assert results[0] == found
     assert (tmp_path / "one/losses.json").read_text() == (tmp_path / "two/losses.json").read_text()
     for name in ("digits.png", "loss.png", "schedule.svg"):

@@ -78,8 +78,8 @@ def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytes
         asking.start()
         wait_until(lambda: calls)
         for _ in range(5):  # more than four silences that are too long, were the beats not heard
-            before = network.received
             clock.advance(1.8 * HEARTBEAT)
+            before = network.received
             wait_until(lambda before=before: network.received > before)
         assert not errors
         healthy = False
@@ -91,6 +91,50 @@ def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytes
         wait_until(given_up)
         join(asking)
     assert "no beat" in str(errors[0])
+
+
+class Watched(FakeClock):
+    """Counts how often it was read."""
+
+    read = 0
+
+    def __call__(self) -> float:
+        self.read += 1
+        return super().__call__()
+
+
+def test_a_client_that_slept_itself_waits_for_one_more_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stood still for seconds: its client woke before its server, and gave it up."""
+    clock = Watched()
+    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=clock))
+    calls: list[Call] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.call(Request(server.endpoint, "wait"), Deadline.after(100.0))
+        except PeerLost as error:
+            errors.append(error)
+
+    def after(heartbeats: float) -> list[Exception]:
+        clock.advance(heartbeats * HEARTBEAT)
+        before = clock.read
+        wait_until(lambda: errors or clock.read > before + 20)
+        return errors
+
+    with (
+        Server([waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: False, drain_seconds=0.01) as server,
+        Client(heartbeat=HEARTBEAT) as client,
+    ):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: calls)
+        assert not after(1.9)
+        assert not after(50.0)
+        assert not after(0.9)
+        assert after(0.2)
+        join(asking)
+    assert "no beat for 2.65 s" in str(errors[0])
 
 
 def test_the_deadline_ends_a_wait_for_a_server_that_lives() -> None:

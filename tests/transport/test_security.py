@@ -8,12 +8,14 @@ import ssl
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
+from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.network.streams import Peer
@@ -78,8 +80,9 @@ def test_the_environment_may_name_the_keys(keys: Path, monkeypatch: pytest.Monke
         assert client.call(Request(server.endpoint, "echo"), soon()).payload.startswith(b"worker")
 
 
-def test_beats_pass_under_tls_while_a_call_waits(keys: Path) -> None:
+def test_beats_pass_under_tls_while_a_call_waits(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is answered when three beats have been sent, and by then it has received them: they come in order."""
+    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=FakeClock()))  # no beat is late
     beaten = threading.Semaphore(0)
 
     def healthy() -> bool:

@@ -51,7 +51,7 @@ def test_silent_peers_keep_no_one_out(keys: Path, secure: bool) -> None:
     with (
         Server([ECHO], listen=TCP, max_connections=2, max_strangers=8, **options) as server,  # type: ignore[arg-type]
         silent(server, 40),
-        Client(retries=0, **options) as client,  # type: ignore[arg-type]
+        Client(retries=0, heartbeat=20.0, **options) as client,  # type: ignore[arg-type]
     ):
         assert client.call(Request(server.endpoint, "echo", payload=b"in"), soon()).payload == b"in"
         assert server.statistics().connections <= 9 + 1
@@ -96,14 +96,16 @@ def test_a_handshake_may_take_ten_seconds_while_it_makes_progress(monkeypatch: p
         until(lambda: server.statistics().connections == 1)
         (connection,) = server._connections
         began = connection._began
-        assert connection.patience(began) == pytest.approx(2.0, abs=0.5)
         greeting = b"".join(bytes(part) for part in encode(Hello()))
         peers[0].sendall(greeting[:10])
         until(lambda: connection._progress > began)
         assert connection.patience(connection._progress) == pytest.approx(2.0)
-        # However it drips, it must have greeted by then.
-        connection._progress = began + 9.5
-        assert connection.patience(began + 9.5) == pytest.approx(0.5)
+
+        def must_have_greeted() -> bool:
+            connection._progress = began + 9.5  # however it drips; the loop may note what arrived a moment later
+            return connection.patience(began + 9.5) == pytest.approx(0.5)
+
+        until(must_have_greeted)
 
 
 def test_a_peer_that_leaves_before_it_is_accepted_does_not_stop_others(keys: Path) -> None:

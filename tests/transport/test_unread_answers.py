@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded
+from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import FrameWriter, Hello, encode
 from anabranch.transport.network.streams import Stream
@@ -109,6 +111,13 @@ def test_a_client_frees_its_connection_when_it_is_closed(lost: bool) -> None:
     assert [ref() for ref in made if ref() is not None] == []
 
 
+@pytest.fixture
+def _never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not read keeps its answer, however long the test takes."""
+    monkeypatch.setattr("anabranch.transport.server.server._UNREAD", 1000.0)
+
+
+@pytest.mark.usefixtures("_never_cut")
 def test_unread_answers_have_a_budget_and_reading_clients_are_served() -> None:
     large = Large(quick=True)
     with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack:
@@ -127,8 +136,10 @@ def test_unread_answers_have_a_budget_and_reading_clients_are_served() -> None:
 def test_a_client_that_has_not_read_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Large(quick=True)
     with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
-        idle = [stack.enter_context(asker(server)) for _ in range(2)]
-        until(lambda: server.statistics().served == 2)
+        idle = []
+        for count in (1, 2):
+            idle.append(stack.enter_context(asker(server)))
+            until(lambda count=count: server.statistics().served == count)
         monkeypatch.setattr("anabranch.transport.server.server._UNREAD", 0.0)
         assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
         # The one that waited longest was cut, the other may still read.
@@ -208,6 +219,7 @@ def test_half_a_request_is_freed_at_once_when_its_client_has_gone() -> None:
         until(lambda: places[0]() is None)
 
 
+@pytest.mark.usefixtures("_never_cut")
 def test_an_answer_without_room_is_not_made() -> None:
     """Room was reserved for answers that had been made, so as many as there are threads exceeded the bound."""
     made: list[int] = []
@@ -276,6 +288,7 @@ def test_memory_of_unread_answers_is_returned_to_the_system(monkeypatch: pytest.
     returned: list[int] = []
     monkeypatch.setattr("anabranch.transport.server.server._GIVEN_BACK", 4 * NBYTES)
     monkeypatch.setattr("anabranch.transport.server.server.give_memory_back", lambda: returned.append(large.held()))
+    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=FakeClock()))  # no beat is late
     large = Large(quick=True)
     with Server([large.verb], heartbeat=0.02) as server, ExitStack() as stack, Client() as client:
         for _ in range(4):

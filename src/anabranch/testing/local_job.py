@@ -87,7 +87,8 @@ class LocalJob:
         workers: how many workers; at least 1.
         servers: how many parameter servers.
         experts: how many processes of the script serve experts, in ``job.serve()``.
-        timeout: seconds a run may take. Workers that still run then write every thread's stack to their log.
+        timeout: seconds a run may take, of which a new machine compiles the servers' kernels for a minute. Workers that
+            still run then write every thread's stack to their log.
         environment: added to this process's environment for the workers.
         patience: how long processes may take to end after one of them failed.
         durability: the state that a restarted parameter server recovers; ``"none"`` ends the job.
@@ -105,7 +106,7 @@ class LocalJob:
         servers: int = 0,
         experts: int = 0,
         *,
-        timeout: float = 60.0,
+        timeout: float = 200.0,
         environment: Mapping[str, str] | None = None,
         patience: Patience | None = None,
         durability: Durability = "none",

@@ -134,7 +134,7 @@ class Client:
     >>> from anabranch.transport import Server, Verb
     >>> double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
     >>> with Server([double]) as server, Client() as client:
-    ...     client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(5.0)).tensors
+    ...     client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(60.0)).tensors
     [tensor([2., 2.])]
 
     Args:
@@ -556,6 +556,8 @@ class _Exchange(msgspec.Struct, eq=False):
     attempts: int = 0
     retry_at: float = 0.0
     progress: float = 0.0
+    excused: float = 0.0
+    """Seconds since ``progress`` that do not count as silence: this process slept, and its server may have too."""
     fresh: bool = False
     damaged: bool = False
     """True once it was sent again because a header was damaged."""
@@ -588,13 +590,18 @@ class _Exchange(msgspec.Struct, eq=False):
         """Return the moment at which to act even without an event."""
         if self.channel is None:
             return self.retry_at
-        silent = self.progress + 2 * self.channel.heartbeat
+        silent = self.progress + self.excused + 2 * self.channel.heartbeat
         ready = self.channel.stream.ready_at()
         return min(silent, ready) if ready else silent
 
     def wake(self, now: float) -> None:
         """Retry at ``wake_at``, continue, or give up on a silent server."""
-        if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
+        if self.channel is None or now < (silent := self.progress + self.excused + 2 * self.channel.heartbeat):
+            self.advance()
+        elif not self.excused and now - silent > self.channel.heartbeat / 10:
+            # Nobody woke this process in time: all of this machine may have stood still. One more beat is waited for.
+            self.excused = now - self.channel.heartbeat - self.progress
+        else:
             silence = now - self.progress
             # The length in a header may be corrupted, so that the rest of it never arrives.
             if self.channel.reader.in_header() and self._retry(
@@ -604,8 +611,6 @@ class _Exchange(msgspec.Struct, eq=False):
             self._finish(
                 self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not an anabranch server")
             )
-        else:
-            self.advance()
 
     def advance(self, *, readable: bool = True, send: bool = True) -> None:
         """Continue as far as the connection allows; skip reading if ``readable`` is false.
@@ -683,7 +688,7 @@ class _Exchange(msgspec.Struct, eq=False):
         if self.sequence < 0:
             self.sequence = self.client._number(once=self.request.once)
             self.span = spans.begin()
-        self.progress = time.monotonic()
+        self._advanced()
         self.channel = self.client._channel(self.request.endpoint, fresh=self.fresh)
         self.channel.allocate = self.request.allocate
         self.heard = False
@@ -691,6 +696,9 @@ class _Exchange(msgspec.Struct, eq=False):
             self._put_request(self.channel)
         else:
             self.phase = _Phase.CONNECTING
+
+    def _advanced(self) -> None:
+        self.progress, self.excused = time.monotonic(), 0.0
 
     def _connect(self) -> None:
         assert self.channel is not None
@@ -742,7 +750,7 @@ class _Exchange(msgspec.Struct, eq=False):
         ):
             self._receive(channel, frame.header, frame.tensors or ())
         if not self.done and (sent or channel.reader.received != before):
-            self.progress = time.monotonic()
+            self._advanced()
         if broken is not None and not self.done:
             raise broken
 

@@ -30,7 +30,7 @@ class PeerWatch:
 
     >>> watch = PeerWatch(lambda ranks: {2: "its process has ended"}, heartbeat=1.0)
     >>> try:
-    ...     watch.wait(lambda seconds: False, [1, 2], "all_reduce", Deadline.after(5.0))
+    ...     watch.wait(lambda seconds: False, [1, 2], "all_reduce", Deadline.after(60.0))
     ... except PeerLost as error:
     ...     print(error.peer)
     rank 2

@@ -75,9 +75,9 @@ class BackgroundSaves:
 
     >>> saves = BackgroundSaves()
     >>> saves.begin(lambda: None)
-    >>> saves.wait(0, Deadline.after(5.0))
+    >>> saves.wait(0, Deadline.after(60.0))
     ['']
-    >>> saves.close(Deadline.after(5.0))
+    >>> saves.close(Deadline.after(60.0))
     []
     """
 

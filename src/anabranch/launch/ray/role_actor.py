@@ -38,6 +38,7 @@ LEASE_SECONDS = 20.0
 _MOST_BYTES = 1 << 20
 _CHUNK = 1 << 16
 _ANSWER_SECONDS = 1.0
+_START_SECONDS = 60.0  # of a process that is started again, not its imports
 _TOLD = (".status", ".steps")
 # What describes the machine that a process runs on, and not the job.
 _OF_THE_NODE = (
@@ -253,7 +254,7 @@ class RoleActor:
 
         self._living = threading.Thread(target=live, name="anabranch-role", daemon=True)
         self._living.start()
-        started.wait(LEASE_SECONDS)
+        started.wait(_START_SECONDS)
         if failed:
             raise ValueError(f"node {self._host} cannot start {program.target!r}: {failed[0]}")
         running = self._running

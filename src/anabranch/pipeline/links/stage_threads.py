@@ -25,7 +25,7 @@ class StageThreads:
     >>> seen = []
     >>> with StageThreads(2, "example") as workers:
     ...     tasks = [lambda: seen.append(0), lambda: seen.append(1)]
-    ...     workers.run(tasks, Deadline.after(5.0), on_interrupt=lambda: None)
+    ...     workers.run(tasks, Deadline.after(60.0), on_interrupt=lambda: None)
     >>> sorted(seen)
     [0, 1]
 

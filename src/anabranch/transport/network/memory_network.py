@@ -67,7 +67,7 @@ class MemoryTransport:
     >>> network = MemoryTransport()
     >>> echo = Verb("echo", lambda call: call.reply(payload=call.payload))
     >>> with Server([echo], transport=network) as server, Client(transport=network) as client:
-    ...     client.call(Request(server.endpoint, "echo", payload=b"hello"), Deadline.after(5.0)).payload
+    ...     client.call(Request(server.endpoint, "echo", payload=b"hello"), Deadline.after(60.0)).payload
     b'hello'
     """
 

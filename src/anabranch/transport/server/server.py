@@ -88,7 +88,7 @@ class Server:
     >>> from anabranch.transport import Client, Request
     >>> double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
     >>> with Server([double]) as server, Client() as client:
-    ...     answer = client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(5.0))
+    ...     answer = client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(60.0))
     >>> answer.tensors
     [tensor([2., 2.])]
 

@@ -43,7 +43,7 @@ class Runtime:
     >>> from anabranch.experts import Task
     >>> pool = TaskPool(lambda x: [2 * x])
     >>> with Runtime([pool]):
-    ...     pool.submit(Task([torch.ones(1)], 1, Deadline.after(5.0))).result(timeout=5.0)
+    ...     pool.submit(Task([torch.ones(1)], 1, Deadline.after(60.0))).result(timeout=60.0)
     [tensor([2.])]
 
     Among the pools with a batch due, the one with the most urgent task goes first: the task of the highest priority, of

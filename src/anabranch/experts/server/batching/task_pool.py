@@ -77,8 +77,8 @@ class TaskPool:
 
     >>> from anabranch.deadline import Deadline
     >>> pool = TaskPool(lambda x: [2 * x], name="ffn.0_forward")
-    >>> few = pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(5.0)))
-    >>> more = pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(5.0)))
+    >>> few = pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(60.0)))
+    >>> more = pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(60.0)))
     >>> pool.run(pool.take_batch())
     >>> few.result()[0].shape, more.result()[0].shape, pool.statistics().batches
     (torch.Size([1, 2]), torch.Size([2, 2]), 1)

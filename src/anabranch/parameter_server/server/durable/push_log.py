@@ -46,7 +46,7 @@ class PushLog:
     >>> from anabranch.parameter_server.server.durable.recovery import LogReader
     >>> directory = Path(tempfile.mkdtemp())
     >>> with PushLog(directory) as log:
-    ...     log.commit(log.append(Record("push", b"facts"), [torch.ones(2)]), Deadline.after(5.0))
+    ...     log.commit(log.append(Record("push", b"facts"), [torch.ones(2)]), Deadline.after(60.0))
     >>> [(record.verb, tensors) for record, tensors in LogReader(directory)]
     [('push', [tensor([1., 1.])])]
 
