@@ -232,10 +232,11 @@ class Client:
         Raises:
             DeadlineExceeded: no answer in time; the server may still be working.
             PeerLost: no server there, the connection lost more often than there are retries, or no beat for two
-            intervals. Overloaded: the server declined at once. Unauthorized: the server does not trust our certificate,
-            or our role may not make this request. ProtocolError: the answer is not a frame, or breaks a limit.
-            RemoteError: the verb's handler raised. NotFound, SchemaError, NonFinite: the server rejected the request as
-            wrong. ForkedClient: the client was used before this process was forked.
+            intervals (one more if this process was itself held up). Overloaded: the server declined at once.
+            Unauthorized: the server does not trust our certificate, or our role may not make this request.
+            ProtocolError: the answer is not a frame, or breaks a limit. RemoteError: the verb's handler raised.
+            NotFound, SchemaError, NonFinite: the server rejected the request as wrong. ForkedClient: the client was
+            used before this process was forked.
         """
         outcome = self.gather([request], deadline)[0]
         if isinstance(outcome, Exception):
