@@ -1,6 +1,6 @@
-"""What experts on the far side cost: calls that do nothing, calls that compute, mixtures, and many small callers.
+"""What experts on the far side cost: calls that do nothing, calls that compute, mixtures, many small callers, overload.
 
-    python benchmarks/experts.py [--seconds 2] [--only nop,ffn,mixture,callers] [--out DIR]
+    python benchmarks/experts.py [--seconds 2] [--only nop,ffn,mixture,callers,overload] [--out DIR]
 
 The server is another process, on a Unix socket and under TLS. Where there is something to compare with it runs in the
 same run, alternating: the same module in this process. Ratios count, absolute times do not.
@@ -25,6 +25,7 @@ import torch
 from measure import keep, machine
 from torch import nn
 
+from anabranch.errors import DeadlineExceeded, Overloaded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
 from anabranch.experts.client.remote_expert import fetch_schema
@@ -34,6 +35,17 @@ from transport import bare, let_go
 
 SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
 WIDTH = 512
+
+
+DEVICE_ROWS, DEVICE_SECONDS = 4, 0.1
+
+
+class Device(nn.Module):
+    """A device of known rate, so slow that the processors have little to do even under ten times its load."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(DEVICE_SECONDS)
+        return x + 1
 
 
 def feedforward(seed: int = 0) -> nn.Module:
@@ -46,6 +58,10 @@ def serve(kind: str, listen: str, keys: str) -> None:
     backends: list[ExpertBackend] = []
     if kind == "nop":
         backends = [ExpertBackend("nop.0", nn.Identity(), args_schema=[TensorSpec(1024)], max_batch_size=1 << 16)]
+    if kind == "device":
+        limits = {"max_batch_size": DEVICE_ROWS, "max_queue_rows": 2 * DEVICE_ROWS}
+        schema = TensorSpec(2)
+        backends = [ExpertBackend("device.0", Device(), args_schema=[schema], outputs_schema=schema, **limits)]
     # Waits for the 64th row, at most 10 ms.
     full = {"min_batch_size": 64, "timeout": 0.01, "keep_activations": 4096} if "full" in kind else {}
     # "ffn" serves all of a grid of 4 x 4, "ffn 2" its third row.
@@ -301,7 +317,61 @@ def call_from_threads(expert: RemoteExpert, *, backward: bool, seconds: float) -
     return rate
 
 
-MEASURES = {"nop": measure_nop, "ffn": measure_ffn, "mixture": measure_mixture, "callers": measure_callers}
+def measure_overload(seconds: float, keys: str) -> Iterator[dict[str, object]]:
+    """Rows a second that are answered within a second, with two callers and with ten for each row of a batch."""
+    counts: dict[str, list[int]] = {"2 x": [], "10 x": []}
+    declined = 0
+    with process("device", keys) as endpoint:
+        for _ in range(3):
+            for name, callers in (("2 x", 2 * DEVICE_ROWS), ("10 x", 10 * DEVICE_ROWS)):
+                answered, refused = offer(endpoint, callers, seconds)
+                counts[name].append(answered)
+                declined += refused if name == "10 x" else 0
+    rates = {name: round(statistics.median(found) / seconds, 1) for name, found in counts.items()}
+    yield {
+        "work": f"overload: a device of {DEVICE_ROWS / DEVICE_SECONDS:.0f} rows a second, callers of one row",
+        "rows_per_second": rates,
+        "declined": declined,
+        "ratio": round(rates["10 x"] / rates["2 x"], 3),
+    }
+
+
+def offer(endpoint: str, callers: int, seconds: float) -> tuple[int, int]:
+    """Calls answered and declined when so many threads ask for one row after the other; a declined one asks again after
+    the time of a batch.
+    """
+    answered, declined = [0] * callers, [0] * callers
+    stop = threading.Event()
+
+    def ask(index: int) -> None:
+        expert = RemoteExpert("device.0", endpoint, forward_timeout=1.0)
+        x = torch.ones(1, 2)
+        with torch.no_grad():
+            while not stop.is_set():
+                try:
+                    expert(x)
+                    answered[index] += 1
+                except (Overloaded, DeadlineExceeded):
+                    declined[index] += 1
+                    stop.wait(timeout=DEVICE_SECONDS)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(callers)]
+    for thread in threads:
+        thread.start()
+    stop.wait(timeout=seconds)
+    stop.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    return sum(answered), sum(declined)
+
+
+MEASURES = {
+    "nop": measure_nop,
+    "ffn": measure_ffn,
+    "mixture": measure_mixture,
+    "callers": measure_callers,
+    "overload": measure_overload,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
