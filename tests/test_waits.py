@@ -17,6 +17,7 @@ from anabranch.errors import DeadlineExceeded
 from anabranch.observe.metrics import waiting_metric
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.tables import Constant, RowOptimizer, TableSpec
+from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, Verb
 from anabranch.transport.peer_watch import PeerWatch
 from waiting import join, wait_until
@@ -67,12 +68,16 @@ def test_a_wait_for_ranks_is_recorded_once_it_is_long_and_forgotten_at_its_end(t
 
 
 def test_a_wait_that_fails_is_forgotten_too(told: Path) -> None:
+    clock = FakeClock()
+
     def done(seconds: float) -> bool:
         time.sleep(seconds)
+        if waits.current():  # only then is the time over
+            clock.advance(60.0)
         return False
 
     with pytest.raises(DeadlineExceeded):
-        PeerWatch(lambda ranks: {}, heartbeat=1.0).wait(done, [1], "all_reduce", Deadline.after(1.1))
+        PeerWatch(lambda ranks: {}, heartbeat=1.0).wait(done, [1], "all_reduce", Deadline.after(60.0, clock))
     assert waits.current() == ()
     assert read(told)["waits"] == []
 
