@@ -34,6 +34,6 @@ def seen(page: Path | str, folder: Path, after: str = "", *, size: str = "1400,9
     address = page if isinstance(page, str) else f"file://{page}"
     flags = [*_FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={size}", "--dump-dom"]
     command = [_CHROMIUM, *flags, address + after]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert not re.findall(r"^.*CONSOLE.*$", found.stderr, re.MULTILINE)
     return found.stdout

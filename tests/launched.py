@@ -49,7 +49,7 @@ def start_run(
 
 
 def run(
-    *arguments: object, command: str = "run", patient: bool = False, timeout: float = 120.0
+    *arguments: object, command: str = "run", patient: bool = False, timeout: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
     """Run ``anabranch run``, ``plan`` or ``status`` to its end, as ``subprocess.run`` with its output captured."""
     with start_run(*arguments, command=command, patient=patient) as process:

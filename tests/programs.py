@@ -95,7 +95,7 @@ class Program:
                     os.close(end)
         self._ended = os.pidfd_open(self.pid)
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 120.0) -> int:
         """Return the exit code; minus the signal's number if one killed it.
 
         Raises:
@@ -127,7 +127,7 @@ class Program:
             assert time.monotonic() < until, f"process {self.pid} does not stop"
             time.sleep(0.001)
 
-    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
         """Close its stdin, and return its stdout and stderr up to its end."""
         with suppress(BrokenPipeError):
             self.stdin.close()
@@ -195,7 +195,7 @@ class Programs:
         script.write_text(source)
         return start(script, *arguments, stderr=stderr)
 
-    def run(self, source: str, *arguments: object, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def run(self, source: str, *arguments: object, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
         """Run a program to its end, as ``subprocess.run`` with its output captured."""
         with self.start(source, *arguments, stderr=PIPE) as program:
             out, err = program.communicate(timeout)

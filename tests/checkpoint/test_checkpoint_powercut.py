@@ -58,7 +58,7 @@ class Disk:
 
 
 def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     if done.returncode:
         pytest.skip(f"{command[0]} does not work here: {done.stderr.strip()[:200]}")
 

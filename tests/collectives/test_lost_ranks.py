@@ -145,7 +145,7 @@ def test_a_rank_that_raises_ends_the_others(ranks: Ranks) -> None:
     facts, _ = ranks.facts(0, timeout=60)
     assert facts["type"] == "PeerLost"
     assert facts["peer"] == "rank 1"
-    _, stderr = ranks.processes[1].communicate(timeout=60)
+    _, stderr = ranks.processes[1].communicate(timeout=200)
     assert "a mistake of rank 1" in stderr
 
 

@@ -35,7 +35,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     script.write_text(code_of(page))
     monkeypatch.chdir(tmp_path)
     with start_launcher(script) as process:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
 
 

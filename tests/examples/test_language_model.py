@@ -361,7 +361,7 @@ def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path)
             if line.startswith("step 2/"):
                 break
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "the same command goes on" in errors

@@ -48,7 +48,7 @@ def test_it_prints_the_same_on_one_worker_and_on_four(script: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_launcher_it_prints_the_same(script: Path) -> None:
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400, check=True)
     assert losses(ended.stdout) == pytest.approx(losses(TEXT), rel=0, abs=2e-6)
 
 

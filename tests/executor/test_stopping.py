@@ -57,7 +57,7 @@ def test_sigterm_lets_the_workers_finish_the_same_step_and_save_it(tmp_path: Pat
         while "running" not in (line := launcher.stdout.readline()):
             assert line, launcher.stderr.read()
         launcher.send_signal(signal.SIGTERM)
-        _, err = launcher.communicate(timeout=60)
+        _, err = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, err
     steps = [json.loads((logs / f"worker-{rank}.log").read_text().splitlines()[-1])["steps"] for rank in range(2)]
     assert steps[0] == steps[1] >= 1

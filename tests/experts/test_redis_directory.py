@@ -194,7 +194,7 @@ if child:
 else:
     os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_connections_are_released(redis: RealRedis) -> None:
@@ -361,7 +361,7 @@ from anabranch.experts.directory import as_directory
 ab.ExpertServer, ab.ParameterServer, ab.RedisDirectory, as_directory(ab.Directory())
 assert not [name for name in sys.modules if name.partition(".")[0] == "redis"]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_endpoints_reachable_from_this_host_only_are_not_announced_to_others(stack: ExitStack) -> None:

@@ -129,7 +129,6 @@ def test_copies_know_both(places: list[str], stack: ExitStack) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_no_grace")
 def test_a_mixture_continues_when_the_first_directory_is_killed(places: list[str], stack: ExitStack) -> None:
     both = ",".join(places)
     command = [sys.executable, "-m", "anabranch.cli", "serve"]

@@ -294,7 +294,7 @@ def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_pa
     with ExitStack() as stack:
         workers = [stack.enter_context(start(script, rank, tmp_path / "store")) for rank in range(2)]
         for worker in workers:
-            _, errors = worker.communicate(timeout=100)
+            _, errors = worker.communicate(timeout=200)
             assert worker.returncode == 0, errors
 
 

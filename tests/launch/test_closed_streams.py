@@ -28,7 +28,7 @@ sys.exit(first if first > 2 else 1)
 @pytest.mark.parametrize("closed", ["", ">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_leads_nowhere(closed: str) -> None:
     command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", PROGRAM, standard_streams.__file__]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode > 2, done.stderr
     assert done.stdout == ("" if " >&-" in f" {closed}" else "to stdout\n")
     assert done.stderr == ("" if "2>&-" in closed else "to stderr\n")

@@ -371,7 +371,7 @@ print(json.dumps([outcome.exit_code, told]))
 """
     )
     with start_launcher(launcher, tmp_path) as process:
-        said, errors = process.communicate(timeout=110)
+        said, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     code, told = json.loads(said)
     assert code == 0, (tmp_path / "worker-0.log").read_text()

@@ -88,9 +88,9 @@ def test_a_job_of_executors_reports_its_steps(tmp_path: Path, script: Callable[[
 
 def test_the_command_prints_a_table_and_refuses_anything_but_a_job(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
-    done = subprocess.run([*STATUS, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*STATUS, str(tmp_path)], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.splitlines()[1].split() == ["worker", "0", "running"]
-    done = subprocess.run([*STATUS, str(tmp_path / "no")], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*STATUS, str(tmp_path / "no")], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "log folder" in done.stderr
 
@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     told = {"pid": os.getpid(), "run": {"loss": float("nan"), "curve": [1.0, float("inf")]}}
     (tmp_path / "worker-0.status").write_text(json.dumps(told))
-    done = subprocess.run([*STATUS, str(tmp_path), "--json"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*STATUS, str(tmp_path), "--json"], capture_output=True, text=True, timeout=200, check=True)
     found = json.loads(done.stdout, parse_constant=pytest.fail)
     assert (found["loss"], found["curve"]) == (None, [1.0, None])
 

@@ -135,7 +135,7 @@ def test_it_looks_at_a_trace_without_importing_torch(tmp_path: Path) -> None:
     path = trace(tmp_path / "out.json")
     code = f"import sys; sys.argv = ['anabranch', 'view', {str(path)!r}, '--out', {str(tmp_path / 'p.html')!r}]\n"
     code += "from anabranch.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def answer(server: PageServer, path: str = "/", **headers: str) -> http.client.HTTPResponse:
