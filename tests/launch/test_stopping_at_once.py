@@ -25,6 +25,7 @@ from anabranch.launch.supervision.supervisor import Supervisor
 
 Script = Callable[[str], Path]
 LIMIT = 120.0
+LAUNCHED = Path(__file__).parents[1] / "launched.py"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -122,16 +123,6 @@ def test_a_second_signal_kills_though_the_launchers_loop_is_busy(
     assert marked_processes(mark) == before
 
 
-# ``anabranch``, but a worker that ignores a signal has a minute, not five seconds.
-PATIENT = """
-from anabranch import cli
-from anabranch.launch.supervision.supervisor import Patience
-
-Patience.__init__.__defaults__ = (60.0, 60.0, 60.0)
-cli.main()
-"""
-
-
 def test_a_key_pressed_twice_kills_however_fast_the_fingers_were(script: Script, tmp_path: Path, mark: str) -> None:
     """A second Ctrl-C within half a second was taken for an echo of the first."""
     path = script(
@@ -144,7 +135,8 @@ def test_a_key_pressed_twice_kills_however_fast_the_fingers_were(script: Script,
     )
     # The session's leader takes the terminal that it has as stdin for its own: then keys make signals.
     own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", PATIENT, "run", "--spawn", "--workers", "2", "--log-dir", str(tmp_path)]
+    # A worker that ignores a signal has a minute here, not five seconds.
+    command = [sys.executable, str(LAUNCHED), "patient", "run", "--spawn", "--workers", "2", "--log-dir", str(tmp_path)]
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", own, *command, str(path)],
