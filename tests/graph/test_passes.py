@@ -35,6 +35,19 @@ def test_the_same_operation_on_the_same_values_is_done_once() -> None:
     assert torch.equal(graph(x), 2 * torch.sin(x))
 
 
+def test_results_that_are_equal_keep_memory_of_their_own() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        inner = x.sin()
+        return x.sin(), x.sin().view(9), inner + x.sin().exp(), x.cos().t(), x.cos().t()
+
+    graph = merge_duplicates(capture(fn, torch.ones(3, 3)))
+    assert sorted(operations(graph)) == ["add", "clone", "clone", "cos", "exp", "sin", "t", "t", "view"]
+    x = torch.randn(3, 3)
+    results = graph(x)
+    assert all(map(torch.equal, results, fn(x)))  # type: ignore[arg-type]
+    assert len({result.untyped_storage().data_ptr() for result in results}) == 5  # type: ignore[union-attr]
+
+
 def test_random_operations_and_fresh_memory_that_is_written_are_not_merged() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         one, two = torch.zeros(3), torch.zeros(3)
@@ -125,6 +138,15 @@ def test_handles_of_the_same_values_are_dropped() -> None:
     assert operations(drop_dead_nodes(graph)) == ["exp", "sin"]
     x = torch.randn(2, 3)
     assert torch.equal(graph(x), x.exp().sin())
+
+
+def test_a_product_with_ones_stays_where_it_and_its_factor_are_results() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()
+        return y, y * torch.ones_like(x)
+
+    first, second = drop_handles(capture(fn, torch.ones(3)))(torch.zeros(3))  # type: ignore[misc]
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_a_product_with_ones_that_are_written_stays() -> None:

@@ -372,6 +372,40 @@ def test_another_batch_size_is_a_new_graph() -> None:
     assert graphs[0] is not graphs[1]
 
 
+class Remembers(nn.Module):
+    """Keeps earlier rows in an attribute, whose size Dynamo takes for any after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.memory = torch.full((2, 4), 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        keys = torch.cat([self.memory, hidden])
+        self.memory = keys.detach()
+        return torch.softmax(hidden @ keys.t(), 1) @ keys
+
+
+def test_a_tensor_of_another_size_than_the_graph_was_made_for_is_a_new_graph() -> None:
+    def loss_of_rows(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) - 1).square().mean()
+
+    torch.manual_seed(0)
+    model, plain = Remembers(), Remembers()
+    plain.load_state_dict(model.state_dict())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    program = StepProgram(model, loss_of_rows, [torch.optim.SGD(model.parameters(), lr=0.5)])
+    for batch in torch.randn(5, 3, 4):
+        found = program.run(batch)["loss"]
+        reference.zero_grad()
+        loss = loss_of_rows(plain, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        reference.step()
+        assert torch.equal(found, loss.detach())  # type: ignore[arg-type]
+        assert torch.equal(model.layer.weight, plain.layer.weight)
+
+
 def test_modes_frozen_parameters_and_group_numbers_make_new_graphs() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -69,10 +69,15 @@ class Binding:
         self.holds_numbers = bool(arguments.fixed)
         self._pick_bound, self._pick_free = picker(arguments.bound), picker(arguments.free)
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
+        # Where Dynamo passes whole numbers they may be sizes that it does not guard; a graph is of one size.
+        sized = any(isinstance(value, int) and not isinstance(value, bool) for value in args)
+        self._shapes = [(index, value.shape) for index, value in enumerate(args) if sized and isinstance(value, Tensor)]
 
     def fits(self, args: Sequence[object]) -> bool:
-        """Return True if the bound tensors are identical, and the values that the graph holds are equal."""
+        """Return True if the bound tensors are identical, and the shapes and values that the graph holds are equal."""
         if not all(map(operator.is_, self._pick_bound(args), self._bound)):
+            return False
+        if self._shapes and any(args[index].shape != shape for index, shape in self._shapes):  # type: ignore[attr-defined]
             return False
         return not self._fixed or all(args[index] == value for index, value in self._fixed)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from anabranch.graph.effects import Effects
 from anabranch.graph.operation_graph import AnyGraph
@@ -16,12 +18,20 @@ def merge_duplicates(graph: AnyGraph) -> AnyGraph:
     """``graph`` with one node where several compute the same operation on the same values, and without dead nodes.
 
     Values are equal if the nodes are and their memory has not been written in between. Nodes that draw random
-    numbers, write, or whose memory is written later stay apart.
+    numbers, write, or whose memory is written later stay apart. Of two results of the graph one becomes a copy of the
+    other: whoever gets them may write to each.
     """
     graph = graph.copy()
     effects = graph.effects()
     writes: dict[fx.Node, int] = {}
     first: dict[object, fx.Node] = {}
+    moved: dict[fx.Node, fx.Node] = {}
+
+    def memory(node: fx.Node) -> fx.Node:
+        root = effects.root[node]
+        return moved.get(root, root)
+
+    results = {memory(node) for node in graph.fx.output_node().all_input_nodes}
     for node in list(graph.fx.nodes):
         for written in effects.written_by(node):
             root = effects.root[written]
@@ -30,10 +40,25 @@ def merge_duplicates(graph: AnyGraph) -> AnyGraph:
             continue
         key = _key(node, effects, writes)
         twin = first.setdefault(key, node) if key is not None else node
-        if twin is not node:
-            node.replace_all_uses_with(twin)
-            graph.fx.erase_node(node)
+        if twin is node:
+            continue
+        one, other = memory(twin), memory(node)
+        if one is not other and one in results and other in results:
+            _copy(twin, node)
+            continue
+        if other in results:
+            results.add(one)
+        moved[other] = one
+        node.replace_all_uses_with(twin)
+        graph.fx.erase_node(node)
     return drop_dead_nodes(graph)
+
+
+def _copy(source: fx.Node, node: fx.Node) -> None:
+    """Let ``node`` copy ``source`` instead of computing the same again, if the copy has the same strides."""
+    value = source.meta.get("val")
+    if isinstance(value, Tensor) and is_non_overlapping_and_dense_or_false(value):
+        node.target, node.args, node.kwargs = torch.ops.aten.clone.default, (source,), {}
 
 
 def _may_merge(node: fx.Node, effects: Effects) -> bool:

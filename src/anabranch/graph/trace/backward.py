@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -162,15 +162,16 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
                     f"a gradient reaches {name!r}, which is not a parameter of the model, so a graph would lose it; "
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
+        unique = dict(zip(outputs, results, strict=True))
+        own = _OwnMemory([*values, *unique.values()])
         found = {
-            name: _laid_out_as(leaf_of[name], gradient)
+            name: own(_laid_out_as(leaf_of[name], gradient))
             for name, gradient in zip(wanted, gradients, strict=False)
             if gradient is not None
         }
         dense[:] = list(found)
         lookups.clear()
         flat = _sparse(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], found, lookups)
-        unique = dict(zip(outputs, results, strict=True))
         sparse = [f"{table}.{part}.{i}" for i, (table, _) in enumerate(lookups) for part in ("ids", "rows")]
         names[:] = [*unique, *(f"{name}.grad" for name in dense), *sparse]
         return [*map(_detached, unique.values()), *found.values(), *flat]
@@ -246,6 +247,32 @@ def _sparse(
 
 def _detached(value: object) -> object:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+class _OwnMemory:
+    """Copies dense gradients that share memory with another one or with ``others``, as autograd does before it sets
+    ``.grad``; sparse ones share their rows there too.
+    """
+
+    def __init__(self, others: Iterable[object]) -> None:
+        self._taken = {_storage(value) for value in others if isinstance(value, Tensor) and _has_storage(value)}
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if not _has_storage(gradient):
+            return gradient
+        if _storage(gradient) in self._taken:
+            with torch.no_grad():
+                gradient = gradient.clone()
+        self._taken.add(_storage(gradient))
+        return gradient
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
