@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
+from waiting import PATIENCE
 
 SGD = RowOptimizer(Family.SGD, lr=1.0)
 SPEC = TableSpec("t", 10, 2, initial=Constant(1.0))
@@ -183,6 +185,17 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
     assert not [kind for kind in outcomes if kind.startswith("RemoteError")]
     assert outcomes["done"] > count // 30
     assert {"SchemaError", "ProtocolError", "NonFinite", "NotFound"} <= set(outcomes)
+
+
+def test_the_header_of_a_push_is_checked_while_the_shard_is_busy() -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    push = PushMessage([PushPart("t", 3)], [])
+    with ThreadPoolExecutor(1) as other, shard.locked():  # as a checkpoint of a table in a file holds it
+        assert other.submit(shard.numbers_of, push).result(PATIENCE) == [(torch.float32, 6)]
+        assert other.submit(shard.current_step).result(PATIENCE) == 0
+    with pytest.raises(NotFound, match="'u' on this shard; there are: t"):
+        shard.numbers_of(PushMessage([PushPart("u", 3)], []))
 
 
 def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(tmp_path: Path) -> None:

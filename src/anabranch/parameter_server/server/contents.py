@@ -108,14 +108,15 @@ class ShardContents:
 
     def check_name(self, name: str) -> None:
         """Raise ``NotFound`` for a name that is not here."""
-        if name not in self.tables and name not in self.dense:
-            known = ", ".join([*self.tables, *self.dense]) or "none"
-            raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
+        self.holder(name)
 
     def holder(self, name: str) -> RowTable | DenseParameter:
-        """Return the table or the parameter of this name."""
-        table = self.tables.get(name)
-        return table if table is not None else self.dense[name]
+        """Return the table or the parameter of this name; raise ``NotFound`` for a name that is not here."""
+        found = self.tables.get(name) or self.dense.get(name)
+        if found is None:
+            known = ", ".join([*self.tables, *self.dense]) or "none"
+            raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
+        return found
 
     def admits(self, name: str) -> bool:
         """Return True for a table whose ids are not fixed: reading may add rows."""
@@ -139,8 +140,8 @@ class ShardContents:
 
     def step(self) -> int:
         """Return the highest step of any table or parameter."""
-        steps = [table.step for table in self.tables.values()]
-        return max([*steps, *(dense.step for dense in self.dense.values())], default=0)
+        holders: list[RowTable | DenseParameter] = [*self.tables.values(), *self.dense.values()]
+        return max((holder.step for holder in holders), default=0)
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
@@ -148,7 +149,6 @@ class ShardContents:
         self, message: ExportMessage, make_room: Callable[[int], None] = lambda nbytes: None
     ) -> tuple[int, list[Tensor]]:
         """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
-        self.check_name(message.name)
         holder = self.holder(message.name)
         if isinstance(holder, DenseParameter):
             make_room(holder.value.nbytes + sum(state.nbytes for state in holder.states))
@@ -160,7 +160,6 @@ class ShardContents:
 
     def check_restored(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         """Raise for tensors that do not fit their table or parameter."""
-        self.check_name(message.name)
         holder = self.holder(message.name)
         if isinstance(holder, RowTable):
             if len(tensors) != 1 + len(fields(RowBlock)):

@@ -263,9 +263,10 @@ class Shard:
     def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
         """Dtypes and sizes of the tensors that hold the message's values, before any memory is interpreted as
         tensors.
+
+        Without the lock, which may be held for long: the connection gets no beat meanwhile. ``push`` checks again.
         """
-        with self._state:
-            return numbers_of(self._contents, message)
+        return numbers_of(self._contents, message)
 
     # --- order of the workers' steps --------------------------------------------------------------------------------
 
@@ -515,11 +516,12 @@ class Shard:
             return {"clocks": list(self._job.clocks), "lag": self._job.consistency.lag}
 
     def current_step(self) -> int:
-        """Return the step that every worker of the job has pushed; without a job, the highest step of any table."""
-        with self._state:
-            if self._job is not None:
-                return min(self._job.clocks)
-            return self._contents.step()
+        """Return the step that every worker of the job has pushed; without a job, the highest step of any table.
+
+        Without the lock, as ``numbers_of``.
+        """
+        job = self._job
+        return self._contents.step() if job is None else min(job.clocks)
 
     def locked(self) -> threading.Condition:
         """Return the lock under which every change is made, for callers whose several steps must be atomic."""
