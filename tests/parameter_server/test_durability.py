@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import signal
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -274,6 +276,38 @@ def test_pushes_that_wait_for_another_worker_survive_a_checkpoint(tmp_path: Path
     with serve() as server, ParameterClient([server.endpoint], worker=Worker(1, 2), transport=network) as second:
         second.push_many({"t": (ids, 3 * grad)}, step=0)
         assert second.sparse_pull("t", ids).tolist() == [[-2.0, -2.0]]
+
+
+def test_pushes_that_wait_for_another_worker_are_on_disk_before_the_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+
+    def noting(sync: Callable[[int], None]) -> Callable[[int], None]:
+        def note(file: int) -> None:
+            sync(file)
+            synced[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+        return note
+
+    def look() -> None:
+        log = max(tmp_path.glob("*/log-*")).stat()
+        found.append((synced[log.st_ino], log.st_size))
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, noting(getattr(os, name)))
+    network = MemoryTransport()
+    with (
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path) as server,
+        ParameterClient([server.endpoint], worker=Worker(0, 2), transport=network) as first,
+    ):
+        first.init("t", (4, 2), kind="rows")
+        first.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, step=0)
+        with faults.at("durability.before_checkpoint", action=look):
+            server.checkpoint()
+    ((durable, written),) = found
+    assert durable == written
 
 
 @pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])

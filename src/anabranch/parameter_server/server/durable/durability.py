@@ -346,12 +346,17 @@ class ShardPersistence:
             self._forget_before = at.file
 
     def _journal_pending(self) -> None:
-        """Journal the pushes that wait for other workers', which no snapshot holds; they come first in the new log."""
+        """Journal the pushes that wait for other workers', which no snapshot holds; they come first in the new log.
+
+        They are on disk before the checkpoint, which counts them.
+        """
+        assert self._log is not None
         self._pending, touched = True, self._touched
         try:
             self._shard.journal_pending()
         finally:
             self._pending, self._touched = False, touched
+        self._log.commit(self._position, Deadline.after(60.0))
 
     def _write(self, groups: Mapping[str, Group], state: object, changes: int) -> None:
         assert self._directory is not None
