@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,3 +43,12 @@ def test_other_ids_have_no_places() -> None:
     found = distinct_ids({"a": torch.tensor([[3, 1], [1, 0]])}, {"a": 4})["a"]
     assert found.of(torch.tensor([3, 1, 1, 1])) is None
     assert found.of(torch.tensor([3, 1])) is None
+
+
+@pytest.mark.parametrize("kind", [None, "plain"])
+def test_places_are_those_of_the_ids_as_they_were(kind: Literal["plain"] | None) -> None:
+    ids = torch.tensor([3, 1])
+    found = distinct_ids({"a": ids}, {"a": 4}, kind)["a"]
+    ids -= 1
+    assert found.of(ids) is None
+    assert found.of(torch.tensor([3, 1])) is not None

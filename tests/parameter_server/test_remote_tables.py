@@ -223,6 +223,35 @@ def test_a_parameter_that_is_not_a_table_of_the_model_is_refused() -> None:
             tables.adopt(model, ["weight"], torch.optim.SGD([model.bias], lr=0.1))
 
 
+def test_ids_changed_in_place_after_they_were_expected_read_and_train_their_own_rows() -> None:
+    model = nn.Sequential(nn.Embedding(10, 1, sparse=True))
+    model[0].weight.data = torch.arange(10.0).view(10, 1)
+    with ParameterClient() as client:
+        tables = RemoteTables(client)
+        tables.adopt(model, ["0.weight"], torch.optim.SGD(model.parameters(), lr=1.0))
+        ids = torch.tensor([1, 2, 3])
+        tables.begin(0)
+        tables.expect({"0.weight": ids})
+        ids += 5
+        rows = model(ids)
+        assert rows.flatten().tolist() == [6.0, 7.0, 8.0]
+        rows.sum().backward()
+        tables.push()
+        assert client.pull("0.weight").flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 6.0, 7.0, 9.0]
+
+
+def test_ids_of_a_dynamic_table_changed_in_place_after_their_rows_were_read_read_their_own() -> None:
+    model = nn.ModuleDict({name: RemoteEmbedding(name, None, 1) for name in "ab"})
+    with ParameterClient() as client:
+        tables = RemoteTables(client)
+        tables.adopt_modules(model, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+        ids = torch.tensor([1, 2, 3])
+        tables.begin(0)
+        tables.read_together(dict.fromkeys("ab", ids))
+        ids += 5
+        assert torch.equal(model["a"](ids), client.sparse_pull("a", torch.tensor([6, 7, 8])))
+
+
 def test_evaluation_reads_and_changes_nothing() -> None:
     model = nn.Sequential(nn.Embedding(4, 2))
     with ParameterClient() as client:

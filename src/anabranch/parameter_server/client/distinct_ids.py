@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from anabranch.tables.kernels.selection import kernels
-from anabranch.tables.table_group import side_by_side
 
 __all__ = ["Distinct", "distinct_ids", "unique_of"]
 
@@ -24,7 +23,7 @@ class Distinct:
     """The distinct ids of one table's lookups.
 
     Attributes:
-        given: all ids, flat.
+        given: all ids, flat; a copy, because the caller's tensor may change.
         ids: the valid ones, each once, ascending.
         inverse: the index in ``ids`` of each of ``given``; ``None`` if some are outside the table.
     """
@@ -59,12 +58,12 @@ def distinct_ids(
     """
     flat = {name: ids.detach().cpu().long().reshape(-1) for name, ids in wanted.items()}
     if not flat or kind == "plain" or (kind is None and kernels() is kernels("plain")):
-        return {name: _one(ids, rows[name]) for name, ids in flat.items()}
+        return {name: _one(ids.clone(), rows[name]) for name, ids in flat.items()}
     from anabranch.tables.kernels import _compiled_group
 
     counts = [len(ids) for ids in flat.values()]
     starts = np.concatenate([[0], np.cumsum(counts)])
-    together = side_by_side(list(flat.values()))
+    together = torch.cat(list(flat.values()))
     out, out_starts = torch.empty_like(together), np.zeros_like(starts)
     inverse, whole = torch.empty_like(together), np.empty(len(flat), np.bool_)
     limits = np.array([rows[name] for name in flat])

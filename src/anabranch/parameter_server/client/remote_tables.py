@@ -293,7 +293,7 @@ class RemoteTables:
         found = distinct_ids({n: wanted[n] for n in missing if limits[n] is not None}, _without_none(limits))
         for name in missing:
             if limits[name] is None:
-                given = wanted[name].detach().cpu().long().reshape(-1)
+                given = wanted[name].detach().cpu().long().reshape(-1).clone()
                 found[name] = Distinct(given, *unique_of(given))
         for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
             self._sources[name].expected = found[name], rows
