@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -216,6 +217,43 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
     ):
         assert client.sparse_pull("t", ids).tolist() == [[0.0, 0.0]]
     assert [event.facts["verb"] for event in told if event.name == "parameter_server.record_refused"] == ["push"]
+
+
+def test_ids_are_admitted_as_in_a_replay_where_there_is_no_memory_for_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    journal: list[tuple[str, bytes, Sequence[torch.Tensor]]] = []
+    first, again = Shard(journal=lambda *record: journal.append(record)), Shard()
+    first.init(InitMessage("t", SGD.to_dict(), TableSpec("t", None, 2).to_dict()))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(shard_module, "read", functools.partial(_fail, MemoryError))
+        first.pull(PullMessage([PullPart("t", 3)], training=True), [torch.tensor([7, 9, 7])])
+    for record in journal:
+        again.replay(*record)
+    assert first.statistics().tables["t"].rows == again.statistics().tables["t"].rows == 2
+
+
+def _fail(kind: type[Exception], *arguments: object) -> None:
+    raise kind
+
+
+def test_a_pull_that_does_not_fit_in_memory_does_not_keep_a_shard_from_starting(tmp_path: Path) -> None:
+    wide = TableSpec("wide", None, 1 << 28)
+    ids = torch.arange(1 << 20)  # rows of a GiB each, so no machine has the address space for all
+    with PushLog(tmp_path / "shard-0-of-1") as log:
+        for spec in (wide, SPEC):
+            log.append(Record("init", msgspec.msgpack.encode(InitMessage(spec.name, SGD.to_dict(), spec.to_dict()))))
+        pull = PullMessage([PullPart("wide", len(ids))], training=True)
+        log.append(Record("pull", msgspec.msgpack.encode(pull)), [ids])
+        push = PushMessage([PushPart("t", 1)], [])
+        log.append(Record("push", msgspec.msgpack.encode(push)), [ids[:1], torch.ones(2)])
+    network = MemoryTransport()
+    with (
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path) as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+    ):
+        assert client.sparse_pull("t", ids[:1]).tolist() == [[0.0, 0.0]]
+        assert client.statistics()[0].tables["wide"].rows == 0
 
 
 @pytest.mark.slow

@@ -36,8 +36,8 @@ class DynamicVocabulary:
         self, spec: TableSpec, placement: Placement, shard: int, key: int, kind: Literal["compiled", "plain"]
     ) -> None:
         self._spec, self._placement, self._shard, self._key = spec, placement, shard, key
-        capacity = None if spec.capacity is None else -(-spec.capacity // placement.shards)
-        self._index = make_index(kind, capacity, by_frequency=spec.eviction == "frequency")
+        self._capacity = None if spec.capacity is None else -(-spec.capacity // placement.shards)
+        self._index = make_index(kind, self._capacity, by_frequency=spec.eviction == "frequency")
         self.evictions = 0
 
     @property
@@ -54,13 +54,23 @@ class DynamicVocabulary:
         self.evictions += reused.size
         return rows, reused
 
+    def rows_with(self, ids: Ids, *, step: int, enough: int) -> int:
+        """Return the number of rows once training has located ``ids``, or ``enough`` if it is certainly no more."""
+        if self._limited(self.rows + ids.size) <= enough:
+            return enough
+        new = ids[self._index.find(ids) < 0]
+        return self._limited(self.rows + np.unique(new[self._draw(new, step)]).size)
+
+    def _limited(self, rows: int) -> int:
+        return rows if self._capacity is None else min(rows, self._capacity)
+
     def _use(self, ids: Ids, step: int) -> tuple[Ids, Ids]:
         """``use`` of the index, in the order of the ids if rows can run out.
 
         A worker with a cache requests the ids that it misses first. The order must not decide which id gets a row, nor
         which of several equally old rows is evicted for it.
         """
-        if self._spec.capacity is None:
+        if self._capacity is None:
             return self._index.use(ids, self._draw(ids, step), step)
         order = np.argsort(ids, kind="stable")
         ordered, rows = ids[order], np.empty_like(ids)

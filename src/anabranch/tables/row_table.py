@@ -294,6 +294,11 @@ class RowTable:
         """Raise the errors of ``pull`` for ids outside this part of the table; changes nothing."""
         self._vocabulary.locate(self._ids(ids), step=self.step, training=False)
 
+    def admit(self, ids: Tensor) -> None:
+        """Give rows to ids as ``pull`` in training does, without the answer."""
+        wanted = self._ids(ids)
+        self.prepare(self._locate(wanted, training=True), wanted)
+
     def versions(self, ids: Tensor, *, training: bool = False) -> Tensor:
         """Return the step at which each row last changed: int64 ``[len(ids)]``, 0 for one that never has.
 
@@ -469,7 +474,7 @@ class RowTable:
         """Restores the rows of ``blocks``, state and stamp included; ids are those of this shard."""
         ids = self._ids(block.ids)
         rows = self._vocabulary.restore(ids, block.usage.numpy())
-        self._make_room()
+        self._make_room(self._vocabulary.rows)
         self._storage.forget(rows)
         with self._storage.resident(rows) as (storage, where):
             self._layout.write(storage, torch.from_numpy(where), block.values)
@@ -529,14 +534,15 @@ class RowTable:
         return as_rows(rounded.to(working_dtype(self.spec.dtype)), self.spec.width)
 
     def _locate(self, ids: Array, *, training: bool) -> Array:
+        if training:  # before any id is admitted: there may not be enough memory
+            self._make_room(self._vocabulary.rows_with(ids, step=self.step, enough=self._storage.rows))
         rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
-        self._make_room()
         self._storage.forget(reused)
         return rows
 
-    def _make_room(self) -> None:
-        if self._vocabulary.rows > self._storage.rows:
-            room = max(self._vocabulary.rows, 2 * self._storage.rows)
+    def _make_room(self, rows: int) -> None:
+        if rows > self._storage.rows:
+            room = max(rows, 2 * self._storage.rows)
             self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))
 
 

@@ -29,6 +29,9 @@ class Vocabulary(Protocol):
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
         """Return the row of each id, -1 for one without; and the rows evicted for ids admitted in ``training``."""
 
+    def rows_with(self, ids: Ids, *, step: int, enough: int) -> int:
+        """Return the number of rows once training has located ``ids``, or ``enough`` if it is certainly no more."""
+
     def ids(self, rows: Ids) -> Ids:
         """Return the ids of rows that are in use."""
 
@@ -76,6 +79,10 @@ class FixedVocabulary:
                 at = strangers[0]
                 raise NotFound(f"table {self._name}: ids[{at}] is {ids[at]}, which shard {self._shard} does not hold")
         return self._placement.places(ids), _NOTHING
+
+    def rows_with(self, ids: Ids, *, step: int, enough: int) -> int:
+        """Return the number of rows on this shard, which never changes."""
+        return self._rows
 
     def ids(self, rows: Ids) -> Ids:
         """Return the ids of ``rows``."""

@@ -17,7 +17,7 @@ from anabranch.tables.row_table import RowTable
 from anabranch.tables.table_group import side_by_side
 from anabranch.tensors.packing import Share, expected, join, split
 
-__all__ = ["certain_bytes", "read"]
+__all__ = ["admit", "certain_bytes", "read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,13 @@ def read(
     if message.compression is not None:
         numbers = join(room.parts, shares_of(contents, message), message.compression)
     return _reply(contents, message, [0] * len(message.parts)), numbers
+
+
+def admit(contents: ShardContents, message: PullMessage, ids: Sequence[Tensor]) -> None:
+    """Give rows to ids of dynamic tables, as reading them in training does."""
+    for part, some in zip(message.parts, ids, strict=True):
+        if contents.admits(part.name):
+            contents.tables[part.name].admit(some)
 
 
 def certain_bytes(contents: ShardContents, message: PullMessage) -> int:

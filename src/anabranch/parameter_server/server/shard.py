@@ -51,7 +51,7 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.server.applying_pushes import apply, squared_sum, weighted_shares
 from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import check_pull, check_push, numbers_of
-from anabranch.parameter_server.server.reading_rows import certain_bytes, read
+from anabranch.parameter_server.server.reading_rows import admit, certain_bytes, read
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import CheckedPush, Consistency, WorkerOrder
 from anabranch.tables.kernels.selection import KernelThreads
@@ -170,9 +170,15 @@ class Shard:
             ids, ages = check_pull(self._contents, message, tensors)
             self._wait_for_turn(message, deadline)
             make_room(certain_bytes(self._contents, message))
-            if message.training and any(self._contents.admits(part.name) for part in message.parts):
+            admits = message.training and any(self._contents.admits(part.name) for part in message.parts)
+            if admits:
                 self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
-            return read(self._contents, message, ids, ages)
+            try:
+                return read(self._contents, message, ids, ages)
+            except BaseException:  # such as no memory for the answer
+                if admits:
+                    admit(self._contents, message, ids)  # which is what a replay will do
+                raise
 
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
@@ -334,7 +340,7 @@ class Shard:
         elif verb == "join":
             self._do_join(message)
         elif verb == "pull":
-            read(self._contents, message, *check_pull(self._contents, message, tensors))
+            admit(self._contents, message, check_pull(self._contents, message, tensors)[0])
         elif verb == "push":
             self._do_push(message, tensors)
         elif verb == "restore":

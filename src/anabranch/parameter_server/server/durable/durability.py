@@ -48,6 +48,10 @@ _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: RequestIdentity = (b"", 0)
 # Changes that clients do not request again after a restart: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
+# Errors of a change that failed the first time too, and was not acknowledged: no reason to refuse to start. A pull may
+# also lack memory; without it, a later push admits its own ids.
+_REFUSED = (ValueError, TypeError, ArithmeticError)
+_REFUSED_PULL = (*_REFUSED, MemoryError, RuntimeError, OSError)
 # A client's count that the shard had forgotten and got back from the client: the record's sequence.
 _ADOPTED = "adopted"
 
@@ -226,10 +230,10 @@ class ShardPersistence:
             if self._done.pushes(record.epoch) is None:
                 self._done.adopt(record.epoch, record.sequence)
             return
+        refused = _REFUSED_PULL if record.verb == "pull" else _REFUSED
         try:
             shard.replay(record.verb, record.payload, tensors)
-        except (ValueError, TypeError, ArithmeticError) as error:
-            # The change failed the first time too, and was not acknowledged: no reason to refuse to start.
+        except refused as error:
             report("parameter_server.record_refused", verb=record.verb, error=str(error))
         else:
             self._count((record.epoch, record.sequence), record.verb)
