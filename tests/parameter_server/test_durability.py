@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError
+from anabranch.errors import CheckpointError, SchemaError
 from anabranch.events import on_fault_point
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.server.durable import push_log
@@ -217,6 +217,33 @@ def test_a_restarted_shard_knows_the_norm_of_its_held_pushes(released: bool, way
     moved = torch.zeros(6, 4).index_add_(0, ids.repeat(2), gradients.view(6, 4) / 2)
     assert norm == pytest.approx(moved.double().square().sum().item())
     torch.testing.assert_close(found, -0.5 * moved)
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_a_replaced_worker_stays_replaced_when_its_server_restarts(way: str, tmp_path: Path) -> None:
+    network = MemoryTransport()
+    ids, grad = torch.tensor([1]), torch.ones(1, 1)
+    with ExitStack() as stack:
+        with ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "state") as server:
+            endpoint = server.endpoint
+            replaced, present = (
+                stack.enter_context(ParameterClient([endpoint], worker=Worker(0, 1), transport=network))
+                for _ in range(2)
+            )
+            present.init("t", (2, 1), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            shutil.copytree(tmp_path / "state", tmp_path / "aside")  # as one that is killed leaves it
+        directory = tmp_path / ("aside" if way == "killed" else "state")
+        with ParameterServer(listen=endpoint, transport=network, durability="log", checkpoint_dir=directory):
+            for ask in (
+                lambda: replaced.push_many({"t": (ids, -100 * grad)}, step=0, hold=True),
+                lambda: replaced.squared_norm(0),
+                lambda: replaced.release(0, 1.0),
+                replaced.barrier,
+            ):
+                with pytest.raises(SchemaError, match="another client has joined this server as worker 0"):
+                    ask()
+            present.push_many({"t": (ids, -grad)}, step=0)
+            assert present.pull("t").tolist() == [[0.0], [1.0]]
 
 
 @pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])

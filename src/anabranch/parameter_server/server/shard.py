@@ -101,6 +101,7 @@ class Shard:
         self._take_back = take_back or (lambda: None)
         self._state = threading.Condition(threading.RLock())
         self._job: WorkerOrder | None = None
+        self._clients: dict[int, bytes] = {}  # the last to join, by rank
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
         self._replayed = 0
@@ -121,8 +122,10 @@ class Shard:
             self._contents.build(message, tensors)  # a message that cannot be built must not reach the journal
             self._record("init", message, tensors)
 
-    def join(self, message: JoinMessage) -> None:
+    def join(self, message: JoinMessage, client: bytes = b"") -> None:
         """Register a worker of a job, or a restarted one: its steps count from ``message.step``.
+
+        From then on only ``client`` is that worker.
 
         Raises:
             SchemaError: another worker has given another world or consistency.
@@ -142,8 +145,13 @@ class Shard:
                         f"{message.world} under {message.consistency}"
                     )
                 fresh = True
-            if fresh:
+            if fresh or client != self.joined_as(message.rank):
                 self._record("join", message, ())
+            self._clients[message.rank] = client
+
+    def joined_as(self, rank: int) -> bytes:
+        """Return the last client to join as worker ``rank``, if it is known. Without the lock, as ``numbers_of``."""
+        return self._clients.get(rank, b"")
 
     def pull(
         self,
@@ -248,10 +256,13 @@ class Shard:
                 raise SchemaError(f"step {message.step} was released before every worker had pushed it")
             self._record("release", message, ())
 
-    def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
-        """Replays a journaled change."""
+    def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor], client: bytes = b"") -> None:
+        """Replays a journaled change, which ``client`` requested."""
         with self._state:
-            self._do(verb, _MESSAGES[verb].decode(payload), tensors)
+            message = _MESSAGES[verb].decode(payload)
+            self._do(verb, message, tensors)
+            if verb == "join":
+                self._clients[message.rank] = client
             self._replayed += 1
 
     # --- checks, before anything changes ----------------------------------------------------------------------------
@@ -472,7 +483,7 @@ class Shard:
         """
         with self._state:
             state, groups = self._contents.snapshot(lambda message: self.export(message)[1])
-            state["job"] = None
+            state["job"], state["clients"] = None, dict(self._clients)
             if self._job is not None:
                 clocks = list(self._job.clocks)
                 for step, pushes in [*self._job.pending.items(), *self._job.held.items()]:
@@ -498,9 +509,10 @@ class Shard:
         with self._state:
             self._contents.load(state, groups)
             job = state["job"]
+            # Checkpoints of older versions hold neither clients nor norms.
+            self._clients = dict(state.get("clients", {}))
             if job is not None:
                 consistency = Consistency.parse(job["consistency"])
-                # Checkpoints of older versions hold no norms.
                 norms = dict(job.get("norms", {}))
                 self._job = WorkerOrder(job["world"], consistency, list(job["clocks"]), norms=norms, total=job["total"])
 

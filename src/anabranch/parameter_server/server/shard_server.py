@@ -128,7 +128,6 @@ class ParameterServer:
         self._directory = directory
         self._uids = [f"parameters.{shard}"]
         self._place = (shard, shards)
-        self._joined: dict[int, bytes] = {}
         self._checkpoint_seconds = checkpoint_seconds
         self._pool = KernelThreads(threads)
         self._persistence = ShardPersistence(durability, own, repair=repair)
@@ -282,7 +281,7 @@ class ParameterServer:
             changing("push", PushMessage, push),
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
-            changing("release", ReleaseMessage, lambda message, call: shard.release(message)),
+            changing("release", ReleaseMessage, self._release),
             asking("norm", self._norm),
             asking("pull", self._pull, self._checks("pull")),
             asking("export", self._export),
@@ -344,7 +343,7 @@ class ParameterServer:
             if verb not in kinds:
                 return
             message = unpack(header.payload, kinds[verb])
-            self._check_joined(message.rank, ExpectedState.decode(header.schema))
+            self._check_joined(message.rank, header.schema)
             check_kinds(message)
             count = sum(part.count for part in message.parts)
             expected = [(torch.int64, count)]
@@ -364,13 +363,12 @@ class ParameterServer:
         return check
 
     def _join(self, message: JoinMessage, call: Call) -> None:
-        self._shard.join(message)
-        self._joined[message.rank] = call.identity[0]
+        self._shard.join(message, call.identity[0])
 
-    def _check_joined(self, rank: int, expected: ExpectedState | None) -> None:
+    def _check_joined(self, rank: int, schema: bytes) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
-        joined = self._joined.get(rank)  # none after a restart of the server
-        if expected is not None and joined is not None and expected.epoch != joined:
+        expected, joined = ExpectedState.decode(schema), self._shard.joined_as(rank)
+        if expected is not None and joined and expected.epoch != joined:
             raise SchemaError(
                 f"another client has joined this server as worker {rank} since, so its parameters are those of another "
                 "Executor or job; close one Executor before the next is made, and give each job its own servers"
@@ -381,15 +379,23 @@ class ParameterServer:
         reply, tensors = self._shard.pull(message, call.tensors, call.deadline, call.make_room)
         call.reply(tensors, pack(reply))
 
+    def _release(self, message: ReleaseMessage, call: Call) -> None:
+        self._check_joined(message.rank, call.schema)
+        self._shard.release(message)
+
     def _norm(self, call: Call) -> None:
-        call.reply(payload=pack(self._shard.squared_norm(unpack(call.payload, NormMessage), call.deadline)))
+        message = unpack(call.payload, NormMessage)
+        self._check_joined(message.rank, call.schema)
+        call.reply(payload=pack(self._shard.squared_norm(message, call.deadline)))
 
     def _export(self, call: Call) -> None:
         step, tensors = self._shard.export(unpack(call.payload, ExportMessage), call.make_room)
         call.reply(tensors, pack(step))
 
     def _barrier(self, call: Call) -> None:
-        self._shard.barrier(unpack(call.payload, BarrierMessage), call.deadline)
+        message = unpack(call.payload, BarrierMessage)
+        self._check_joined(message.rank, call.schema)
+        self._shard.barrier(message, call.deadline)
         call.reply()
 
     def _describe(self, call: Call) -> None:

@@ -232,7 +232,7 @@ class ShardPersistence:
             return
         refused = _REFUSED_PULL if record.verb == "pull" else _REFUSED
         try:
-            shard.replay(record.verb, record.payload, tensors)
+            shard.replay(record.verb, record.payload, tensors, record.epoch)
         except refused as error:
             report("parameter_server.record_refused", verb=record.verb, error=str(error))
         else:
