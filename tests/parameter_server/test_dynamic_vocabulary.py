@@ -187,12 +187,20 @@ def test_shards_of_a_dynamic_table_share_its_ids() -> None:
             table.pull(ids[owners != shard])
 
 
-def test_more_rows_than_the_capacity_cannot_be_restored() -> None:
-    table = make()
-    table.pull(torch.arange(5), training=True)
-    for block in table.blocks():
-        with pytest.raises(ValueError, match="capacity of 3"):
-            make(capacity=3).restore(block)
+@pytest.mark.parametrize("kind", ["compiled", "plain"])
+def test_rows_restored_beyond_the_capacity_all_stay_and_a_new_id_evicts_one(kind: str) -> None:
+    whole, table = make(kind), make(kind, capacity=3)
+    for step in range(5):
+        whole.push(torch.tensor([step]), torch.ones(1, 4))
+    for block in whole.blocks(rows=2):
+        table.restore(block)
+    table.resume(whole.step, whole.history)
+    everyone = torch.arange(5)
+    assert torch.equal(table.pull(everyone), whole.pull(everyone))
+    table.pull(torch.tensor([7]), training=True)
+    assert (table.used, table.evictions) == (5, 1)
+    assert torch.equal(table.pull(everyone[1:]), whole.pull(everyone[1:]))  # the one unused longest has left
+    assert not torch.equal(table.pull(everyone[:1]), whole.pull(everyone[:1]))
 
 
 @pytest.mark.parametrize("kind", ["compiled", "plain"])

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -323,6 +324,20 @@ def test_a_checkpoint_of_two_shards_loads_into_another_number(others: int, tmp_p
         train(client, steps[4:])
         for mine, theirs in zip(state(client), wanted, strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_full_dynamic_table_loads_into_another_number_of_shards_whole(tmp_path: Path) -> None:
+    ids = torch.arange(50)
+    with cluster(1) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init_table(TableSpec("t", None, 2, capacity=50), RowOptimizer.from_factory(SGD))
+        client.sparse_push("t", ids, torch.ones(50, 2))
+        wanted = client.sparse_pull("t", ids)
+        client.save(tmp_path / "one")
+    for shards, source, saved in ((4, "one", "four"), (3, "four", "three"), (1, "three", "again")):
+        with cluster(shards) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+            client.load(tmp_path / source)
+            assert torch.equal(client.sparse_pull("t", ids), wanted)
+            client.save(tmp_path / saved)
 
 
 def test_only_rows_of_another_version_come_again() -> None:

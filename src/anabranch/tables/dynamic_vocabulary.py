@@ -113,9 +113,12 @@ class DynamicVocabulary:
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """Give rows to ids that have none yet, with their earlier usage; returns the rows.
 
+        All get one, also beyond this shard's share of the capacity: a checkpoint's ids do not spread over the shards
+        quite evenly. From then on a new id evicts another.
+
         Raises:
             NotFound: another shard's id.
-            ValueError: more ids than the capacity, or one that has a row already.
+            ValueError: an id that has a row already.
         """
         self._check_owner(ids)
         return self._index.restore(ids, usage[:, 0], usage[:, 1])

@@ -40,7 +40,7 @@ class IdIndex(Protocol):
         """Raise ``ValueError`` for ids that ``restore`` cannot give rows to."""
 
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
-        """Give rows to new ids, with their earlier usage; returns the rows."""
+        """Give rows to new ids, with their earlier usage, also beyond the capacity; returns the rows."""
 
 
 def make_index(
@@ -65,12 +65,9 @@ def make_index(
     return _CompiledIndex(capacity, by_frequency, settled)
 
 
-def _check_new(index: IdIndex, ids: Ids, capacity: int | None) -> None:
+def _check_new(index: IdIndex, ids: Ids) -> None:
     if (index.find(ids) >= 0).any() or np.unique(ids).size != ids.size:
         raise ValueError("an id already has a row; restore into an empty table")
-    rows = index.rows + ids.size
-    if capacity is not None and rows > capacity:
-        raise ValueError(f"{rows} rows do not fit into a capacity of {capacity}; give the table a larger one")
 
 
 class _CompiledIndex:
@@ -108,10 +105,12 @@ class _CompiledIndex:
         return self._ids[: self.rows], self._uses[: self.rows], self._last_use[: self.rows]
 
     def check_new(self, ids: Ids) -> None:
-        _check_new(self, ids, self._capacity)
+        _check_new(self, ids)
 
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
         self.check_new(ids)
+        if self._capacity is not None:
+            self._capacity = max(self._capacity, self.rows + ids.size)
         self._make_room(ids.size)
         rows = np.arange(self.rows, self.rows + ids.size)
         self._kernels.put(self._keys, self._slots, ids, self.rows)
@@ -192,7 +191,7 @@ class _PlainIndex:
         return ids, uses, last_use
 
     def check_new(self, ids: Ids) -> None:
-        _check_new(self, ids, self._capacity)
+        _check_new(self, ids)
 
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
         self.check_new(ids)

@@ -542,8 +542,8 @@ class RowTable:
 
     def _make_room(self, rows: int) -> None:
         if rows > self._storage.rows:
-            room = max(rows, 2 * self._storage.rows)
-            self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))
+            room = 2 * self._storage.rows
+            self._storage.grow(max(rows, room if self.spec.capacity is None else min(room, self.spec.capacity)))
 
 
 def _owned(array: Array) -> Tensor:

@@ -64,7 +64,8 @@ class TableSpec:
         seed: with the name and the id, fixes the first values of a row.
         every_row_moves: the optimizer moves rows that get no gradient too, as a dense torch optimizer does; a row is
             brought up to date when it is next read.
-        capacity: most rows in a dynamic table, ``None`` for no limit. A server's shard takes its share of it.
+        capacity: most rows in a dynamic table, ``None`` for no limit. A server's shard takes its share of it, and more
+            only for rows of a checkpoint, which do not spread over the shards quite evenly.
         eviction: the row that leaves a full table, or the hot rows, for a new one: the one unused longest, or used in
             the fewest steps.
         admission: probability that a training use admits a new id.
