@@ -101,6 +101,29 @@ def test_a_push_that_would_overflow_changes_nothing_and_is_counted(
     assert same(after, state(client, rule))
 
 
+@pytest.mark.parametrize("first", ["t", "u"])
+def test_a_push_that_would_overflow_evicts_no_row_for_its_new_ids(
+    first: str, serve: Callable[..., tuple[ParameterServer, ParameterClient]]
+) -> None:
+    """Whichever of its tables would overflow."""
+    _, client = serve()
+    known, new = torch.tensor([1, 2]), torch.tensor([2, 3, 3])
+    for name in "tu":
+        spec = TableSpec(name, None, 1, initial=Constant(0.0), capacity=2)
+        client.init_table(spec, RowOptimizer.from_factory(RULES["sgd"]))
+        client.sparse_push(name, known, torch.tensor([[-1.0], [-2.0]]))
+    large, ordinary = torch.full((3, 1), 3e38), torch.full((3, 1), -1.0)
+    second = "u" if first == "t" else "t"
+    with pytest.raises(NonFinite, match=f"gradients of {first} are finite"):
+        client.push_many({name: (new, large if name == first else ordinary) for name in "tu"})
+    for name in "tu":
+        assert client.sparse_pull(name, known).tolist() == [[1.0], [2.0]]
+        assert client.statistics()[0].tables[name].evictions == 0
+    client.push_many({first: (new[:2], large[:2] / 20), second: (new, ordinary)})  # large, but it does not overflow
+    assert torch.equal(client.sparse_pull(first, new[:2]), torch.tensor([[2.0], [0.0]]) - large[:2] / 20)
+    assert client.sparse_pull(second, new[:2]).tolist() == [[3.0], [2.0]]
+
+
 def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 

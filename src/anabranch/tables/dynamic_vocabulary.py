@@ -54,12 +54,15 @@ class DynamicVocabulary:
         self.evictions += reused.size
         return rows, reused
 
+    def admits(self, ids: Ids, *, step: int) -> Flags:
+        """Return for each id whether it has no row, and training would give it one, if there is one to give."""
+        return (self._index.find(ids) < 0) & self._draw(ids, step)
+
     def rows_with(self, ids: Ids, *, step: int, enough: int) -> int:
         """Return the number of rows once training has located ``ids``, or ``enough`` if it is certainly no more."""
         if self._limited(self.rows + ids.size) <= enough:
             return enough
-        new = ids[self._index.find(ids) < 0]
-        return self._limited(self.rows + np.unique(new[self._draw(new, step)]).size)
+        return self._limited(self.rows + np.unique(ids[self.admits(ids, step=step)]).size)
 
     def _limited(self, rows: int) -> int:
         return rows if self._capacity is None else min(rows, self._capacity)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -343,6 +344,8 @@ class RowTable:
     def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
         """``push``, unless it would make a value of the rows NaN or Inf; returns a function that undoes it.
 
+        For ids of which it ``admits`` none.
+
         Raises:
             NonFinite: it would; rows, states and the count of steps are unchanged.
         """
@@ -357,15 +360,50 @@ class RowTable:
             self.step, self._missed.lag, self.bounds = step, lags, bounds
 
         self.push(ids, grads, squares)
+        try:
+            self.bounds = bounds.joined(self._finite_bounds(rows))
+        except NonFinite:
+            take_back()
+            raise
+        return take_back
+
+    def admits(self, ids: Tensor) -> bool:
+        """Return True if training would give a row to any of ``ids`` that has none, if there is one to give."""
+        return bool(self._vocabulary.admits(self._ids(ids), step=self.step).any())
+
+    def bounds_with(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Bounds:
+        """Return the bounds after a ``push``, which is tried on copies of the rows, because it could not be undone: new
+        ids may evict others.
+
+        Raises:
+            NonFinite: it would make a value of the rows NaN or Inf.
+        """
+        wanted = self._ids(ids)
+        rows, _ = self._vocabulary.locate(wanted, step=self.step, training=False)
+        moved = torch.from_numpy((rows >= 0) | self._vocabulary.admits(wanted, step=self.step))
+        rows, first = np.unique(rows, return_index=True)
+        rows, first = rows[rows >= 0], first[rows >= 0]
+        self.prepare(rows, wanted[first])
+        spec = replace(self.spec, capacity=None, admission=1.0, memory_map=False, hot_rows=None)
+        trial = RowTable(spec, self._rule, kernels_kind="plain" if self._kernels is kernels("plain") else None)
+        if rows.size:
+            values, stamps, sums = self._copy(rows)
+            usage = torch.zeros(rows.size, 2, dtype=torch.int64, device="cpu")
+            trial.restore(RowBlock(torch.from_numpy(wanted[first]), values, stamps, sums, usage))
+        trial.resume(self.step, self.history)
+        of_moved = None if squares is None else squares[moved]
+        trial.push(ids.reshape(-1)[moved], grads.reshape(-1, self.spec.width)[moved], of_moved)
+        return self.bounds.joined(trial._finite_bounds(np.arange(trial.used)))
+
+    def _finite_bounds(self, rows: Array) -> Bounds:
+        """Return the bounds of ``rows``; raise ``NonFinite`` if any of their values is NaN or Inf."""
         values, _, sums = self._copy(rows)
         if not (torch.isfinite(values).all() and torch.isfinite(sums).all()):
-            take_back()
             raise NonFinite(
                 f"the gradients of {self.spec.name} are finite, but the updated rows are not: they overflow "
                 f"{self.spec.dtype}; nothing was changed"
             )
-        self.bounds = bounds.joined(self._bounds_of(values, sums))
-        return take_back
+        return self._bounds_of(values, sums)
 
     def _bounds_of(self, values: Tensor, sums: Tensor) -> Bounds:
         weights, *states = torch.split(values, self.spec.width, dim=1)

@@ -29,6 +29,9 @@ class Vocabulary(Protocol):
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
         """Return the row of each id, -1 for one without; and the rows evicted for ids admitted in ``training``."""
 
+    def admits(self, ids: Ids, *, step: int) -> NDArray[np.bool_]:
+        """Return for each id whether it has no row, and training would give it one, if there is one to give."""
+
     def rows_with(self, ids: Ids, *, step: int, enough: int) -> int:
         """Return the number of rows once training has located ``ids``, or ``enough`` if it is certainly no more."""
 
@@ -79,6 +82,10 @@ class FixedVocabulary:
                 at = strangers[0]
                 raise NotFound(f"table {self._name}: ids[{at}] is {ids[at]}, which shard {self._shard} does not hold")
         return self._placement.places(ids), _NOTHING
+
+    def admits(self, ids: Ids, *, step: int) -> NDArray[np.bool_]:
+        """Return False for each id: all have a row."""
+        return np.zeros(ids.size, np.bool_)
 
     def rows_with(self, ids: Ids, *, step: int, enough: int) -> int:
         """Return the number of rows on this shard, which never changes."""

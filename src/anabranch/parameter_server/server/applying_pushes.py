@@ -117,15 +117,23 @@ def _push_guarded(
 ) -> None:
     """As ``_push_rows`` and each parameter's ``push``; if one would overflow, everything is undone."""
     done: list[Callable[[], None]] = []
+    tables = {name: contents.tables[name] for name in ids}
+    given = {name: (ids[name], grads[name], squares.get(name)) for name in ids}
+    admitting = [name for name in ids if tables[name].admits(ids[name])]
     try:
         for name, grad in dense.items():
             done.append(contents.dense[name].push_guarded(grad))
-        for name, some in ids.items():
-            done.append(contents.tables[name].push_guarded(some, grads[name], squares.get(name)))
+        for name, some in given.items():
+            if name not in admitting:
+                done.append(tables[name].push_guarded(*some))
+        bounds = {name: tables[name].bounds_with(*given[name]) for name in admitting}
     except NonFinite:
         for take_back in reversed(done):
             take_back()
         raise
+    for name in admitting:  # what cannot be undone comes last, once nothing refuses any more
+        tables[name].push(*given[name])
+        tables[name].bounds = bounds[name]
 
 
 def _push_rows(
