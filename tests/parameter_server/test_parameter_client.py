@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,31 @@ def test_bad_input_is_a_typed_error_and_changes_nothing() -> None:
             client.init("../u", (10, 2), kind="rows")
         assert (client.pull("t") == 1).all()
         assert sum(sum(found.refused_values.values()) for found in client.statistics()) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6,), (1, 6), (6, 1), (3, 2, 2)])
+def test_a_gradient_of_another_shape_than_the_ids_and_their_rows_is_refused(shape: tuple[int, ...]) -> None:
+    with ParameterClient() as client:
+        client.init("t", (3, 2), kind="rows", init=1.0, optimizer=SGD)
+        for push in (
+            lambda grad: client.push("t", grad),
+            lambda grad: client.sparse_push("t", torch.arange(3), grad),
+            lambda grad: client.sparse_push("t", torch.arange(3).view(3, 1), grad),
+        ):
+            with pytest.raises(SchemaError, match=r"3 ids need 2 numbers each.*; give \(3, 2\)"):
+                push(torch.ones(shape))
+        assert (client.pull("t") == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "shape"), [((3,), (3, 2)), ((3, 1), (3, 2)), ((3,), (3, 1, 2)), ((1,), (2,)), ((0,), (0, 2)), ((0,), (0,))]
+)
+def test_a_gradient_has_the_ids_shape_or_number_and_then_a_row_s(ids: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    with ParameterClient() as client:
+        client.init("t", (3, 2), kind="rows", optimizer=SGD)
+        grad, some = torch.randn(shape), torch.arange(3)[: math.prod(ids)]
+        client.sparse_push("t", some.view(ids), grad)
+        assert torch.equal(client.sparse_pull("t", some), -0.5 * grad.view(-1, 2))
 
 
 def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ Each operation handles ids and rows of all tables at once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -346,7 +348,7 @@ class Push:
 
     Args:
         routed: their ids.
-        grads: of each table, as many numbers for each id as a row has.
+        grads: of each table: the shape of the ids, or their number, and then that of a row.
         squares: of each table whose gradients are sums over several steps, one for each id, else ``None``.
     """
 
@@ -376,10 +378,10 @@ class Push:
         for dtype, width, _, numbers in layout.alike([None] * len(sizes)):
             some = []
             for t in numbers:
-                if grads[t].numel() != sizes[t] * width:
+                if not _of_rows(grads[t], sizes[t], width):
                     raise SchemaError(
                         f"table {layout.tables[t]}: {sizes[t]} ids need {width} numbers each, got gradients "
-                        f"{tuple(grads[t].shape)}"
+                        f"{tuple(grads[t].shape)}; give ({sizes[t]}, {width})"
                     )
                 some.append(grads[t].detach().reshape(-1, width).to("cpu", dtype))
             self._groups.append((side_by_side(some), numbers))
@@ -439,6 +441,11 @@ class Push:
             + Share(dtype, (single + sums, width), "rows").bytes(self._compression)
             for (dtype, width), (single, sums) in zip(self._routed.layout.kinds, counts, strict=True)
         ]
+
+
+def _of_rows(grads: Tensor, count: int, width: int) -> bool:
+    """Return True if the first dimensions are of ``count`` ids, and the others of rows of ``width`` numbers."""
+    return grads.numel() == count * width and count in accumulate(grads.shape, operator.mul, initial=1)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Array:
