@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import anabranch as ab
+from anabranch import checkpoint
 from anabranch.launch import Patience
 from anabranch.testing import LocalJob
 
@@ -130,6 +131,34 @@ def test_several_models_and_steps_share_a_checkpoint(tmp_path: Path) -> None:
         resumed.load(tmp_path)
         for model, other in zip(models, others, strict=True):
             assert_same(other, model)
+
+
+def test_checkpoints_of_others_under_the_path_are_passed_over(tmp_path: Path) -> None:
+    """A parameter server's own has the number of its changes as its step, and once no resume succeeded beside it."""
+    checkpoint.write(tmp_path / "servers" / "shard-0-of-1", {"t": {"rows": torch.ones(1)}}, {"shard": 0}, step=1000)
+    _, executor = program()
+    with executor:
+        assert not executor.resume(tmp_path)
+        losses(executor, range(2))
+        executor.save(tmp_path / "kept")
+        losses(executor, range(1))
+        executor.save(tmp_path / "later")
+    (tmp_path / "later").rename(tmp_path / "kept" / "set-aside")
+    _, executor = program(seed=1)
+    with executor:
+        assert executor.resume(tmp_path)
+        assert executor.step == 2
+    (tmp_path / "kept" / "manifest-00000001.json").write_text("{}")
+    _, executor = program()
+    with executor, pytest.raises(ab.CheckpointError, match="no checkpoint is complete: generation 1 in .*kept"):
+        executor.resume(tmp_path)
+
+
+def test_a_path_that_holds_a_checkpoint_of_others_itself_is_refused(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, {"t": {"rows": torch.ones(1)}}, {"shard": 0}, step=1000)
+    _, executor = program()
+    with executor, pytest.raises(ab.CheckpointError, match="was not saved by an Executor"):
+        executor.resume(tmp_path)
 
 
 def test_resume_returns_true_if_there_was_a_checkpoint(tmp_path: Path) -> None:

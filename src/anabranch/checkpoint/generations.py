@@ -26,6 +26,7 @@ from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
 
 __all__ = [
+    "SET_ASIDE",
     "all_generations",
     "check_path",
     "claim",
@@ -43,6 +44,8 @@ __all__ = [
     "temporary",
 ]
 
+SET_ASIDE = "set-aside"
+"""The folder of files that are not to be used any more."""
 _MANIFEST = re.compile(r"manifest-(\d{8,18})\.json")
 _OURS = re.compile(r"\.?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*-(\d{8,18})\.safetensors|manifest-(\d{8,18})\.json)(?:\.new)?")
 
@@ -105,12 +108,12 @@ def remove_generation(directory: Path, generation: int) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Move ``path`` into the folder ``set-aside`` next to it, with an unused name.
+    """Move ``path`` into the folder ``SET_ASIDE`` next to it, with an unused name.
 
     Raises:
         CheckpointError: the folder cannot be made; nothing was moved.
     """
-    aside = path.parent / "set-aside"
+    aside = path.parent / SET_ASIDE
     try:
         aside.mkdir(exist_ok=True)
     except OSError as error:
@@ -126,7 +129,7 @@ def set_aside(path: Path) -> Path:
 
 
 def set_generation_aside(directory: Path, generation: int) -> None:
-    """Move every file of ``generation`` into the folder ``set-aside``, the manifest last, by which it is found."""
+    """Move every file of ``generation`` into the folder ``SET_ASIDE``, the manifest last, by which it is found."""
     doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
     for name in sorted(doomed, key=lambda name: _MANIFEST.fullmatch(name) is not None):
         set_aside(directory / name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.generations import complete_generations, data_path, manifest_path
+from anabranch.checkpoint.generations import SET_ASIDE, complete_generations, data_path, manifest_path
 from anabranch.checkpoint.manifest import FileRecord, Manifest
 from anabranch.checkpoint.manifest import load as load_manifest
 from anabranch.checkpoint.regular_file import Unreadable, unreadable
@@ -30,6 +30,10 @@ from anabranch.errors import CheckpointError
 __all__ = ["Checkpoint", "read", "read_newest"]
 
 _log = logging.getLogger("anabranch.checkpoint")
+
+
+def _any(state: object) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,9 @@ def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = Non
     return found
 
 
-def read_newest(path: str | os.PathLike[str] | Storage) -> Checkpoint | None:
+def read_newest(
+    path: str | os.PathLike[str] | Storage, *, wanted: Callable[[object], bool] = _any
+) -> Checkpoint | None:
     """Return the newest complete checkpoint in the directory ``path`` or in any directory under it.
 
     Of each directory its newest whole generation counts, and of these the one with the highest step (clocks differ
@@ -124,24 +130,30 @@ def read_newest(path: str | os.PathLike[str] | Storage) -> Checkpoint | None:
     >>> read_newest(directory).step
     10
 
+    Args:
+        path: the directory or URL; directories ``set-aside`` under it are passed over.
+        wanted: whether a checkpoint with this ``state`` is wanted; another is only returned if there are no others.
+
     Raises:
         CheckpointError: there are checkpoints and every one is damaged, which starting again would hide; or a file or
             directory may not be read, in which the newest may be.
     """
     place = as_place(path)
     if isinstance(place, Storage):
-        return _read_stored(place, below=True)
+        return _read_stored(place, below=True, wanted=wanted)
     directories = sorted(Path(found) for found, _, _ in os.walk(place, onerror=_refuse_unreadable))
-    return _newest_whole(directories)
+    return _newest_whole([found for found in directories if found.name != SET_ASIDE or found == place], wanted=wanted)
 
 
-def _read_stored(storage: Storage, *, below: bool, generation: int | None = None) -> Checkpoint | None:
+def _read_stored(
+    storage: Storage, *, below: bool, generation: int | None = None, wanted: Callable[[object], bool] = _any
+) -> Checkpoint | None:
     mirror = Mirror(storage)
     folders = mirror.manifests(below=below, generation=generation)
     with mirror.renamed_errors():
         if generation is not None:
             return _open(folders[0], generation, _manifest(folders[0], generation), data=False, mirror=mirror)
-        return _newest_whole(folders, mirror)
+        return _newest_whole(folders, mirror, wanted)
 
 
 def _refuse_unreadable(error: OSError) -> None:
@@ -151,12 +163,15 @@ def _refuse_unreadable(error: OSError) -> None:
         raise unreadable(place, error) from error
 
 
-def _newest_whole(directories: list[Path], mirror: Mirror | None = None) -> Checkpoint | None:
-    """Of each directory's newest whole generation the one with the highest step.
+def _newest_whole(
+    directories: list[Path], mirror: Mirror | None = None, wanted: Callable[[object], bool] = _any
+) -> Checkpoint | None:
+    """Of each directory's newest whole generation the one with the highest step, of those that are ``wanted`` if any
+    is.
 
     Manifests are small and say the step, so the data is read only of what would win.
     """
-    heap: list[tuple[int, int, Path, Iterator[int], int, Manifest]] = []
+    heap: list[tuple[bool, int, int, Path, Iterator[int], int, Manifest]] = []
     reasons: list[str] = []
 
     def offer(directory: Path, generations: Iterator[int]) -> None:
@@ -168,7 +183,8 @@ def _newest_whole(directories: list[Path], mirror: Mirror | None = None) -> Chec
             except CheckpointError as error:
                 reasons.append(str(error))
             else:
-                heapq.heappush(heap, (-manifest.step, -manifest.written, directory, generations, generation, manifest))
+                order = (not wanted(manifest.state), -manifest.step, -manifest.written, directory)
+                heapq.heappush(heap, (*order, generations, generation, manifest))
                 return
 
     for directory in directories:
@@ -178,7 +194,9 @@ def _newest_whole(directories: list[Path], mirror: Mirror | None = None) -> Chec
             raise unreadable(directory, error) from error
         offer(directory, iter(newest_first))
     while heap:
-        _, _, directory, rest, generation, manifest = heapq.heappop(heap)
+        unwanted, _, _, directory, rest, generation, manifest = heapq.heappop(heap)
+        if unwanted and reasons:  # a damaged one may have been wanted
+            break
         try:
             checkpoint = _open(directory, generation, manifest, data=True, mirror=mirror)
         except Unreadable:

@@ -628,6 +628,8 @@ class Executor:
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.
 
+        Checkpoints under ``path`` that no Executor has saved, such as a server's own, are passed over.
+
         Raises:
             CheckpointError: none of the checkpoints is complete, or the newest does not fit.
         """

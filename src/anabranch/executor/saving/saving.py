@@ -334,13 +334,13 @@ class Saver:
         answer: dict[str, object] = {}
         if self._rank == 0:
             try:
-                chosen = checkpoint.read_newest(path) if search else checkpoint.read(path)
+                chosen = _newest(path) if search else checkpoint.read(path)
             except CheckpointError as error:
                 if self._size == 1:
                     raise
                 answer = {"failure": str(error)}
             if chosen is not None:
-                answer = {"path": getattr(chosen.path, "url", str(chosen.path)), "generation": chosen.generation}
+                answer = {"path": _name_of(chosen.path), "generation": chosen.generation}
         answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
         if "failure" in answer:
             raise CheckpointError(cast(str, answer["failure"]))
@@ -645,6 +645,26 @@ def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
 
 def _add(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
+
+
+def _newest(path: Place) -> Checkpoint | None:
+    """Return the newest checkpoint of an Executor in or under ``path``.
+
+    Others under it, such as those that servers keep for themselves, are passed over. One in ``path`` itself is returned
+    if there is no other, to be refused.
+    """
+    found = checkpoint.read_newest(path, wanted=_of_an_executor)
+    if found is None or _of_an_executor(found.state) or _name_of(found.path) == _name_of(path):
+        return found
+    return None
+
+
+def _of_an_executor(state: object) -> bool:
+    return isinstance(state, dict) and "format" in state
+
+
+def _name_of(path: Place) -> str:
+    return getattr(path, "url", str(path))
 
 
 def _checked_state(found: Checkpoint) -> dict[str, object]:
