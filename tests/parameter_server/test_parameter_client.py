@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from anabranch import Directory, DirectoryServer
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server.client.held_tables import HeldTables
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport
 from anabranch.transport import MemoryTransport
@@ -75,6 +77,23 @@ def test_rows_of_several_dimensions_keep_theirs() -> None:
         assert torch.equal(client.sparse_pull("t", torch.tensor([[4], [0]])), values[torch.tensor([[4], [0]])])
         client.push("t", torch.ones(5, 2, 3))
         assert torch.equal(client.pull("t"), values - 0.5)
+
+
+def test_first_values_of_a_table_take_no_push_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that comes between the look whether there were any and the write."""
+    values = torch.ones(4, 1)
+    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
+        first.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
+        write = HeldTables.restore_rows
+
+        def push_before(*arguments: Any) -> None:
+            first.sparse_push("t", torch.tensor([1]), -values[:1])
+            write(*arguments)
+
+        monkeypatch.setattr(HeldTables, "restore_rows", push_before)
+        with ParameterClient(endpoints, transport=network) as second:
+            second.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
+        assert first.pull("t").flatten().tolist() == [1.0, 1.5, 1.0, 1.0]
 
 
 def test_another_client_learns_the_existing_tables() -> None:

@@ -243,6 +243,9 @@ class ParameterClient:
     ) -> None:
         """Create a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
 
+        Only the rows of a table that nothing has been pushed to are set again, if ``init`` is a tensor or a function:
+        whoever created it may have died before it had set them.
+
         Args:
             name: letters, digits, ``_ - .``; never a path.
             shape: of the whole.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch import checkpoint
-from anabranch.errors import CheckpointError
+from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server.client.held_tables import HeldTables
 from anabranch.parameter_server.messages import ExportMessage, RestoreMessage
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
@@ -102,9 +102,12 @@ def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Callable[
 
 
 def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
-    """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
+    """Set all rows of a fixed table that has not been trained here yet, a few at a time.
+
+    A push meanwhile ends it: a shard takes no rows that are older than its table.
+    """
     holding = tables.holding(name, rows=True)
-    there = next(table for table in tables.calls.describe()[0]["tables"] if table["spec"]["name"] == name)
+    there = _described(tables, name)
     if there["step"]:
         return
     if isinstance(kept, Tensor):
@@ -134,7 +137,17 @@ def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rul
             torch.full((count,), kept.step + 1, device="cpu"), sums,
             torch.empty(0, 2, dtype=torch.int64, device="cpu"),
         ]  # fmt: skip
-        tables.restore_rows(name, parts, kept.step, history)
+        try:
+            tables.restore_rows(name, parts, kept.step, history)
+        except SchemaError:
+            if _described(tables, name)["step"] > kept.step:
+                return
+            raise
+
+
+def _described(tables: HeldTables, name: str) -> dict[str, Any]:
+    """Return what the first shard says about a table."""
+    return next(table for table in tables.calls.describe()[0]["tables"] if table["spec"]["name"] == name)
 
 
 def write_dense(tables: HeldTables, name: str, kept: ParameterState, rule: RowOptimizer) -> None:

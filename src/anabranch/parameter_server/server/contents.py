@@ -165,6 +165,11 @@ class ShardContents:
             if len(tensors) != 1 + len(fields(RowBlock)):
                 raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
             *block, history = tensors
+            if message.step < holder.step:
+                raise SchemaError(
+                    f"table {message.name} is at step {holder.step}, and rows of step {message.step} would take pushes "
+                    "back; drop it first"
+                )
             holder.check_block(RowBlock(*block), message.step, history)
         else:
             holder.check_restored(tensors)
