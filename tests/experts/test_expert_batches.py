@@ -13,10 +13,11 @@ from expert_modules import (
 )
 from torch import Tensor, nn
 
+from anabranch.deadline import Deadline
 from anabranch.errors import (
     RemoteError,
 )
-from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.experts import ExpertBackend, RemoteExpert, Task
 from anabranch.tensors import TensorSpec
 
 
@@ -38,6 +39,24 @@ def test_empty_and_oversize_requests_are_answered() -> None:
         assert x.grad.shape == (11, 4)
     assert backend.forward_pool.statistics().batches == 3
     assert backend.forward_pool.statistics().rows == 11
+
+
+def test_a_backward_over_the_maximum_is_applied_as_a_whole_though_its_caller_goes() -> None:
+    """The first part was applied, the second dropped, and a retry applied the first again."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    backend = ExpertBackend(
+        "count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)], max_batch_size=2
+    )
+    x = torch.ones(5, 1)
+    pool = backend.backward_pool
+    answer = pool.submit(Task([x, x], 5, Deadline.after(600.0), unwanted=lambda: backend.updates > 0))
+    pool.run(pool.take_batch())
+    assert backend.updates == 3
+    assert module.weight.item() == -5.0
+    (gradient,) = answer.result(timeout=0)
+    assert gradient is not None
+    assert gradient.shape == (5, 1)
 
 
 def test_sixteen_callers_get_the_answers_they_would_get_alone_in_fewer_module_calls() -> None:

@@ -19,7 +19,16 @@ from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.experts.server.persistence import Persistence
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, pack
-from anabranch.transport.frame import FrameReader, Hello, Limits, ReplyHeader, RequestHeader, allocate, encode
+from anabranch.transport.frame import (
+    FailureFrame,
+    FrameReader,
+    Hello,
+    Limits,
+    ReplyHeader,
+    RequestHeader,
+    allocate,
+    encode,
+)
 from programs import Programs
 from waiting import wait_until
 
@@ -57,42 +66,72 @@ def test_a_restarted_server_continues_as_if_uninterrupted(tmp_path: Path) -> Non
     assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
+def push(server: ExpertServer, backend: ExpertBackend, sequence: int, x: torch.Tensor) -> ReplyHeader | FailureFrame:
+    """Ask for a backward as one and the same client does, before its server's restart and after it."""
+    header = RequestHeader(
+        wire.BACKWARD,
+        backend.uid,
+        epoch=b"one and the same",
+        sequence=sequence,
+        seconds=60.0,
+        schema=backend.schema.hash,
+        payload=pack(([True], b"")),
+    )
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(b"".join([*encode(Hello()), *encode(header, [x, x])]))
+        reader = FrameReader(Limits(), lambda header: allocate(header.tensors))
+        while True:
+            frame = reader.advance(SocketStream(sock))
+            if frame is not None and isinstance(frame.header, (ReplyHeader, FailureFrame)):
+                return frame.header
+
+
 def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp_path: Path) -> None:
     backend = make()
     x = torch.ones(2, 4)
-    asked = encode(Hello())
-
-    def push(server: ExpertServer, sequence: int) -> bytes:
-        """Asks as the same client does, before its server's restart and after it."""
-        header = RequestHeader(
-            wire.BACKWARD,
-            "ffn.0",
-            epoch=b"one and the same",
-            sequence=sequence,
-            seconds=60.0,
-            schema=backend.schema.hash,
-            payload=pack(([True], b"")),
-        )
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(60)
-            sock.connect(server.endpoint.removeprefix("unix:"))
-            sock.sendall(b"".join([*asked, *encode(header, [x, x])]))
-            reader = FrameReader(Limits(), lambda header: allocate(header.tensors))
-            while True:
-                frame = reader.advance(SocketStream(sock))
-                if frame is not None and isinstance(frame.header, ReplyHeader):
-                    return frame.header.payload
-
     with ExpertServer([backend], checkpoint_dir=tmp_path) as server:
-        assert push(server, 0) == pack([True])
+        assert push(server, backend, 0, x).payload == pack([True])
     restarted = make(seed=5)
     with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
         after = copy.deepcopy(restarted.module.state_dict())
-        assert push(server, 0) == pack([False])
+        assert push(server, backend, 0, x).payload == pack([False])
         assert restarted.updates == 1
         assert all(torch.equal(value, after[name]) for name, value in restarted.module.state_dict().items())
-        push(server, 1)
+        push(server, backend, 1, x)
         assert restarted.updates == 2
+
+
+class Root(nn.Module):
+    """Has a gradient of NaN where its input is 0 and its weight 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + (x * self.weight).sqrt() * 0
+
+
+def test_parts_that_the_state_holds_are_not_applied_again_after_a_restart(tmp_path: Path) -> None:
+    def count() -> ExpertBackend:
+        module = Root()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        return ExpertBackend("count.0", module, optimizer, args_schema=[TensorSpec(1)], max_batch_size=1)
+
+    backend = count()
+    x = torch.tensor([[1.0], [0.0]])
+    with ExpertServer([backend], checkpoint_dir=tmp_path) as server:
+        told = push(server, backend, 0, x)
+        assert isinstance(told, FailureFrame)
+        assert told.code == "non_finite"
+        assert "(rows 1 to 1 of the request; those before them have been applied)" in told.message
+    restarted = count()
+    with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
+        assert restarted.updates == 1
+        push(server, backend, 0, x)
+        assert restarted.updates == 1
 
 
 class SocketStream:

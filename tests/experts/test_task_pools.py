@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost
+from anabranch.errors import DeadlineExceeded, NonFinite, Overloaded, PeerLost
 from anabranch.experts import Runtime, Task, TaskPool
 from anabranch.experts.server.batching.task_pool import Unrepeatable
 from anabranch.testing import FakeClock
@@ -84,6 +84,66 @@ def test_a_split_request_fails_once_and_its_other_parts_are_not_run() -> None:
         pool.run(batch)
     assert [type(answer) for answer in answers] == [ArithmeticError]
     assert len(calls) == 1
+
+
+def test_a_request_that_runs_whole_is_finished_though_its_caller_goes_and_its_deadline_passes() -> None:
+    """Its first part was applied, the second dropped, and a retry applied the first again."""
+    clock, answers, gone, healthy = FakeClock(), [], [], []  # type: ignore[var-annotated]
+    answered = threading.Event()
+
+    def process(x: Tensor) -> list[Tensor]:
+        healthy.append(runtime.healthy())
+        gone.append(True)
+        clock.advance(2.0)
+        return [2 * x]
+
+    def finish(outcome: Outcome) -> None:
+        answers.append(outcome)
+        answered.set()
+
+    pool = TaskPool(process, max_batch_size=2, whole=True)
+    x = torch.arange(5.0)[:, None]
+    with Runtime([pool]) as runtime:
+        pool.submit(Task([x], 5, Deadline.after(1.0, clock), finish, unwanted=lambda: bool(gone)))
+        assert answered.wait(60)
+    assert torch.equal(answers[0][0], 2 * x)
+    assert healthy == [True] * 3
+    assert pool.statistics().batches == 3
+
+
+def test_a_request_that_runs_whole_waits_for_its_turn_alone() -> None:
+    answers: list[Outcome] = []
+    pool = TaskPool(lambda x: [x], max_batch_size=4, whole=True)
+    for rows in (1, 2, 9, 3):
+        pool.submit(task(rows, answers))
+    batches = []
+    while batch := pool.take_batch():
+        batches.append([one.rows for one in batch])
+        pool.run(batch)
+    assert batches == [[1, 2], [9], [3]]
+    assert [len(outcome[0]) for outcome in answers] == [1, 2, 9, 3]  # type: ignore[index,arg-type]
+    assert pool.statistics().batches == 5
+
+
+@pytest.mark.parametrize("error", [NonFinite("w is NaN"), PeerLost("a part of the module is away")])
+def test_a_later_part_that_fails_tells_that_those_before_it_are_applied(error: Exception) -> None:
+    """A ``PeerLost`` would mean that nothing was done, and the caller would send all of it again."""
+    answers: list[Outcome] = []
+
+    def process(x: Tensor) -> list[Tensor]:
+        if x.max() > 2:
+            raise error
+        return [x]
+
+    pool = TaskPool(process, max_batch_size=2, whole=True)
+    pool.submit(Task([torch.arange(6.0)[:, None]], 6, Deadline.after(600.0), answers.append))
+    pool.run(pool.take_batch())
+    (told,) = answers
+    assert isinstance(told, Unrepeatable)
+    assert isinstance(told, NonFinite) == isinstance(error, NonFinite)
+    assert str(error) in str(told)
+    assert "rows 2 to 3 of the request; those before them have been applied" in str(told)
+    assert pool.statistics().batches == 2
 
 
 def test_queues_are_bounded_in_rows_and_in_bytes_but_take_one_request_of_any_size() -> None:

@@ -160,6 +160,7 @@ class ExpertBackend:
             timeout=timeout,
             max_queue_rows=max_queue_rows,
             process_tasks=self._run_forward,
+            whole=False,
             **sizes,
         )
         self.backward_pool = TaskPool(
@@ -168,6 +169,7 @@ class ExpertBackend:
             timeout=timeout,
             max_queue_rows=max_queue_rows,
             process_tasks=self._run_backward,
+            whole=True,
             **sizes,
         )
         self.session_pool: TaskPool | None = None

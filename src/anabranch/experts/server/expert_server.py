@@ -34,7 +34,7 @@ from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.batching.runtime import Runtime
-from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool
+from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool, Unrepeatable
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
 from anabranch.experts.server.sessions.session_verbs import SessionVerbs
@@ -462,11 +462,12 @@ class ExpertServer:
         specs = backend.schema.inputs
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            changed = not isinstance(outcome, BaseException) or isinstance(outcome, Unrepeatable)
+            if changed and self._persistence is not None:
+                self._persistence.note_applied(call.target, call.identity, call.settled)
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
                 return
-            if self._persistence is not None:
-                self._persistence.note_applied(call.target, call.identity, call.settled)
             call.reply(wire.to_wire(outcome, specs), payload=wire.pack_present(outcome))
 
         rows = _rows([*inputs, *gradients])

@@ -214,6 +214,9 @@ class Runtime:
             rows += task.rows
             if last < task.deadline:
                 last = task.deadline
+        if rows > pool.max_batch_size:
+            # A request that runs whole continues after its deadline, which does not mean that the device is stuck.
+            last = Deadline.after(max(last.remaining(), _LONGEST_NAP))
         self._running = last
         try:
             pool.run(batch, self._answering)

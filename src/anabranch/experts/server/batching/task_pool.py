@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from anabranch import spans
-from anabranch.errors import BoundaryError, Overloaded, PeerLost
+from anabranch.errors import BoundaryError, NonFinite, Overloaded, PeerLost
 from anabranch.events import report
 from anabranch.experts.server.batching.device_copies import DeviceCopies
 from anabranch.experts.server.batching.fair_order import FairOrder
@@ -51,6 +51,10 @@ Process = Callable[..., Sequence[Tensor | None]]
 
 class Unrepeatable(RuntimeError):
     """A batch failed after it had changed state, so its tasks must not be rerun one by one."""
+
+
+class _NonFiniteLater(NonFinite, Unrepeatable):
+    """A part of a request met NaN or Inf after earlier parts had changed state."""
 
 
 ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
@@ -92,6 +96,8 @@ class TaskPool:
         max_queue_rows: rows that may wait; by default 16 batches.
         max_queue_bytes: bytes that may wait.
         process_tasks: runs batches instead of ``process``, where the tasks of a batch must be told apart.
+        whole: runs the parts of a larger request one directly after the other, whether or not its caller still waits:
+            for a ``process`` that changes state, so that no pause or retry sees a request that is half done.
 
     Raises:
         ValueError: sizes that are not whole numbers above 0, or a minimum over the maximum.
@@ -108,6 +114,7 @@ class TaskPool:
         max_queue_rows: int | None = None,
         max_queue_bytes: int = 1 << 30,
         process_tasks: ProcessTasks | None = None,
+        whole: bool = False,
     ) -> None:
         if not 1 <= min_batch_size <= max_batch_size:
             raise ValueError(
@@ -121,6 +128,7 @@ class TaskPool:
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
         self.timeout = timeout
+        self._whole = whole
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
         self.copies: DeviceCopies | None = None
@@ -218,7 +226,8 @@ class TaskPool:
             self._order.forget()
         self._tasks += 1
         self._filled[self] = None
-        for part in [task] if task.rows <= self.max_batch_size else _split(task, self.max_batch_size):
+        in_one = self._whole or task.rows <= self.max_batch_size
+        for part in [task] if in_one else _split(task, self.max_batch_size):
             self._queue.add(part, self._order)
 
     # --- called by the runtime, which holds ``changed`` meanwhile
@@ -233,7 +242,8 @@ class TaskPool:
 
     def expected_seconds(self) -> float:
         """Seconds that the next batch will take, estimated from batches of its size or, without any, of larger ones."""
-        size = min(self._next()[2], self.max_batch_size).bit_length()
+        rows = self._next()[2]
+        size = (rows if self._whole else min(rows, self.max_batch_size)).bit_length()
         return self._took.get(size) or min(
             (seconds for larger, seconds in self._took.items() if larger > size), default=float("inf")
         )
@@ -252,8 +262,8 @@ class TaskPool:
         self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
 
     def take_batch(self) -> list[Task]:
-        """Return the most urgent task and those that may share its batch, in order, up to ``max_batch_size`` rows;
-        drops those that are unwanted or past their deadline.
+        """Return the most urgent task and those that may share its batch, in order, up to ``max_batch_size`` rows, or
+        one larger task that is to run ``whole``; drops those that are unwanted or past their deadline.
 
         A batch that is padded to its longest is at most half padding.
         """
@@ -263,7 +273,7 @@ class TaskPool:
 
         def choose(task: Task) -> Choice:
             nonlocal rows, longest, volume
-            if rows + task.rows > self.max_batch_size:
+            if rows and rows + task.rows > self.max_batch_size:
                 return Choice.STOP
             longer, larger = max(longest, task.length), volume + task.rows * task.length
             if (rows + task.rows) * longer > 2 * larger:
@@ -309,6 +319,11 @@ class TaskPool:
         ``answering`` makes the context in which several are answered.
         """
         if not batch:
+            return
+        if batch[0].rows > self.max_batch_size:
+            for part in _split(batch[0], self.max_batch_size, whole=True):
+                if not part.unwanted():
+                    self.run([part])
             return
         rows = 0
         for task in batch:
@@ -438,8 +453,11 @@ def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] 
     return joined
 
 
-def _split(task: Task, size: int) -> list[Task]:
-    """Parts of at most ``size`` rows that together finish ``task``, with its first error if there is one."""
+def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
+    """Parts of at most ``size`` rows that together finish ``task``, with its first error if there is one.
+
+    ``whole``: they run in order, and only an error leaves out the later ones, not a caller who has gone.
+    """
     starts = range(0, task.rows, size)
     answers: list[Sequence[Tensor | None]] = [()] * len(starts)
     lock = threading.Lock()
@@ -450,6 +468,8 @@ def _split(task: Task, size: int) -> list[Task]:
             with lock:
                 state["left"] -= 1
                 if isinstance(outcome, BaseException):
+                    if whole and index:
+                        outcome = _failed_later(outcome, range(index * size, min((index + 1) * size, task.rows)))
                     state["failed"] += 1
                     first, last = state["failed"] == 1, False
                 else:
@@ -464,7 +484,7 @@ def _split(task: Task, size: int) -> list[Task]:
         return finish
 
     def unwanted() -> bool:
-        return state["failed"] > 0 or task.unwanted()
+        return state["failed"] > 0 or (not whole and task.unwanted())
 
     return [
         Task(
@@ -483,6 +503,18 @@ def _split(task: Task, size: int) -> list[Task]:
         )
         for index, start in enumerate(starts)
     ]
+
+
+def _failed_later(error: BaseException, rows: range) -> BaseException:
+    """``error`` of these rows of a request whose earlier rows have changed state; such a request is not run again."""
+    if ends_the_program(error):
+        return error
+    which = f"rows {rows[0]} to {rows[-1]} of the request; those before them have been applied"
+    if isinstance(error, NonFinite):
+        return _NonFiniteLater(f"{error} ({which})")
+    later = Unrepeatable(f"{type(error).__name__}: {error} ({which})")
+    later.__cause__ = error
+    return later
 
 
 def _concatenate(column: Sequence[Tensor | None]) -> Tensor | None:
