@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anabranch.errors import NonFinite
 from anabranch.experts import ExpertBackend, RemoteExpert
 from anabranch.tensors import TensorSpec
+from anabranch.tensors.spec import Compression
 
 
 class Sick(nn.Module):
@@ -51,6 +52,22 @@ def test_a_gradient_of_the_callers_own_that_is_nan_is_named_as_such() -> None:
         y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2))
         with pytest.raises(NonFinite, match=r"^ffn\.0: gradient of output 0 holds NaN or Inf"):
             (y * float("nan")).sum().backward()
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("compression", [None, "float16", "bfloat16", "int8"])
+def test_no_compression_turns_infinity_into_a_number(compression: Compression | None, value: float) -> None:
+    spec = TensorSpec(2, compression=compression)
+    backend = ExpertBackend("ffn.0", nn.Identity(), args_schema=[spec], outputs_schema=spec)
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        y = expert(torch.tensor([[1.0, 1e30]]))  # a number, however large, is rounded to one
+        assert y.isfinite().all()
+        with pytest.raises(NonFinite, match="holds NaN or Inf"):
+            expert(torch.tensor([[1.0, value]]))
+        with pytest.raises(NonFinite, match="gradient of output 0 holds NaN or Inf"):
+            y.backward(torch.tensor([[1.0, value]]))
+    assert backend.updates == 0
 
 
 def test_an_output_that_was_changed_since_it_came_is_not_blamed() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.tensors import TensorSpec, from_blocks, to_blocks
 from anabranch.tensors.dtypes import DTYPES, dtype_name
+from anabranch.tensors.packing import all_finite
 from anabranch.transport import TensorHeader
 
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "count_parts", "decompress", "wire_parts"]
@@ -52,9 +53,10 @@ def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
     if spec.compression == "int8":
         return list(to_blocks(tensor, BLOCK))
     half = _HALVES[spec.compression]
-    # Rounded to the largest number rather than to infinity.
+    # Rounded to the largest number rather than to infinity; NaN and Inf travel, and the other side refuses them.
     limit = torch.finfo(half).max
-    return [tensor.clamp(-limit, limit).to(half)]
+    rounded = tensor.clamp(-limit, limit).to(half)
+    return [rounded if all_finite([tensor]) else torch.where(torch.isfinite(tensor), rounded, tensor.to(half))]
 
 
 def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
