@@ -667,6 +667,25 @@ def test_grid_dropout_leaves_indices_out_in_train_mode_and_the_rest_is_an_exact_
         RemoteMixtureOfExperts(4, [4], directory, "ffn", grid_dropout=1.0)
 
 
+@pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])
+def test_rows_whose_only_kept_index_has_no_expert_are_zeros(kind: type[nn.Module]) -> None:
+    """They were NaN: all their scores were those of a dropped index."""
+    with grid(2, missing=["ffn.1"]) as (directory, _, _):
+        moe = kind(4, [2], directory, "ffn", allow_zero_outputs=True, grid_dropout=0.5).double()
+        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        moe.eval()(x)  # from here on the shape of the outputs is known
+        drawn = (torch.manual_seed(seed) and torch.rand(2) >= 0.5 for seed in itertools.count())
+        seed = next(seed for seed, kept in enumerate(drawn) if kept.tolist() == [False, True])
+        torch.manual_seed(seed)
+        answer = moe.train()(x)
+        output = answer if isinstance(answer, Tensor) else answer[0]
+        assert torch.equal(output, torch.zeros(3, 4, dtype=torch.float64))
+        output.sum().backward()
+        for gradient in (x.grad, moe.gate.weight.grad):
+            assert gradient is not None
+            assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
 def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
     directory = Directory()

@@ -139,9 +139,10 @@ class GatedMixture(nn.Module):
 
     def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
         """Return the weights of the chosen experts' answers, (rows, k_best); 0 for those that are not ``present``."""
-        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
+        # A row without responders has no softmax; zero scores keep NaN out of its gradient too. Its own may be -inf:
+        # those of indices that grid_dropout has dropped.
         answered = present.any(dim=1, keepdim=True)
-        logits = scores_of(scores, choices).masked_fill(~present & answered, float("-inf"))
+        logits = scores_of(scores, choices).masked_fill(~present, float("-inf")).masked_fill(~answered, 0.0)
         return torch.softmax(logits, dim=1) * answered
 
     def _extra_outputs(self, choices: Choices, gated: Tensor) -> list[Tensor]:
