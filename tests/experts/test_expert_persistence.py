@@ -96,7 +96,7 @@ def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp
     restarted = make(seed=5)
     with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
         after = copy.deepcopy(restarted.module.state_dict())
-        assert push(server, backend, 0, x).payload == pack([False])
+        assert push(server, backend, 0, x).payload == wire.GONE
         assert restarted.updates == 1
         assert all(torch.equal(value, after[name]) for name, value in restarted.module.state_dict().items())
         push(server, backend, 1, x)

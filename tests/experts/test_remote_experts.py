@@ -20,14 +20,23 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary import crossing as boundary
 from anabranch.errors import (
     NotFound,
+    PeerLost,
     RemoteError,
     SchemaError,
 )
-from anabranch.experts import Directory, DirectoryServer, ExpertBackend, RemoteExpert, Schema
+from anabranch.experts import (
+    Directory,
+    DirectoryServer,
+    ExpertBackend,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+    Schema,
+)
 from anabranch.experts.nesting import Nesting
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
-from anabranch.transport import Client
+from anabranch.transport import Call, Client
+from anabranch.transport.server.once import OnceTable, RequestIdentity
 from networks import CountingTransport
 
 
@@ -274,6 +283,36 @@ def test_a_lost_answer_of_a_backward_does_not_double_its_update() -> None:
             output.sum().backward()
     assert backend.updates == 1
     assert float(module.weight.detach()) == -1.0
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_that_the_server_no_longer_has_are_reported_lost(
+    mixed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The retry's answer had none, and so the input's gradient was None without a word."""
+
+    def forget(table: OnceTable[Call], identity: RequestIdentity, answer: object) -> None:
+        table.abandon(identity)
+        table.restore([identity])
+
+    monkeypatch.setattr(OnceTable, "finish", forget)
+    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
+    network = CountingTransport()
+    directory = Directory()
+    with served(backend, transport=network, directory=directory), Client(transport=network) as client:
+        expert = RemoteExpert("ffn.0", directory, client=client)
+        model = RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1, client=client) if mixed else expert
+        x = torch.ones(1, 4, requires_grad=True)
+        output = model(x)
+        with faults.at("transport.before_reply", 1, network.cut):
+            if mixed:
+                output.sum().backward()
+                assert "1 rows get no gradient through the mixture" in caplog.text
+            else:
+                with pytest.raises(
+                    PeerLost, match=r"ffn\.0 has executed this backward once, but its gradients are lost"
+                ):
+                    output.sum().backward()
 
 
 def test_a_caller_with_a_directory_follows_its_expert_to_another_server() -> None:

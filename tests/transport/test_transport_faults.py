@@ -164,6 +164,19 @@ def test_the_table_forgets_settled_requests_and_answers_over_its_budget() -> Non
     assert table.epochs >= {b"a", b"c"}
 
 
+def test_an_answer_over_the_whole_budget_is_kept_until_another_is() -> None:
+    table = OnceTable[_Asked](budget_bytes=100)
+    for sequence in range(2):
+        asked = _Asked(b"a", sequence)
+        assert table.begin(asked, 0) is asked
+        table.finish(asked.identity, [memoryview(bytes(200))])
+        assert table.begin(asked, 0) == [memoryview(bytes(200))]
+    assert table.begin(_Asked(b"a", 0), 0) is None
+    assert table.kept_bytes == 200
+    assert table.begin(_Asked(b"a", 2), 2) is not None
+    assert table.kept_bytes == 0
+
+
 def test_slow_and_narrow_networks_are_waited_for() -> None:
     network = MemoryTransport()
     narrow = LossyTransport(delay=0.05, bandwidth=4e6, seed=1, transport=network)

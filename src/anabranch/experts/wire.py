@@ -11,6 +11,7 @@
 
 Tensors come in the schema's order. A missing gradient is left out, and the payload lists those present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
+The answer to a backward's retry may be ``GONE``: it was executed, but its gradients are no longer there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "BACKWARD_EVAL",
     "FORWARD",
     "FORWARD_EVAL",
+    "GONE",
     "INFO",
     "Layout",
     "SESSION_COUNT",
@@ -65,6 +67,8 @@ BACKWARD_EVAL = "expert.backward_eval"
 SESSION_STEP = "expert.session_step"
 SESSION_END = "expert.session_end"
 SESSION_COUNT = "expert.session_count"
+
+GONE = b"gone"
 
 _BACKWARDS = frozenset({BACKWARD, BACKWARD_EVAL})
 _EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
-from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, ProtocolError
+from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_parts, check_tensors
@@ -388,6 +388,12 @@ def _read_gradients(
     """Return the received gradients; raise the error received instead."""
     if isinstance(outcome, Exception):
         raise outcome
+    if outcome.payload == wire.GONE:
+        raise PeerLost(
+            f"{call.uid} has executed this backward once, but its gradients are lost: the connection broke before they "
+            "arrived, and the server no longer has them, because it restarted or has since answered others",
+            peer=call.endpoint,
+        )
     specs = call.schema.inputs
     present = wire.read_present(outcome.payload)
     layout = wire.gradient_layout(specs, present, "input")

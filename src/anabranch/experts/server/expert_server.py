@@ -517,10 +517,9 @@ class ExpertServer:
         return self._server.gathering()
 
     def _backward_again(self, call: Call) -> None:
-        """Answer a retry after a restart: the update is in the loaded state, but its gradients are gone."""
-        backend = self._find(call.target)
-        none: list[Tensor | None] = [None] * len(backend.schema.inputs)
-        call.reply(payload=wire.pack_present(none))
+        """Answer a retry of which only the number is known: the update is made, but its gradients are gone."""
+        self._find(call.target)
+        call.reply(payload=wire.GONE)
 
     def _read_backward(
         self, call: Call, backend: ExpertBackend

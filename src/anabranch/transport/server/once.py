@@ -4,8 +4,8 @@ A client numbers the requests that must happen exactly once (its epoch, and a se
 with each one the number below which it will never retry. The table keeps those above: requests being served, to which a
 retry is joined, and past answers, which a retry gets again.
 
-Answers are kept within a budget of bytes; beyond it only the fact that the request was executed is kept, and the verb's
-own ``again`` answers the retry.
+Answers are kept within a budget of bytes, and the newest however large it is; of others only the fact that the request
+was executed is kept, and the verb's own ``again`` answers the retry.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OnceTable(Generic[_Call]):
     """The requests of all clients that were or are being executed.
 
     Args:
-        budget_bytes: bytes of answers kept for retries.
+        budget_bytes: bytes of answers kept for retries; the newest is kept in any case.
         epochs: clients remembered; beyond it the client silent longest is forgotten.
     """
 
@@ -101,7 +101,7 @@ class OnceTable(Generic[_Call]):
             nbytes = sum(len(buffer) for buffer in answer)
             self._kept[identity] = nbytes
             self._kept_bytes += nbytes
-            while self._kept_bytes > self._budget:
+            while self._kept_bytes > self._budget and len(self._kept) > 1:
                 oldest, freed = self._kept.popitem(last=False)
                 self._kept_bytes -= freed
                 self._epochs[oldest[0]].done[oldest[1]] = None

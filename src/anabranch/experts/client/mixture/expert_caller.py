@@ -393,7 +393,7 @@ class ExpertCaller:
     def _warn_of_lost_gradients(self, asked: Sequence[ExpertCall], without: NDArray[np.bool_]) -> None:
         uids = sorted({call.uid for call in asked if isinstance(call.gradient_error, PeerLost)})
         _log.warning(
-            "%s died between forward and backward: their updates for this step are lost, and %d rows "
+            "%s died between forward and backward: their updates for this step may be lost, and %d rows "
             "get no gradient through the mixture in it",
             ", ".join(uids),
             without.sum(),
