@@ -342,7 +342,8 @@ class ExpertBackend:
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
-        with _evaluating(self.module) if batch[0].evaluating else _as_it_is, self._masked(batch):
+        mode = _evaluating(self.module) if batch[0].evaluating else _as_it_is
+        with mode, self._masked(batch), self._undoing(batch):
             if any(task.ticket for task in batch):
                 return self._keep_forward(batch)
             return self._split(self.forward(*self._join(batch)), batch)
@@ -578,17 +579,24 @@ class ExpertBackend:
                 raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
 
+    def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
+        """Return a context that undoes the buffers' update if a forward fails: each of its tasks then runs alone."""
+        return self._buffers_kept(if_it_fails=True) if len(batch) > 1 and not batch[0].evaluating else _as_it_is
+
     @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Restore the buffers afterwards: the forward has already updated them."""
+    def _buffers_kept(self, *, if_it_fails: bool = False) -> Iterator[None]:
+        """Restore the buffers afterwards: the forward has already updated them; or only ``if_it_fails``."""
         # Not by their version counters: BatchNorm writes its statistics without incrementing them.
         before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        restores = True
         try:
             yield
+            restores = not if_it_fails
         finally:
-            with torch.no_grad():
-                for buffer, saved in before:
-                    buffer.copy_(saved)
+            if restores:
+                with torch.no_grad():
+                    for buffer, saved in before:
+                        buffer.copy_(saved)
 
     def _infer_outputs(self) -> Structure:
         """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""
