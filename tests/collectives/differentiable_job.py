@@ -154,6 +154,18 @@ def tensors_without_a_gradient_travel_with_shape_and_dtype() -> None:
 
 
 @check
+def conjugates_and_negatives_travel_as_their_values_and_so_do_their_gradients() -> None:
+    z = torch.complex(torch.ones(3), torch.arange(3.0)).requires_grad_()
+    if RANK == 0:
+        ab.send(z.conj(), 1).backward()
+        assert z.grad.tolist() == [1j] * 3
+        ab.send(z.detach().conj().imag, 1)
+    else:
+        ab.recv(0).conj().backward(torch.full((3,), 1j))
+        assert ab.recv(0).tolist() == [0.0, -1.0, -2.0]
+
+
+@check
 def second_derivatives_pass_between_ranks() -> None:
     x = torch.tensor([0.4, 1.1], dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(torch.sin(x * x).sum(), x, create_graph=True)

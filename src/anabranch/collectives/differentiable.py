@@ -233,7 +233,9 @@ class _PeerChannel:
         fields += [0] * (_HEADER - len(fields))
         parts = [torch.tensor(fields, device=_device())]
         if tensor is not None and tensor.numel():
-            parts.append(_as_bytes(tensor.detach().to(_device()).contiguous()))
+            # A conjugate is computed before its bytes are read.
+            values = tensor.detach().resolve_conj().resolve_neg()
+            parts.append(_as_bytes(values.to(_device()).contiguous()))
 
         def move() -> None:
             for part in parts:
