@@ -22,6 +22,7 @@ from anabranch.errors import (
 )
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
+from anabranch.tensors.spec import Compression
 from anabranch.transport import Client, Request
 from waiting import join
 
@@ -169,6 +170,25 @@ def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
 def test_mistakes_are_explained(make: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+class Many(nn.Module):
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        return [x * 2 for x in inputs[1:]]
+
+
+def test_an_expert_of_more_tensors_than_a_backward_can_send_is_refused_when_it_is_made() -> None:
+    def make(inputs: int, compression: Compression | None = None, **options: object) -> ExpertBackend:
+        spec = TensorSpec(2, compression=compression)
+        return ExpertBackend("many.0", Many(), args_schema=[spec] * inputs, **options)  # type: ignore[arg-type]
+
+    make(32)
+    says = r"^many\.0: a message carries at most 64 tensors, and this expert needs 33 .* 32 for the gradients"
+    with pytest.raises(SchemaError, match=says):
+        make(33)
+    make(64, outputs_schema=[TensorSpec(2, requires_grad=False)] * 63)
+    with pytest.raises(SchemaError, match="needs 46 for its inputs with 22"):
+        make(23, "int8")
 
 
 def plateau(module: nn.Module) -> dict[str, object]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
+from anabranch.experts.compression import count_parts
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.batch_gradients import BatchGradients, WaitingGradients
@@ -32,6 +33,7 @@ from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch
 from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
 from anabranch.tensors import Structure, TensorSpec
+from anabranch.transport import Limits
 from anabranch.transport.directory.uids import check_uid
 from anabranch.transport.failures import ends_the_program
 
@@ -91,7 +93,8 @@ class ExpertBackend:
     Raises:
         ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters, an optimizer
             or scheduler that steps with more than gradients (``LBFGS``, ``ReduceLROnPlateau``).
-        SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent.
+        SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent, or has more
+            inputs and outputs than a message carries tensors.
 
     To change the update, override ``apply_gradients``. Source: the expert backends of hivemind (Ryabinin and Gusev,
     "Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
@@ -149,6 +152,7 @@ class ExpertBackend:
         self.schema = Schema(arguments, keywords, outputs)
         # Refuse unsendable specs here rather than at the first call.
         _ = self.schema.packed
+        _check_count(uid, self.schema)
         sizes = {
             "min_batch_size": min_batch_size,
             "max_batch_size": max_batch_size,
@@ -713,6 +717,20 @@ def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[
         raise ValueError(f"{uid}: pad=True gives the module an input called mask, so kwargs_schema cannot have one")
     if grouped := [spec for spec in specs if spec.varying and not spec.pad]:
         raise ValueError(f"{uid}: {padded[0]} is padded, and {grouped[0]} is not; give both pad=True, or neither")
+
+
+def _check_count(uid: str, schema: Schema) -> None:
+    """Refuse more tensors than fit into a backward's message, which has the inputs and the outputs' gradients."""
+    most = Limits().tensors
+    inputs = sum(count_parts(spec) for _, spec in schema.input_layout)
+    outputs = sum(count_parts(spec) for _, spec in schema.output_layout)
+    gradients = sum(count_parts(spec) for _, spec in schema.output_layout if spec.requires_grad)
+    if max(inputs + gradients, outputs) > most:
+        raise SchemaError(
+            f"{uid}: a message carries at most {most} tensors, and this expert needs {inputs} for its inputs with "
+            f"{gradients} for the gradients of its outputs, and {outputs} for its outputs (int8 needs two for each); "
+            "join some of them, or declare outputs that need no gradient with requires_grad=False in outputs_schema"
+        )
 
 
 def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:
