@@ -19,7 +19,7 @@ def keys(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="The folder to write to; created with mode 0700.", show_default=False)
     ],
-    days: Annotated[float, typer.Option(min=0.0, metavar="N", help="How long the certificates are valid.")] = 365.0,
+    days: Annotated[float, typer.Option(min=0.001, metavar="N", help="How long the certificates are valid.")] = 365.0,
     job: Annotated[
         str, typer.Option(metavar="NAME", help="The job for which they are valid; `*` is every job of the authority.")
     ] = EVERY_JOB,

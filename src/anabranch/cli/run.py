@@ -15,7 +15,7 @@ import typer
 from anabranch.cli.job_end import show_end, tell
 from anabranch.cli.mistakes import plain_errors
 from anabranch.cli.script_arguments import Arguments, IsModule, Script
-from anabranch.deadline import Deadline
+from anabranch.deadline import Deadline, check_seconds
 from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
 from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.python_program import PythonProgram
@@ -148,6 +148,8 @@ def run(
         budget = RestartBudget.parse(service_restarts)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
+    with plain_errors("--checkpoint-seconds"):
+        check_seconds(checkpoint_seconds=checkpoint_seconds)
     try:
         PythonProgram(script, is_module=module, looks_here=module).check()
     except ValueError as error:
