@@ -69,6 +69,41 @@ def test_deferred_batch_norm_has_the_whole_batchs_statistics(
     assert list(pipe.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.parametrize("mean", [0.0, 300.0, -30000.0])
+def test_the_deferred_variance_is_right_far_from_zero(mean: float):
+    torch.manual_seed(0)
+    x = torch.randn(64, 4) * torch.tensor([0.5, 1.0, 2.0, 4.0]) + mean
+    plain = nn.BatchNorm1d(4, momentum=1.0)
+    plain.double()(x.double())
+    with Pipe(nn.Sequential(nn.BatchNorm1d(4, momentum=1.0)), [1], chunks=5, deferred_batch_norm=True) as pipe:
+        pipe(x)
+        torch.testing.assert_close(pipe[0].running_mean.double(), plain.running_mean, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(pipe[0].running_var.double(), plain.running_var, rtol=1e-3, atol=0.0)
+        assert torch.isfinite(pipe.eval()(x)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_deferred_statistics_of_half_the_bits_do_not_overflow(dtype: torch.dtype):
+    x = torch.arange(64.0).reshape(16, 4).to(dtype) * 8
+    plain = nn.BatchNorm1d(4, momentum=1.0).to(dtype)
+    plain(x)
+    with Pipe(nn.Sequential(copy.deepcopy(plain)), [1], chunks=4, deferred_batch_norm=True) as pipe:
+        pipe(x)
+        torch.testing.assert_close(pipe[0].running_mean, plain.running_mean)
+        torch.testing.assert_close(pipe[0].running_var, plain.running_var)
+
+
+def test_a_batch_without_rows_leaves_the_deferred_statistics_as_they_are():
+    plain = nn.BatchNorm1d(4)
+    with Pipe(nn.Sequential(copy.deepcopy(plain)), [1], deferred_batch_norm=True) as pipe:
+        for rows in (6, 0):
+            x = torch.randn(rows, 4)
+            pipe(x)
+            plain(x)
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(pipe[0].get_buffer(name), buffer)
+
+
 def test_deferred_batch_norm_reaches_nested_modules_and_forgets_a_failed_step():
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """BatchNorm whose running statistics are the whole batch's, although it sees one microbatch after the other.
 
 Each microbatch is normalised by its own mean and variance, because later rows are not known yet. For the running
-statistics, sums over the microbatches are kept, and applied once per step, as by one forward of the whole batch.
+statistics, those of the microbatches are merged, and applied once per step, as by one forward of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeferredBatchNorm(_BatchNorm):
     >>> norm.running_mean  # a tenth of the way to the mean over all four rows
     tensor([0.1000, 0.1000])
 
-    Source: deferred batch normalisation of torchgpipe (Kim et al., 2020).
+    Source: deferred batch normalisation of torchgpipe (Kim et al., 2020); variances merged as by Chan et al., 1979.
     """
 
     recomputing: bool
@@ -40,13 +40,13 @@ class DeferredBatchNorm(_BatchNorm):
         return deferred
 
     def forget(self) -> None:
-        """Drop the sums of the microbatches so far."""
+        """Drop the statistics of the microbatches so far."""
         self._count = 0
-        self._sum: Tensor | None = None
-        self._sum_of_squares: Tensor | None = None
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None  # of the deviations from the mean, summed
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises ``input`` by its own statistics, and adds them to the sums; in eval mode by the running ones."""
+        """Normalises ``input`` by its own statistics, and keeps them; in eval mode by the running ones."""
         if not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
@@ -59,26 +59,32 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"BatchNorm takes at least (rows, channels), got {tuple(input.shape)}")
 
     def _add(self, x: Tensor) -> None:
-        x = x.to(cast(Tensor, self.running_mean).dtype)
+        # In 32 bits at least; and not by sums of squares, which cancel where the mean is far from 0.
+        x = x.to(torch.promote_types(cast(Tensor, self.running_mean).dtype, torch.float32))
         dims = [dim for dim in range(x.ndim) if dim != 1]
-        sums, squares = x.sum(dims), (x * x).sum(dims)
-        self._count += x.numel() // x.shape[1]
-        self._sum = sums if self._sum is None else self._sum + sums
-        self._sum_of_squares = squares if self._sum_of_squares is None else self._sum_of_squares + squares
+        count = x.numel() // x.shape[1]
+        if self._mean is None or self._squares is None:
+            self._mean = self._squares = x.new_zeros(x.shape[1])
+        if not count:
+            return
+        var, mean = torch.var_mean(x, dims, correction=0)
+        before, self._count = self._count, self._count + count
+        moved = mean - self._mean
+        self._mean = self._mean + moved * (count / self._count)
+        self._squares = self._squares + var * count + moved * moved * (before * count / self._count)
 
     @torch.no_grad()
     def commit(self) -> None:
         """Apply the statistics of all microbatches since the last commit to the running ones."""
-        if self._sum is None or self._sum_of_squares is None:
+        if self._mean is None or self._squares is None:
             return
         running_mean, running_var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
         tracked = cast(Tensor, self.num_batches_tracked)
         tracked += 1
-        momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
-        mean = self._sum / self._count
-        var = (self._sum_of_squares / self._count - mean * mean) * (self._count / max(self._count - 1, 1))
-        running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-        running_var.mul_(1 - momentum).add_(var, alpha=momentum)
+        if self._count:
+            momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
+            running_mean.mul_(1 - momentum).add_(self._mean, alpha=momentum)
+            running_var.mul_(1 - momentum).add_(self._squares / max(self._count - 1, 1), alpha=momentum)
         self.forget()
 
 
