@@ -126,6 +126,33 @@ def test_deferred_batch_norm_reaches_nested_modules_and_forgets_a_failed_step():
     torch.testing.assert_close(model[0].norm.running_mean, 0.1 * x.mean(0))
 
 
+class NormThenRelu(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+class Renamed(nn.BatchNorm1d):
+    """With the forward of its base class."""
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_not_replaced_but_named():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Renamed(4), NormThenRelu(4)))
+    with pytest.raises(ValueError, match="cannot replace '1.1': NormThenRelu has a forward of its own"):
+        Pipe(model, [2, 1], deferred_batch_norm=True)
+    assert type(model[0]) is nn.BatchNorm1d
+    with Pipe(model, [2, 1]) as pipe:
+        assert (pipe(torch.randn(6, 4)) >= 0).all()
+    with Pipe(model[:1].extend(model[1][:1]), [1, 1], deferred_batch_norm=True) as pipe:
+        assert all(isinstance(layer, DeferredBatchNorm) for layer in pipe)
+
+
+def test_a_batch_norm_whose_forward_was_replaced_is_named():
+    norm = nn.BatchNorm1d(4)
+    norm.forward = torch.relu
+    with pytest.raises(ValueError, match="cannot replace '0': BatchNorm1d has a forward of its own"):
+        Pipe(nn.Sequential(norm), [1], deferred_batch_norm=True)
+
+
 def test_a_first_layer_that_works_in_place_survives_recomputation():
     class AddInPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -143,7 +143,8 @@ class Pipe(nn.Module):
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         nccl: between stages on GPUs of different ranks send tensors from device to device, if the group has NCCL beside
             gloo (``"cpu:gloo,cuda:nccl"``); else they go over the host.
-        deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch.
+        deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch; not of a subclass with
+            a forward of its own (``SyncBatchNorm`` too), which is refused.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
         timeout: seconds that a call may take before it ends with ``DeadlineExceeded``.

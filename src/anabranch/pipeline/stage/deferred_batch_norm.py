@@ -6,7 +6,7 @@ statistics, those of the microbatches are merged, and applied once per step, as 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ __all__ = ["DeferredBatchNorm", "defer_batch_norms"]
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Replaces a BatchNorm of any dimension; shares its parameters and buffers.
+    """Replaces a BatchNorm of any dimension, with torch's forward; shares its parameters and buffers.
 
     >>> norm = DeferredBatchNorm.of(nn.BatchNorm1d(2))
     >>> _ = norm(torch.zeros(2, 2)), norm(torch.full((2, 2), 2.0))
@@ -89,10 +89,22 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def defer_batch_norms(module: nn.Module) -> None:
-    """Replace every BatchNorm inside ``module`` that keeps running statistics by a ``DeferredBatchNorm``."""
+    """Replace every BatchNorm inside ``module`` that keeps running statistics by a ``DeferredBatchNorm``.
+
+    Raises:
+        ValueError: one has a forward of its own, which the replacement would lose; none has been replaced.
+    """
+    for name, norm in module.named_modules():
+        if _is_to_defer(norm) and getattr(norm.forward, "__func__", None) is not _BatchNorm.forward:
+            raise ValueError(
+                f"deferred_batch_norm=True cannot replace {name!r}: {type(norm).__name__} has a forward of its own; "
+                "make it a plain BatchNorm followed by a module for the rest, or leave deferred_batch_norm=False"
+            )
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if not isinstance(child, _BatchNorm) or isinstance(child, nn.SyncBatchNorm | DeferredBatchNorm):
-                continue
-            if child.track_running_stats:
+            if _is_to_defer(child):
                 parent._modules[name] = DeferredBatchNorm.of(child)
+
+
+def _is_to_defer(module: nn.Module | None) -> TypeGuard[_BatchNorm]:
+    return isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
