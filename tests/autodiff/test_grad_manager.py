@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import concurrent.futures
+import contextlib
 import gc
 import sys
 import threading
@@ -206,6 +207,33 @@ def test_a_hook_of_the_users_that_raises_leaves_every_grad_as_it_was() -> None:
         manager.backward((x * y).sum())
     assert (x.grad is before[0], y.grad is before[1]) == (True, True)
     assert (x.grad.tolist(), y.grad.tolist()) == before[2:]
+
+
+@pytest.mark.parametrize("attached_first", ["with a callback", "without"])
+def test_a_failed_sweep_changes_no_grad_of_tensors_attached_without_callbacks(attached_first: str) -> None:
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    a.grad = torch.full((2,), 7.0)
+    held, fail = a.grad, [True]
+
+    def callback(tensor, grad):
+        if fail[0]:
+            raise ConnectionError("a peer is lost")
+
+    manager = ab.GradManager()
+    for tensors, chain in [((a, c), ()), (b, callback)][:: -1 if attached_first == "with a callback" else 1]:
+        manager.attach(tensors, chain)
+    for fails in (True, False):
+        fail[0] = fails
+        with contextlib.suppress(ConnectionError), manager:
+            hidden = c * 5
+            manager.attach(hidden)
+            manager.backward((b * 3).sum() + (a * 2 + hidden).sum())
+        if fails:
+            assert a.grad is held
+            assert a.grad.tolist() == [7.0, 7.0]
+            assert b.grad is c.grad is hidden.grad is None
+    assert a.grad is held
+    assert [t.grad.tolist() for t in (a, b, c, hidden)] == [[9.0] * 2, [3.0] * 2, [5.0] * 2, [1.0] * 2]
 
 
 def test_an_unreached_parameter_gets_no_callback_and_no_grad() -> None:

@@ -6,7 +6,8 @@
                                                └ ............ grad final ─> callback ─> ... ┘ afterwards
 
 During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce in progress), so what a
-parameter gets is known only afterwards. The engine itself is torch's, unchanged: with no callback attached
+parameter gets is known only afterwards. Attached tensors without callbacks wait too, so that all get a gradient or, if
+the sweep fails, none. The engine itself is torch's, unchanged: with no callback attached
 ``backward`` is ``torch.autograd.backward``.
 """
 
@@ -74,7 +75,7 @@ class GradManager:
         Deadline.after(timeout)
         self._timeout = timeout
         self._slots: dict[int, _Slot] = {}
-        self._watched: dict[int, weakref.ref[Tensor]] = {}  # the leaves among them that are hooked
+        self._watched: dict[int, weakref.ref[Tensor]] = {}  # those whose ``.grad`` a failed sweep must not change
         self._unprepared: dict[int, _Slot] = {}  # those that have no hooks yet
         self._borrowed: list[weakref.ref[Tensor]] = []  # plain tensors that require a gradient while recording
         self._sweep = Sweep()
@@ -122,6 +123,9 @@ class GradManager:
             slot.unhook()
             slot.callbacks += chain
             self._unprepared[key] = slot
+        if chain and not self._hooked:
+            self._hooked = True
+            self._unprepared |= self._slots
         if self._recording:
             self._prepare()
         return self
@@ -167,13 +171,12 @@ class GradManager:
     def _hook(self, key: int, tensor: Tensor, slot: _Slot) -> None:
         if not tensor.is_leaf:
             tensor.retain_grad()
-        if not slot.callbacks:
+        if not self._hooked:
             return
-        self._hooked = True
+        self._watched[key] = slot.tensor
         if tensor.is_leaf:
             slot.handle = self._sweep.watch_leaf(tensor, slot.callbacks)
-            self._watched[key] = slot.tensor
-        else:
+        elif slot.callbacks:
             slot.handle = self._sweep.watch_result(tensor, slot.callbacks)
 
     def release(self) -> None:
@@ -194,8 +197,8 @@ class GradManager:
     ) -> None:
         """Sweeps back from ``y``, runs the callbacks, then accumulates into ``.grad``, and ends the session.
 
-        When a callback or a hook raises, or Ctrl-C interrupts, the sweep ends there, no ``.grad`` is changed, futures
-        returned so far are cancelled or waited for briefly, and the exception continues to the caller.
+        When a callback or a hook raises, or Ctrl-C interrupts, the sweep ends there, no attached tensor's ``.grad`` is
+        changed, futures returned so far are cancelled or waited for briefly, and the exception continues to the caller.
 
         Args:
             y: the roots, ones that require no gradient are ignored; ``None`` for a rank that has none.
@@ -226,10 +229,11 @@ class GradManager:
     def _run_hooked(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
         earlier: dict[int, Tensor] = {}
         for reference in self._watched.values():
-            leaf = reference()
-            if leaf is not None and leaf.grad is not None:
-                self._set_grad_aside(leaf)
-                earlier[id(leaf)] = leaf.grad
+            tensor = reference()
+            if tensor is not None and tensor.grad is not None:
+                if tensor.is_leaf:
+                    self._set_grad_aside(tensor)
+                earlier[id(tensor)] = tensor.grad
         sweep = self._sweep
         added: list[tuple[Tensor, Tensor]] = []
         version: int | None = None
@@ -254,11 +258,11 @@ class GradManager:
             sweep.clear()
 
     def _put_back(self, earlier: dict[int, Tensor]) -> None:
-        """Leave every watched leaf with the ``.grad`` of before the sweep, wherever between (1) and (3) it ended."""
+        """Leave every watched tensor with the ``.grad`` of before the sweep, wherever between (1) and (3) it ended."""
         for key, reference in self._watched.items():
-            leaf = reference()
-            if leaf is not None:
-                leaf.grad = earlier.get(key)
+            tensor = reference()
+            if tensor is not None:
+                tensor.grad = earlier.get(key)
 
     def _assign(self, final: Sequence[Tensor], create: bool) -> list[tuple[Tensor, Tensor]]:
         """Write gradients to ``.grad``; return those to be added in place, each after what it is added to."""
