@@ -479,6 +479,17 @@ def test_a_frozen_parameter_stays_frozen_and_joins_when_it_is_thawed() -> None:
     assert called.count(True) == 1
 
 
+def test_a_parameter_that_is_frozen_while_it_has_a_gradient_keeps_that() -> None:
+    net = nn.Linear(2, 1)
+    manager = ab.GradManager().attach(net.parameters(), lambda tensor, grad: None)
+    for step in range(3):
+        net.bias.requires_grad_(step != 1)
+        with manager:
+            manager.backward(net(torch.ones(1, 2)).sum())
+    assert net.weight.grad.tolist() == [[3.0, 3.0]]
+    assert net.bias.grad.tolist() == [2.0]
+
+
 def test_a_plain_tensor_requires_a_gradient_while_recording_only() -> None:
     x, seen = torch.ones(2), []
     manager = ab.GradManager().attach(x, lambda tensor, grad: seen.append(grad.tolist()))

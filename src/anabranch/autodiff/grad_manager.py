@@ -231,7 +231,7 @@ class GradManager:
         for reference in self._watched.values():
             tensor = reference()
             if tensor is not None and tensor.grad is not None:
-                if tensor.is_leaf:
+                if tensor.is_leaf and tensor.requires_grad:
                     self._set_grad_aside(tensor)
                 earlier[id(tensor)] = tensor.grad
         sweep = self._sweep
