@@ -515,6 +515,35 @@ def test_gradients_of_an_intermediate_accumulate_over_sessions() -> None:
     assert b.grad.item() == 4.0
 
 
+def test_an_intermediate_that_has_a_gradient_gets_what_its_callbacks_return_added() -> None:
+    x = torch.ones(2, requires_grad=True)
+    members = [ab.GradManager() for _ in range(3)]
+    with members[0] | members[1] | members[2]:
+        hidden, other = x * 3, x * 5
+        for number, member in enumerate(members):
+            member.attach(hidden, lambda tensor, grad: grad * 10).attach(other, lambda tensor, grad: None)
+            member.backward((hidden + other).sum())
+            assert hidden.grad.tolist() == [10.0 * (number + 1)] * 2
+            assert other.grad.tolist() == [number + 1.0] * 2
+
+
+def test_an_intermediate_keeps_its_gradient_when_a_sweep_fails() -> None:
+    x = torch.ones(2, requires_grad=True)
+    first, second = ab.GradManager(), ab.GradManager()
+
+    def refuse(tensor, grad):
+        raise ArithmeticError("no")
+
+    with first | second:
+        hidden = x * 3
+        first.attach(hidden, lambda tensor, grad: grad * 10)
+        first.backward(hidden.sum())
+        second.attach(hidden, lambda tensor, grad: grad * 10).attach(x, refuse)
+        with pytest.raises(ArithmeticError):
+            second.backward(hidden.sum())
+    assert hidden.grad.tolist() == [10.0, 10.0]
+
+
 def test_dropping_a_manager_takes_its_hooks_off_and_release_ends_a_session() -> None:
     x = torch.ones(2, requires_grad=True)
     manager = ab.GradManager().attach(x, lambda tensor, grad: pytest.fail("dropped"))

@@ -273,6 +273,8 @@ class GradManager:
                 tensor.grad = value
             elif create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
                 tensor.grad = value + before  # the sum itself is differentiated, or a sparse side forbids it
+            elif not tensor.is_leaf:  # retain_grad has replaced ``.grad`` meanwhile
+                tensor.grad = before + value
             else:
                 added.append((before, value))
         return added
