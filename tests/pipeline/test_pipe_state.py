@@ -172,6 +172,41 @@ def test_a_first_layer_that_works_in_place_survives_recomputation():
     assert all(close(grad, model[index].weight.grad) for grad, index in zip(got, (0, 4), strict=True))
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_first_layer_and_a_loss_may_change_the_batch_in_place(checkpoint: str, schedule: str):
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target.abs_())  # the same however often it is done
+
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    plain = reference(model)
+    x, target = torch.randn(2, 6, 3, dtype=torch.float64)
+    ours, theirs = (x.clone(), target.clone()), (x.clone(), target.clone())
+    loss(plain(theirs[0]), theirs[1]).backward()
+    with Pipe(model, [2, 1], chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        pipe.step(*ours, loss=loss)
+        assert_same_gradients(pipe, plain)
+        pipe.zero_grad()
+        loss(pipe(x.clone()), target.clone()).backward()
+        assert_same_gradients(pipe, plain)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_change_of_the_batch_is_noticed_on_both_sides_of_the_pipe(checkpoint: str):
+    w, x = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    with Pipe(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), [2], chunks=2, checkpoint=checkpoint) as pipe:
+        y = pipe(w.exp())  # saves its result for backward, which the first layer changes
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [2], chunks=2, checkpoint=checkpoint) as pipe:
+        y = pipe(x)
+        x[3:] = 0.0
+        with pytest.raises(RuntimeError, match="in place|inplace"):
+            y.sum().backward()
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_an_in_place_change_of_a_value_that_is_also_used_elsewhere_is_refused(checkpoint: str):
     """Unsplit, it changes what is popped, and gradients flow through it; a stage's graph knows nothing of that."""

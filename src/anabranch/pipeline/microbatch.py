@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["NoChunk", "count_batch_rows", "gather", "has_rows", "microbatch_sizes", "open_whole", "scatter"]
+__all__ = ["NoChunk", "count_batch_rows", "cut_rows", "gather", "has_rows", "microbatch_sizes", "open_whole", "scatter"]
 
 
 class NoChunk:
@@ -99,6 +99,16 @@ def microbatch_sizes(rows: int, chunks: int) -> list[int]:
     return [rows // m + (i < rows % m) for i in range(m)]
 
 
+def cut_rows(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return the rows of each microbatch, in the memory of ``tensor``.
+
+    Each has its own count of changes in place: autograd would take one microbatch's for a change of what it has saved
+    of another. The first shares the count of ``tensor``, so that the caller's graph and the pipe's see each other's.
+    """
+    first, *others = torch.split(tensor, list(sizes))
+    return [first, *(others if tensor.requires_grad else [other.data for other in others])]
+
+
 def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
     """``batch`` cut along its rows; ``NoChunk``, other values and tensors of no dimensions go to every microbatch.
 
@@ -108,7 +118,7 @@ def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
     batch, whole = open_whole(batch)
     leaves, treedef = flatten(batch)
     cut = [
-        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and not is_whole else [leaf] * len(sizes)
+        cut_rows(leaf, sizes) if isinstance(leaf, Tensor) and not is_whole else [leaf] * len(sizes)
         for leaf, is_whole in zip(leaves, whole, strict=True)
     ]
     return [unflatten(treedef, list(parts)) for parts in zip(*cut, strict=True)] if leaves else [batch] * len(sizes)

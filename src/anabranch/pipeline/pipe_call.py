@@ -23,7 +23,7 @@ from torch import Tensor
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
-from anabranch.pipeline.microbatch import gather, open_whole
+from anabranch.pipeline.microbatch import cut_rows, gather, open_whole
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
@@ -98,7 +98,7 @@ def _cut_up(structure: Structure, whole: Sequence[bool], sizes: Sequence[int]) -
     leaves, treedef = flatten(structure)
     needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     rows = [
-        torch.split(leaf.detach(), list(sizes))
+        cut_rows(leaf.detach(), sizes)
         if isinstance(leaf, Tensor) and not is_whole
         else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * len(sizes)
         for leaf, is_whole in zip(leaves, whole, strict=True)
