@@ -37,7 +37,7 @@ from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.recomputing import recomputing
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, map_structure
 
 __all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun", "StageTraits"]
 
@@ -123,6 +123,7 @@ class _Pass:
 
     inputs: Messages = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
+    target: Structure = None
     buffers: list[Tensor | None] = field(default_factory=list)
     boxes: GradientMessages = field(default_factory=dict)
     edges: dict[int, list[list[GradientEdge | None]]] = field(default_factory=dict)
@@ -155,6 +156,8 @@ class StageRun:
         here = _Pass()
         if recompute:
             here.buffers = self._buffers.snapshot()
+            if self.head is not None:  # a copy, because a loss may change its target in place
+                here.target = map_structure(_copied, self.head.targets[i])
             outputs = self._run_keeping_inputs(i, inputs, here)
         else:
             outputs = self._run(i, inputs, here)
@@ -198,7 +201,7 @@ class StageRun:
         # Copied again: another backward, with retain_graph, starts from them.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
         with self._buffers.replaced(here.buffers), self._recomputing(), recomputing():
-            self._run(i, inputs, here)
+            self._run(i, inputs, here, again=True)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
@@ -210,7 +213,7 @@ class StageRun:
             for norm in self._norms:
                 norm.recomputing = False
 
-    def _run(self, i: int, inputs: Messages, here: _Pass) -> Messages:
+    def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
         plan = self.plan
         with ExitStack() as stack:
             stack.enter_context(plan.modes.entered())
@@ -227,7 +230,7 @@ class StageRun:
                 positional = (value,)
             watch.check(self.stage.index)
             if self.head is not None:
-                loss = self._loss(value, i)
+                loss = self._loss(value, here.target if again else self.head.targets[i], self.head.weights[i])
                 here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
                 self.losses[i] = loss.detach()
             return mark_doubled(self._cut_all(value, store, here), watch.addresses())
@@ -270,13 +273,13 @@ class StageRun:
             )
         return store.take(route, shared=True)
 
-    def _loss(self, output: Structure, i: int) -> Tensor:
+    def _loss(self, output: Structure, target: Structure, weight: float) -> Tensor:
         assert self.head is not None
-        loss = self.head.loss(self.head.finish(output), self.head.targets[i])
+        loss = self.head.loss(self.head.finish(output), target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
-        return loss.reshape(()) * self.head.weights[i]
+        return loss.reshape(()) * weight
 
     def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:
         """Run microbatch ``i`` backward from each target's gradients; returns those for each source.
@@ -414,6 +417,10 @@ def _addresses(messages: Messages) -> set[int]:
 
 def _versions(inputs: Messages) -> list[int]:
     return [version for packets in inputs.values() for packet in packets for version in packet.versions()]
+
+
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
