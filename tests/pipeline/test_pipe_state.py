@@ -220,16 +220,58 @@ def test_an_in_place_change_of_a_value_that_is_also_used_elsewhere_is_refused(ch
         assert_same_gradients(pipe, model)
 
 
-def test_a_passed_on_value_may_be_changed_in_place_by_the_next_stage():
+@skippable(stash=["columns"])
+class StashColumns(nn.Module):
+    def __init__(self, stashed: slice, returned: slice) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 6)
+        self.stashed, self.returned = stashed, returned
+
+    def forward(self, x: Tensor):
+        x = self.linear(x)
+        yield stash("columns", x[:, self.stashed])
+        return x[:, self.returned]
+
+
+@skippable(pop=["columns"])
+class PopColumns(nn.Module):
+    def forward(self, x: Tensor):
+        return x.sum(1, keepdim=True) + 3 * (yield pop("columns")).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize(("stashed", "returned"), [(slice(2, 6), slice(0, 6)), (slice(0, 4), slice(3, 6))])
+def test_views_of_one_tensor_that_part_are_not_changed_in_place(checkpoint: str, stashed: slice, returned: slice):
+    model = nn.Sequential(StashColumns(stashed, returned), nn.ReLU(inplace=True), PopColumns())
+    refused = pytest.raises(RuntimeError, match="stage 1 changes its input in place, which is also sent to another")
+    with Pipe(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe, refused:
+        pipe(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_views_without_common_elements_may_be_changed_in_place(checkpoint: str):
+    model = nn.Sequential(StashColumns(slice(3), slice(3, 6)), nn.ReLU(inplace=True), PopColumns()).double()
+    plain = reference(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with Pipe(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        y = pipe(x)
+        y.sum().backward()
+    assert close(y, plain(x))
+    plain(x).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_passed_on_value_may_be_changed_in_place_by_the_next_stage(first: int):
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, torch.tanh(x)
+            return x[:, first:], torch.tanh(x)[:, first:]
 
     class Join(nn.Module):
         def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
             return pair[0].mul_(2) + pair[1]
 
-    model = nn.Sequential(nn.Linear(3, 3), Pair(), Join(), nn.Linear(3, 3)).double()
+    model = nn.Sequential(nn.Linear(3, 3), Pair(), Join(), nn.Linear(3 - first, 3)).double()
     plain = reference(model)
     with Pipe(model, [1, 1, 2], chunks=2, checkpoint="always") as pipe:
         for _ in range(2):

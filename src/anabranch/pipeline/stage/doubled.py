@@ -6,38 +6,38 @@
               └───────────────> stage 1   relu_(x) ────>
 
 In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows only one route,
-and on another rank the two are not even the same memory. So the sending stage marks these tensors, the marks are kept
-when a stage passes one on, and a stage that changes one gets an error.
+and on another rank the two are not even the same memory. So the sending stage marks these tensors, views of one another
+too, the marks are kept when a stage passes one on, and a stage that changes one gets an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from anabranch.pipeline.stage.overlaps import sharing_pairs
 from anabranch.pipeline.stage.packet import Packet
 from anabranch.tensors import Structure, flatten
 
 __all__ = ["Watch", "mark_doubled"]
 
 
-def mark_doubled(outputs: Mapping[int, Sequence[Packet]], known: Collection[int]) -> dict[int, list[Packet]]:
-    """Return the packets for each target, tensors marked whose memory goes out twice or starts at a ``known``
-    address.
+def mark_doubled(outputs: Mapping[int, Sequence[Packet]], known: Sequence[Tensor]) -> dict[int, list[Packet]]:
+    """Return the packets for each target, tensors marked that share memory with another of them or with a ``known``
+    one.
     """
-    addresses = [packet.addresses() for packets in outputs.values() for packet in packets]
-    count = Counter(address for row in addresses for address in row)
-    doubled = {address for address, times in count.items() if address and (times > 1 or address in known)}
+    leaves = [leaf for packets in outputs.values() for packet in packets for leaf in packet.leaves]
+    doubled = {place for pair in sharing_pairs([*leaves, *known]) for place in pair if place < len(leaves)}
     if not doubled:
         return {target: list(packets) for target, packets in outputs.items()}
-    return {target: [_marked(packet, doubled) for packet in packets] for target, packets in outputs.items()}
+    places = iter(range(len(leaves)))
+    return {target: [_marked(packet, doubled, places) for packet in packets] for target, packets in outputs.items()}
 
 
-def _marked(packet: Packet, doubled: Collection[int]) -> Packet:
-    where = [index for index, address in enumerate(packet.addresses()) if address in doubled]
+def _marked(packet: Packet, doubled: Collection[int], places: Iterator[int]) -> Packet:
+    where = [index for index, place in zip(range(len(packet.leaves)), places, strict=False) if place in doubled]
     return dataclasses.replace(packet, doubled=tuple(where))
 
 
@@ -54,9 +54,9 @@ class Watch:
             tensors = [leaves[index] for index in packet.doubled]
             self._watched += [(what, t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
-    def addresses(self) -> set[int]:
-        """Start addresses of the watched tensors' memory."""
-        return {tensor.data_ptr() for _, tensor, _ in self._watched}
+    def tensors(self) -> list[Tensor]:
+        """Return the watched tensors."""
+        return [tensor for _, tensor, _ in self._watched]
 
     def check(self, stage: int) -> None:
         """Raise ``RuntimeError`` if one of them has been changed."""

@@ -49,7 +49,7 @@ def size_of(tensor: Tensor) -> int:
 class Packet:
     """A structure of detached tensors and plain values, and for each whether it awaits a gradient.
 
-    ``doubled`` are the leaves sent by another route too (the same memory): a receiving stage must not change them.
+    ``doubled`` are the leaves whose memory is sent by another route too: a receiving stage must not change them.
     """
 
     treedef: PyTreeSpec
@@ -66,19 +66,12 @@ class Packet:
         return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
     def cloned(self, only: Collection[int] | None = None) -> Packet:
-        """Return a copy that shares no memory with it, or none that starts at one of ``only`` these addresses."""
+        """Return a copy that shares no memory with it, or that of none of ``only`` the leaves with these ids."""
         leaves = [
-            leaf.clone() if isinstance(leaf, Tensor) and (only is None or address in only) else leaf
-            for leaf, address in zip(self.leaves, self.addresses(), strict=True)
-        ]
-        return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
-
-    def addresses(self) -> list[int]:
-        """For each leaf the address of its memory; 0 for a leaf without any."""
-        return [
-            leaf.data_ptr() if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() else 0
+            leaf.clone() if isinstance(leaf, Tensor) and (only is None or id(leaf) in only) else leaf
             for leaf in self.leaves
         ]
+        return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
 
 
 def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:

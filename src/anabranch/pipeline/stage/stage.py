@@ -31,6 +31,7 @@ from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
+from anabranch.pipeline.stage.overlaps import sharing_pairs
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
@@ -185,7 +186,7 @@ class StageRun:
             )
         habits.changes_inputs = habits.changes_inputs or changed
         # A value passed on unchanged may be changed by a later layer.
-        here.inputs = copies if habits.changes_inputs else _clone_all(inputs, _addresses(inputs) & _addresses(outputs))
+        here.inputs = copies if habits.changes_inputs else _clone_all(inputs, _passed_on(inputs, outputs))
         here.versions = _versions(here.inputs)
         return outputs
 
@@ -233,7 +234,7 @@ class StageRun:
                 loss = self._loss(value, here.target if again else self.head.targets[i], self.head.weights[i])
                 here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
                 self.losses[i] = loss.detach()
-            return mark_doubled(self._cut_all(value, store, here), watch.addresses())
+            return mark_doubled(self._cut_all(value, store, here), watch.tensors())
 
     def _enter_all(
         self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
@@ -411,8 +412,14 @@ def _clone_all(inputs: Messages, only: Collection[int] | None = None) -> Message
     return {source: [packet.cloned(only) for packet in packets] for source, packets in inputs.items()}
 
 
-def _addresses(messages: Messages) -> set[int]:
-    return {address for packets in messages.values() for packet in packets for address in packet.addresses() if address}
+def _passed_on(inputs: Messages, outputs: Messages) -> set[int]:
+    """Return the ids of the input tensors whose memory is sent on."""
+    given, sent = _leaves(inputs), _leaves(outputs)
+    return {id(given[first]) for first, last in sharing_pairs([*given, *sent]) if first < len(given) <= last}
+
+
+def _leaves(messages: Messages) -> list[object]:
+    return [leaf for packets in messages.values() for packet in packets for leaf in packet.leaves]
 
 
 def _versions(inputs: Messages) -> list[int]:
