@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from anabranch import DeadlineExceeded, Pipe
 from anabranch.events import Event, on_fault_point, subscribe
 from anabranch.pipeline import make_schedule
+from anabranch.pipeline.local_ranks import LocalEngine
 
 
 class Stop(BaseException):
@@ -188,6 +190,59 @@ def test_an_interrupt_in_the_moment_before_the_caller_falls_asleep_is_not_lost()
             pipe(torch.randn(4, 2))
         assert not gone_on.is_set()
         release.set()
+
+
+@pytest.mark.parametrize("place", ["layer", "loss"])
+def test_a_pipe_called_by_itself_is_refused_at_once_and_works_afterwards(place: str):
+    class Again(nn.Module):
+        again = place == "layer"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return pipe(x) if self.again else x
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, pipe(target))
+
+    layer, (x, target) = Again(), torch.randn(2, 4, 3)
+    with Pipe(nn.Sequential(nn.Linear(3, 3), layer), [1, 1], chunks=2, timeout=300.0) as pipe:
+        with pytest.raises(RuntimeError, match="a layer or the loss of a pipe starts a forward of the same pipe"):
+            pipe.step(x, target, loss=loss)
+        layer.again = False
+        assert pipe.step(x, target, loss=F.mse_loss).loss > 0
+
+
+def test_calls_of_several_threads_take_turns():
+    model, x, target = model_and_batch()
+    with (
+        Pipe(model, [1, 1, 1, 1], chunks=2, schedule="1F1B", timeout=200.0) as pipe,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        pipe.step(x, target, loss=F.mse_loss)
+        once = [parameter.grad.clone() for parameter in pipe.parameters()]
+
+        def train() -> None:
+            for _ in range(3):
+                pipe.step(x, target, loss=F.mse_loss)
+
+        for trained in [threads.submit(train) for _ in range(2)]:
+            trained.result(200.0)
+        for grad, parameter in zip(once, pipe.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, 7 * grad)
+
+
+def test_a_thread_waits_for_anothers_turn_until_its_deadline():
+    engine = LocalEngine((0, 1), timeout=0.01)
+
+    def ask() -> None:
+        with engine.turn("step", 1):
+            pass
+
+    with ThreadPoolExecutor(1) as thread, engine.turn("forward", 0):
+        asked = thread.submit(ask)
+        with pytest.raises(DeadlineExceeded, match="another thread that uses the pipe"):
+            asked.result(200.0)
+    with engine.turn("forward", 2):
+        pass
 
 
 def test_a_call_past_its_deadline_ends_with_an_error_that_says_so():

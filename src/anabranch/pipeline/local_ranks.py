@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.autodiff.thread_modes import current_streams, on_streams
-from anabranch.deadline import Deadline
+from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.pipeline.action_runner import ActionFailure, Runner, phase_of
 from anabranch.pipeline.description import Observed
@@ -39,6 +39,7 @@ class LocalEngine:
         self._rank_of = rank_of
         self._timeout = timeout
         self._workers: StageThreads | None = None
+        self._in_turn = threading.Lock()
         self._word: object = None
         self.observed = Observed()
         self._step = 0
@@ -49,9 +50,25 @@ class LocalEngine:
 
     @contextmanager
     def turn(self, operation: str, step: int) -> Iterator[LocalEngine]:
-        """Take a turn: a forward, its backward or a step."""
-        self._step = step
-        yield self
+        """Take a turn: a forward, its backward or a step; calls of several threads take theirs one after the other.
+
+        Raises:
+            RuntimeError: a stage or the loss of this pipe asks for it.
+            DeadlineExceeded: another thread's turn did not end within the timeout.
+        """
+        if self._workers is not None and self._workers.run_here():
+            raise RuntimeError(
+                f"a layer or the loss of a pipe starts a {operation} of the same pipe, whose stages would wait for "
+                "themselves; compute the value before the call, and pass it in"
+            )
+        deadline = Deadline.after(self._timeout)
+        while not self._in_turn.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
+            deadline.check(peer="another thread that uses the pipe", operation=f"pipeline {operation}", step=step)
+        try:
+            self._step = step
+            yield self
+        finally:
+            self._in_turn.release()
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """Return the call's facts."""

@@ -69,6 +69,10 @@ class StageThreads:
             on_interrupt()
             raise deadline.error(peer="the pipeline's workers", operation="pipeline step", step=step)
 
+    def run_here(self) -> bool:
+        """Return True on one of these threads."""
+        return threading.current_thread() in self._threads
+
     def abandon(self) -> None:
         """Let ``run`` return within half a second, whatever its tasks are doing, because the step has failed."""
         self._round.hurry(0.5)
