@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, pop, skippable, stash
 from anabranch.events import on_fault_point, subscribe
+from anabranch.pipeline import NoChunk
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from covering import pairwise
 from waiting import wait_until
@@ -218,6 +219,19 @@ def test_an_in_place_change_of_a_value_that_is_also_used_elsewhere_is_refused(ch
         pipe(x).sum().backward()
         model(x).sum().backward()
         assert_same_gradients(pipe, model)
+
+
+def test_an_input_that_every_microbatch_gets_whole_is_not_changed_in_place():
+    class AddPosition(nn.Module):
+        def forward(self, x: Tensor, position: Tensor) -> Tensor:
+            return x + position.add_(1.0)
+
+    x, position = torch.zeros(4, 3), torch.zeros(3)
+    with Pipe(nn.Sequential(nn.Identity(), AddPosition()), [1, 1], chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match="stage 1 changes the input 'position' in place, .* or microbatch"):
+            pipe(x, position=NoChunk(position))
+        pipe.chunks = 1
+        assert torch.equal(pipe(x, position=NoChunk(torch.zeros(3))), torch.ones(4, 3))
 
 
 @skippable(stash=["columns"])

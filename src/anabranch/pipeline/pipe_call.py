@@ -103,7 +103,8 @@ def _cut_up(structure: Structure, whole: Sequence[bool], sizes: Sequence[int]) -
         else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * len(sizes)
         for leaf, is_whole in zip(leaves, whole, strict=True)
     ]
-    return [Packet(treedef, [row[i] for row in rows], needs_grad) for i in range(len(sizes))]
+    shared = tuple(index for index, is_whole in enumerate(whole) if is_whole and len(sizes) > 1)
+    return [Packet(treedef, [row[i] for row in rows], needs_grad, shared) for i in range(len(sizes))]
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

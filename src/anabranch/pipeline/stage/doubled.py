@@ -7,7 +7,8 @@
 
 In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows only one route,
 and on another rank the two are not even the same memory. So the sending stage marks these tensors, views of one another
-too, the marks are kept when a stage passes one on, and a stage that changes one gets an error.
+too, the marks are kept when a stage passes one on, and a stage that changes one gets an error. The same holds for what
+every microbatch gets whole: a layer would change it for the microbatches after this one.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Watch:
         for what, tensor, version in self._watched:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"stage {stage} changes {what} in place, which is also sent to another stage: the unsplit "
-                    "module changes both, but a split one cannot; make the operation out of place, or stash a clone"
+                    f"stage {stage} changes {what} in place, which is also sent to another stage or microbatch: the "
+                    "unsplit module changes both, but a split one cannot; make the operation out of place, or stash a "
+                    "clone"
                 )

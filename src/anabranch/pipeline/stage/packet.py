@@ -49,7 +49,8 @@ def size_of(tensor: Tensor) -> int:
 class Packet:
     """A structure of detached tensors and plain values, and for each whether it awaits a gradient.
 
-    ``doubled`` are the leaves whose memory is sent by another route too: a receiving stage must not change them.
+    ``doubled`` are the leaves whose memory is sent by another route too, or to every microbatch: a receiving stage must
+    not change them.
     """
 
     treedef: PyTreeSpec

@@ -246,7 +246,7 @@ class StageRun:
             for route, packet in zip(routes, inputs[source], strict=True):
                 structure, box = enter(packet, self.stage.device, self._phony)
                 boxes.append(box)
-                watch.over(f"the skip {route[1]!r}" if isinstance(route, tuple) else "its input", structure, packet)
+                watch.over(_name_of(route), structure, packet)
                 if route is None:
                     value = structure
                 elif isinstance(route, str):
@@ -406,6 +406,12 @@ class _BufferSlots:
         finally:
             for (module, name), original in zip(self._slots, originals, strict=True):
                 module._buffers[name] = original
+
+
+def _name_of(route: Route) -> str:
+    if route is None:
+        return "its input"
+    return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
 
 
 def _clone_all(inputs: Messages, only: Collection[int] | None = None) -> Messages:
