@@ -295,6 +295,17 @@ def test_a_passed_on_value_may_be_changed_in_place_by_the_next_stage(first: int)
     assert_same_gradients(pipe, plain)
 
 
+def test_dropout_in_place_at_a_stages_start_may_have_been_called_in_eval_mode_first():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5, inplace=True))
+    with Pipe(model, [1, 1], chunks=2, checkpoint="always") as pipe:
+        for training in (False, True):
+            pipe.train(training)
+            pipe.zero_grad()
+            y = pipe(torch.randn(4, 3))
+            y.sum().backward()
+            assert torch.equal(model[0].bias.grad, (y != 0).sum(0) * (2.0 if training else 1.0))
+
+
 def test_a_batch_changed_before_its_backward_is_not_run_forward_again():
     with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], checkpoint="always") as pipe:
         pipe(torch.randn(4, 3))

@@ -53,9 +53,11 @@ class StageTraits:
     Attributes:
         changes_inputs: true if its layers change their inputs in place, so that running it again needs a copy;
             ``None`` before its first forward.
+        modes: whether each of its modules was in training then: dropout in place changes nothing in eval mode.
     """
 
     changes_inputs: bool | None = None
+    modes: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class StageRun:
         self.plan = plan
         self.head = head
         modules = [child for layer in stage.layers for child in layer.module.modules()]
+        self._modes = [child.training for child in modules]
         if head is not None and isinstance(head.loss, nn.Module):
             modules += head.loss.modules()
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
@@ -175,6 +178,8 @@ class StageRun:
     def _run_keeping_inputs(self, i: int, inputs: Messages, here: _Pass) -> Messages:
         """Run forward, and keep the original inputs in ``here``: copies only where layers change them."""
         habits = self.stage.habits
+        if habits.modes != self._modes:
+            habits.modes, habits.changes_inputs = self._modes, habits.changes_inputs or None
         copies = _clone_all(inputs) if habits.changes_inputs is not False else inputs
         before = _versions(inputs)
         outputs = self._run(i, inputs, here)
