@@ -29,6 +29,7 @@ class StagePart(TypedDict):
 class _OptimizerState(TypedDict):
     optimizer: str
     state: dict[str, object]
+    own: dict[object, object]
     groups: list[dict[str, object]]
 
 
@@ -38,7 +39,7 @@ class _RemoteSums(TypedDict):
     rows: dict[str, dict[str, Tensor]]
 
 
-_NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
+_NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, own={}, groups=[])
 
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
@@ -70,6 +71,7 @@ def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[st
                     "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
                 )
             here["state"] = {**there["state"], **here["state"]}
+            here["own"] = {**there["own"], **here["own"]}
             for k, (group, more) in enumerate(zip(here["groups"], there["groups"], strict=True)):
                 names = cast("list[str]", group["params"])
                 new = [key for key in cast("list[str]", more["params"]) if key not in names]

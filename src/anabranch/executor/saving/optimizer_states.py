@@ -15,25 +15,40 @@ __all__ = ["by_parameter_name", "by_position", "parameter_names"]
 
 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of each group's parameters."""
+    """Return the names of each group's parameters.
+
+    Raises:
+        CheckpointError: the model has no such parameter any more, or another one under its name.
+    """
     names = {parameter: name for name, parameter in parameters.items()}
+    for parameter in parameters_of(optimizer):
+        if parameter not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the model does "
+                "not have under any name, by which checkpoints know it; remove it from the optimizer's param_groups, "
+                "or put it into the model"
+            )
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def by_parameter_name(
     optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
 ) -> dict[str, object]:
-    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``."""
+    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``.
+
+    State under keys of the optimizer's own, which are no parameters, is kept apart: a key may be a parameter's name.
+    """
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
-    states = {name_of[number]: dict(values) for number, values in state["state"].items()}
+    states = {name_of[number]: dict(values) for number, values in state["state"].items() if number in name_of}
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
         if elsewhere.get(parameter):
             states[name_of[number]] = elsewhere[parameter]
     return {
         "optimizer": type(optimizer).__qualname__,
         "state": states,
+        "own": {key: value for key, value in state["state"].items() if key not in name_of},
         "groups": [
             {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
             for group, group_names in zip(state["param_groups"], names, strict=True)
@@ -55,8 +70,9 @@ def by_position(saved: dict[str, object], optimizer: Optimizer, names: list[list
         )
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])
+    own = cast("dict[object, object]", saved.get("own", {}))  # which older checkpoints do not have
     return {
-        "state": {position[name]: values for name, values in state.items()},
+        "state": {**own, **{position[name]: values for name, values in state.items()}},
         "param_groups": [
             {**group, "params": [position[name] for name in group_names]}
             for group, group_names in zip(groups, names, strict=True)

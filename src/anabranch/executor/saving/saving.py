@@ -98,7 +98,7 @@ class Saver:
         self._workers = workers
         self._models = distinct_models(steps)
         # As they are before some move to the servers.
-        self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
+        self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
 
     @property
@@ -113,6 +113,11 @@ class Saver:
     def _row(self) -> int:
         """This rank's index among those that hold the same part of the model."""
         return self._rank // self._stages
+
+    def _parameters(self, step: str) -> dict[str, Tensor]:
+        """Return a step's parameters by name; only a worker alone may add some after construction."""
+        first = self._first_parameters[step]
+        return first if self.remote is not None or self._size > 1 else first | names_of(self._steps[step].model)
 
     def _pipes(self) -> dict[str, Pipe]:
         return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
@@ -273,7 +278,7 @@ class Saver:
         }
         return {
             name: [
-                by_parameter_name(optimizer, parameter_names(optimizer, self._parameters[name]), elsewhere)
+                by_parameter_name(optimizer, parameter_names(optimizer, self._parameters(name)), elsewhere)
                 for optimizer in step.optimizers
             ]
             for name, step in self._steps.items()
@@ -466,7 +471,7 @@ class Saver:
                 )
             for index, optimizer in enumerate(step.optimizers):
                 entry = restrict(cast("dict[str, object]", saved[name][index]), step.model)
-                names = parameter_names(optimizer, self._parameters[name])
+                names = parameter_names(optimizer, self._parameters(name))
                 plans.append((optimizer, by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
         return plans
 
@@ -572,7 +577,7 @@ class Saver:
         for name, windows in self._saved_windows(found, state).items():
             remote = self._runners[name].remote
             there = set() if remote is None else {*remote.names, *remote.part.embeddings}
-            here = set(self._parameters[name]) - there
+            here = set(self._parameters(name)) - there
             for window in windows:
                 if not window["in_window"]:
                     continue
@@ -594,7 +599,7 @@ class Saver:
         """Each worker continues with its own sums; with another number of workers rank 0 continues with all of them."""
         mine = self._as_many_rows(state) or self._row == 0
         for name, windows in self._saved_windows(found, state).items():
-            runner, parameters = self._runners[name], self._parameters[name]
+            runner, parameters = self._runners[name], self._parameters(name)
             sums: dict[str, Tensor] = {}
             for window in windows if mine else ():
                 for key, saved in cast("dict[str, object]", window["sums"]).items():
