@@ -104,6 +104,13 @@ class ReadsAList(Own):
         parameter.sub_(state["mean"], alpha=group["lr"])
 
 
+class ReadsAScale(Own):
+    """Which only some groups have."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        parameter.sub_(parameter.grad, alpha=group["lr"] * group.get("scale", 1.0))
+
+
 class Wrapping(Own):
     """Shares groups and state with an optimizer inside, which does the work."""
 
@@ -216,6 +223,25 @@ def test_a_number_in_a_list_of_a_group_is_noticed_when_it_changes(engine: str) -
         return case
 
     assert "graph" in check(build, engine).engines[5:]
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dropped", ["initial_lr", "note"])
+def test_a_name_in_a_group_in_the_place_of_another_is_noticed(dropped: str, engine: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        case = case_of(ReadsAScale, patch)
+        group = case.optimizer.param_groups[0]
+        group[dropped] = 2.0  # the value of the new one too
+
+        def change(k: int) -> None:
+            group.pop(dropped, None)
+            group["scale"] = 1.0 + k
+
+        case.change = change
+        return case
+
+    assert check(build, engine).engines[-1] == "graph"
 
 
 def test_a_step_that_branches_on_a_computed_value_is_explained_without_tracer_jargon(

@@ -64,9 +64,13 @@ class GroupNumbers:
 
     def look_again(self) -> None:
         """Read the groups again, in which a number may have changed its type, or a name may have been added."""
-        self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
-        # Two names at least, so that an itemgetter gives a tuple.
-        self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
+        names_of_groups = [sorted(_without_tensors(group)) for group in self._groups]
+        # All names, so that a missing one is noticed; at least two, so that an itemgetter gives a tuple.
+        self._readers = [
+            operator.itemgetter("lr", "initial_lr" if "initial_lr" in group else "lr", *names)
+            for group, names in zip(self._groups, names_of_groups, strict=True)
+        ]
+        self._names = str(names_of_groups)  # whose hash Python keeps
         self._sizes = list(map(len, self._groups))
         self._all_plain = all(all(map(_is_plain, group.values())) for group in map(_without_tensors, self._groups))
 
@@ -74,10 +78,15 @@ class GroupNumbers:
         """Return the current numbers, to be compared and hashed; lists in them may change later."""
         if list(map(len, self._groups)) != self._sizes:
             self.look_again()
-        found = [_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)]
-        if self._all_plain:
-            return tuple(found)
-        return tuple([_hashable(numbers) for numbers in found])
+        try:
+            found = self._read()
+        except KeyError:  # another name in its place
+            self.look_again()
+            found = self._read()
+        return self._names, *(found if self._all_plain else map(_hashable, found))
+
+    def _read(self) -> list[tuple[object, ...]]:
+        return [_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)]
 
 
 def _without_tensors(group: Mapping[str, object]) -> dict[str, object]:
