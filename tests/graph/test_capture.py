@@ -12,8 +12,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from anabranch.autodiff import GradManager
+from anabranch.autodiff.hooks import hooks_of_node, hooks_registered
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph import StepProgram, capture
 from plain_loop import treated_as_a_library
@@ -244,6 +246,31 @@ def test_a_gradient_hook_is_refused_by_name_and_line() -> None:
         program.run(torch.ones(1, 2))
     handle.remove()
     program.run(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_on_the_node_of_a_parameter_is_refused_by_name(before: bool) -> None:
+    model = nn.Linear(2, 2)
+    program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
+    program.run(torch.ones(1, 2))
+    node = get_gradient_edge(model.bias).node
+    handle = (node.register_prehook if before else node.register_hook)(lambda *_: None)
+    with pytest.raises(CaptureError, match="the AccumulateGrad node of 'bias' has a hook"):
+        program.run(torch.ones(1, 2))
+    handle.remove()
+    program.run(torch.ones(1, 2))
+
+
+def test_a_look_at_the_hooks_of_a_node_leaves_none() -> None:
+    leaf, calls = torch.ones(1, requires_grad=True), []
+    node = get_gradient_edge(leaf).node
+    node.register_hook(lambda *_: calls.append("hook"))
+    registered = hooks_registered()
+    assert [len(hooks) for hooks in hooks_of_node(leaf)] == [1, 0]
+    assert [len(hooks) for hooks in hooks_of_node(leaf)] == [1, 0]
+    assert hooks_registered() == registered  # or two programs would make one another look in each step
+    leaf.sum().backward()
+    assert calls == ["hook"]
 
 
 def test_a_session_attached_to_the_parameters_is_allowed() -> None:

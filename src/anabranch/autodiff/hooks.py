@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.futures import GradientFuture
@@ -37,6 +37,8 @@ __all__ = [
     "OutputRecorder",
     "Sweep",
     "hooked",
+    "hooks_of_node",
+    "hooks_registered",
     "move_at_edges",
     "record_outputs",
     "watch_node",
@@ -166,6 +168,41 @@ def watch_node(
 ) -> RemovableHandle:
     """Call with the final gradients of a node's outputs before it runs; the result replaces them."""
     return node.register_prehook(call)
+
+
+_probes = 0
+
+
+def hooks_registered() -> int:
+    """Return a number that changes whenever a hook is registered, anywhere in the process, but by ``hooks_of_node``."""
+    return RemovableHandle.next_id - _probes
+
+
+def hooks_of_node(leaf: Tensor) -> Iterator[Mapping[int, Callable[..., object]]]:
+    """Yield the hooks around (2), set on the node of a leaf: torch shows them only to the owner of another one.
+
+    >>> leaf = torch.ones(1, requires_grad=True)
+    >>> node = get_gradient_edge(leaf).node
+    >>> handle = node.register_prehook(print)
+    >>> [list(hooks.values()) for hooks in hooks_of_node(leaf)]
+    [[], [<built-in function print>]]
+    """
+    global _probes
+    plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+    if not plain or not leaf.is_leaf or not leaf.requires_grad or torch.is_inference_mode_enabled():
+        return
+    node = get_gradient_edge(leaf).node
+    for register in (node.register_hook, node.register_prehook):
+        _probes += 1  # before the handle, so that another thread may only look once too often
+        handle = register(_do_nothing)
+        hooks = dict(handle.hooks_dict_ref() or {})
+        handle.remove()
+        del hooks[handle.id]
+        yield hooks
+
+
+def _do_nothing(*_: object) -> None:
+    """Leave the gradients of a backward in another thread as they are."""
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from anabranch.autodiff.hooks import hooks_registered
 from anabranch.graph.trace.optimizer_code import OptimizerCode
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
@@ -102,7 +102,7 @@ class BoundState:
 
     def _refuse_new_hooks(self) -> None:
         """Check for hooks, but only if any was registered, anywhere, since the last check."""
-        number = RemovableHandle.next_id
+        number = hooks_registered()
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
             refuse_hooks(modules, self.parameters, self._optimizers)

@@ -29,6 +29,8 @@ def refuse_hooks(
     for name, tensor in tensors.items():
         _refuse(tensor._backward_hooks, f"{name!r} has a gradient hook")
         _refuse(getattr(tensor, "_post_accumulate_grad_hooks", None), f"{name!r} has a gradient hook")
+        for hooks in own_hooks.hooks_of_node(tensor):
+            _refuse(hooks, f"the AccumulateGrad node of {name!r} has a hook")
     for hooks in _HOOKS_OF_EVERY_OPTIMIZER:
         _refuse(hooks, "every optimizer has a step hook")
     for optimizer in optimizers:
