@@ -58,6 +58,17 @@ class Derived(Base):
     pass
 
 
+class Tag:
+    """Equal to itself alone."""
+
+
+FIRST, SECOND, THIRD = Tag(), Tag(), Tag()
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+
 class Equal:
     """Equal to anything while its list says so."""
 
@@ -91,6 +102,9 @@ def cases() -> dict[str, Case]:
     ordered = OrderedDict(a=1.0, b=2.0)
     chained = ChainMap[str, float]({}, {"number": 1.0})
     equal, derived, sentinel, asked = Equal(), Derived(), object(), Asked()
+    tagged, tagged_second = types.SimpleNamespace(tag=FIRST), types.SimpleNamespace(tag=SECOND)
+    tags, layer = [FIRST, THIRD], nn.Identity()
+    listed, slotted = [nn.Identity()], [Slotted(), Slotted()]
     held, signed = [sentinel], types.SimpleNamespace(number=0.0)
     settings, plain, places = of_module(1.0), Base(), {"a": 1, "b": 2}
     namespace = types.SimpleNamespace()
@@ -230,6 +244,57 @@ def cases() -> dict[str, Case]:
         ),
         "chain": (lambda: chained["number"], lambda patch: chained.maps[0].update(number=2.0), "tape"),
         "equality": (lambda: 1.0 if equal == 3 else 2.0, lambda patch: equal.answers.__setitem__(0, False), "tape"),
+        "equal objects": (
+            lambda: 2.0 if tagged.tag == SECOND else 1.0,
+            lambda patch: setattr(tagged, "tag", SECOND),
+            "graph",
+        ),
+        "objects equal at first": (
+            lambda: 2.0 if SECOND == tagged_second.tag else 1.0,  # noqa: SIM300 - the case
+            lambda patch: setattr(tagged_second, "tag", FIRST),
+            "graph",
+        ),
+        "a global in another's place": (
+            lambda: 2.0 if tagged_second.tag == SECOND else 1.0,
+            lambda patch: patch.setattr(sys.modules[__name__], "SECOND", Tag()),
+            "graph",
+        ),
+        "unequal objects": (
+            lambda: 2.0 if tagged.tag != SECOND else 1.0,
+            lambda patch: setattr(tagged, "tag", SECOND),
+            "graph",
+        ),
+        "object in a tuple": (
+            lambda: 2.0 if tagged.tag in (SECOND, THIRD) else 1.0,
+            lambda patch: setattr(tagged, "tag", SECOND),
+            "graph",
+        ),
+        "object in a set": (
+            lambda: 2.0 if tagged.tag in {SECOND, THIRD} else 1.0,
+            lambda patch: setattr(tagged, "tag", SECOND),
+            "graph",
+        ),
+        "object of a dict": (
+            lambda: {FIRST: 1.0, SECOND: 2.0}[tagged.tag],
+            lambda patch: setattr(tagged, "tag", SECOND),
+            "graph",
+        ),
+        "place of an object": (lambda: 1.0 + tags.index(THIRD), lambda patch: tags.reverse(), "graph"),
+        "count of an object": (
+            lambda: 1.0 + tags.count(SECOND),
+            lambda patch: tags.__setitem__(0, SECOND),
+            "graph",
+        ),
+        "module in a list": (
+            lambda: 2.0 if layer in listed else 1.0,
+            lambda patch: listed.__setitem__(0, layer),
+            "graph",
+        ),
+        "objects without weak references": (
+            lambda: 2.0 if slotted[0] == slotted[1] else 1.0,
+            lambda patch: slotted.__setitem__(0, slotted[1]),
+            "tape",
+        ),
         "identity": (lambda: 1.0 if held[0] is sentinel else 2.0, lambda patch: held.__setitem__(0, object()), "tape"),
     }
 

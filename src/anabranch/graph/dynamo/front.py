@@ -42,6 +42,7 @@ from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.guards.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.guards.caught_lookups import caught_lookups
+from anabranch.graph.dynamo.guards.compared_objects import compared_objects
 from anabranch.graph.dynamo.guards.compiled_by_user import (
     compiled_refusal,
     has_compiled_methods,
@@ -266,9 +267,10 @@ class DynamoFront:
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            slow, caught, misread, faithful = (
+            slow, caught, compared, misread, faithful = (
                 log_if_slow(self.when_slow),
                 caught_lookups(self._refuse),
+                compared_objects(self._refuse),
                 misread_calls(self._refuse, self._deny),
                 faithful_values(self._deny, self._refuse, self.unseen.note_state),
             )
@@ -282,6 +284,7 @@ class DynamoFront:
                 traced_by(_Forms()),
                 slow,
                 caught,
+                compared,
                 misread,
                 faithful,
                 _untimed(),
