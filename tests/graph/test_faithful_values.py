@@ -104,6 +104,11 @@ DIVISIONS: dict[str, Case] = {
     "divmod": Case(lambda x, v: 1 + divmod(v, 0.1)[0]),
     "in a branch": Case(lambda x, v: 2.0 if v // 0.1 == 9.0 else 1.0),
 }
+BRANCHES: dict[str, tuple[Case, str]] = {  # and the engine that the step has
+    "sum": (Case(lambda x, v: 3.0 if v + 0.1 + 0.2 >= 0.9 else 1.0, number=lambda i: (12 - i) / 10), "tape"),
+    "product": (Case(lambda x, v: 3.0 if v * 0.1 * 3 >= 0.21 else 1.0, number=lambda i: (12 - i) / 10), "tape"),
+    "one sum": (Case(lambda x, v: 3.0 if 1 - v > 0.3 else v, number=lambda i: (12 - i) / 100), "graph"),
+}
 READS: dict[str, Case] = {
     "_base": Case(lambda x, _: 2 if x._base is not None else 1, view_of),
     "base of what is computed": Case(lambda x, _: 2 if x.view(-1)._base.dim() == 2 else 1, view_of),
@@ -235,6 +240,12 @@ def test_a_float_that_changes_is_divided_as_python_does(name: str) -> None:
     assert check(DIVISIONS[name]).startswith("tape")
     with pytest.raises(CaptureError, match=r"test_faithful_values.py:\d+: .* by // or divmod"):
         losses(DIVISIONS[name], "graph")
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_on_a_float_that_changes_is_taken_as_python_does(name: str) -> None:
+    case, engine = BRANCHES[name]
+    assert check(case).startswith(engine)
 
 
 def test_a_number_that_changes_keeps_its_format_in_a_text() -> None:

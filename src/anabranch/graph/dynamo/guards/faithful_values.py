@@ -1,14 +1,16 @@
 """Values and calls that Dynamo computes differently from Python and PyTorch, or reads without a guard.
 
 It writes ``torch.addcdiv(value=)`` and a few others as several calls, which round differently; it divides floats by
-``//`` as ``floor(a / b)``, which is another number (``1.0 // 0.1`` is 9.0); it drops the format of a number in a
-string; it treats NumPy's scalars as tensors; and it rereads neither a view's base nor a function's annotations.
+``//`` as ``floor(a / b)``, which is another number (``1.0 // 0.1`` is 9.0); its guards on branches merge constants
+(``rate + 0.1 + 0.2`` becomes ``rate + 0.30000000000000004``); it drops the format of a number in a string; it treats
+NumPy's scalars as tensors; and it rereads neither a view's base nor a function's annotations.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -16,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import fx
 
 from anabranch.graph.dynamo.origins import OURS
 from anabranch.graph.dynamo.refusals import DIVIDED
@@ -25,6 +28,7 @@ __all__ = ["faithful_values"]
 Note: TypeAlias = "Callable[[Callable[..., object], tuple[Any, ...], dict[str, Any]], None]"
 
 _REWRITTEN = (torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow, math.radians, getattr(math, "fma", None))
+_MERGED = (operator.add, operator.sub, operator.mul, operator.neg, operator.iadd, operator.isub, operator.imul)
 _UNGUARDED = ("_base", "_is_view", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_backward_hooks")
 _OF_ANY_TENSOR = ("_base", "_is_view")  # of computed tensors too: they may be views of inputs
 _READING = (
@@ -81,6 +85,8 @@ def _exact_numbers(deny: Callable[[str], None]) -> Iterator[Any]:
 
     translator: Any = InstructionTranslatorBase
     builder: Any = VariableBuilder
+    symbol: Any = SymNodeVariable
+    evaluate = symbol.evaluate_expr
     format_value, wrap_number = translator._format_value, builder.wrap_unspecialized_primitive
 
     def divided(_number: object, _other: object) -> Any:
@@ -91,6 +97,13 @@ def _exact_numbers(deny: Callable[[str], None]) -> Iterator[Any]:
             deny("it formats a number that changes as a text")
         return format_value(self, spec, flags)
 
+    def evaluated(self: Any, output_graph: Any = None) -> Any:
+        if _is_merged(self.as_proxy().node):
+            deny(
+                "it branches on several sums or products of a float that changes, which a guard would round differently"
+            )
+        return evaluate(self, output_graph)
+
     def of_numpy(_builder: object, _value: object) -> Any:
         deny("it computes with NumPy values, which a graph would round differently; use torch or plain numbers")
 
@@ -99,7 +112,25 @@ def _exact_numbers(deny: Callable[[str], None]) -> Iterator[Any]:
 
     yield patch.multiple(torch.SymFloat, __floordiv__=divided, __rfloordiv__=divided)
     yield patch.object(translator, "_format_value", formatted)
+    yield patch.object(symbol, "evaluate_expr", evaluated)
     yield patch.multiple(builder, wrap_numpy_ndarray=of_numpy, wrap_unspecialized_primitive=number)
+
+
+def _is_merged(node: fx.Node) -> bool:
+    """Return True for a value from sums or products of others, which sympy would merge; it computes ints exactly."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if _is_sum_of_floats(node) and any(map(_is_sum_of_floats, node.all_input_nodes)):
+            return True
+        waiting += [each for each in node.all_input_nodes if each not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _is_sum_of_floats(node: fx.Node) -> bool:
+    return node.target in _MERGED and isinstance(node.meta.get("example_value"), torch.SymFloat)
 
 
 def _guarded_reads(refuse: Callable[[str], None]) -> Iterator[Any]:
