@@ -88,6 +88,14 @@ class Asked(nn.Module):
         return 1.0 if name == "scale" else super().__getattr__(name)
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+TEACHERS = {"one": nn.Sequential(Doubled())}
+
+
 def of_module(value: float) -> types.ModuleType:
     module = types.ModuleType("settings_of_a_run")
     module.number = value  # type: ignore[attr-defined]
@@ -235,6 +243,11 @@ def cases() -> dict[str, Case]:
         "sign of zero": (
             lambda: 2.0 + math.copysign(1.0, signed.number),
             lambda patch: setattr(signed, "number", -0.0),
+            "graph",
+        ),
+        "method of a part of a module in a dict": (
+            lambda: TEACHERS["one"](torch.ones(())),
+            lambda patch: patch.setattr(Doubled, "forward", lambda self, x: x * 3),
             "graph",
         ),
         "base class": (

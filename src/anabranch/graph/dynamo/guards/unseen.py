@@ -192,6 +192,7 @@ class Unseen:
             return
         if isinstance(value, nn.Module):
             self._modules[id(value)] = kept
+            self.kinds.add(kind)  # that of a module which the loss finds in a global is not among the model's
             self._looks["calls"] = (self._own_calls, self._own_calls())
         if isinstance(value, ModuleType):
             self._watch_absence(held, self._names)
