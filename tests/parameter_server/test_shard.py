@@ -225,9 +225,10 @@ def test_ids_are_admitted_as_in_a_replay_where_there_is_no_memory_for_the_answer
     journal: list[tuple[str, bytes, Sequence[torch.Tensor]]] = []
     first, again = Shard(journal=lambda *record: journal.append(record)), Shard()
     first.init(InitMessage("t", SGD.to_dict(), TableSpec("t", None, 2).to_dict()))
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch:
         patch.setattr(shard_module, "read", functools.partial(_fail, MemoryError))
-        first.pull(PullMessage([PullPart("t", 3)], training=True), [torch.tensor([7, 9, 7])])
+        with pytest.raises(MemoryError):
+            first.pull(PullMessage([PullPart("t", 3)], training=True), [torch.tensor([7, 9, 7])])
     for record in journal:
         again.replay(*record)
     assert first.statistics().tables["t"].rows == again.statistics().tables["t"].rows == 2
