@@ -71,8 +71,9 @@ def by_position(saved: dict[str, object], optimizer: Optimizer, names: list[list
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])
     own = cast("dict[object, object]", saved.get("own", {}))  # which older checkpoints do not have
+    numbered: dict[object, object] = {position[name]: values for name, values in state.items()}
     return {
-        "state": {**own, **{position[name]: values for name, values in state.items()}},
+        "state": own | numbered,
         "param_groups": [
             {**group, "params": [position[name] for name in group_names]}
             for group, group_names in zip(groups, names, strict=True)

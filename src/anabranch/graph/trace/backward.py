@@ -272,7 +272,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return cast(int, tensor.untyped_storage()._cdata)
 
 
 def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from unittest.mock import patch
 
 __all__ = ["compared_objects"]
 
+_HASH: Any = object.__hash__
+_EQUAL: Any = object.__eq__
+
 
 @contextmanager
 def compared_objects(refuse: Callable[[str], None]) -> Iterator[None]:
@@ -47,12 +50,12 @@ def compared_objects(refuse: Callable[[str], None]) -> Iterator[None]:
         return compare(left, right)
 
     def hashing(self: Any, tx: Any) -> Any:
-        if type(self.value).__hash__ is object.__hash__:
+        if type(self.value).__hash__ is _HASH:
             guard(self)
         return hash_of(self, tx)
 
     def comparing_keys(self: Any, other: Any) -> bool:
-        if isinstance(other, kind) and type(self.value).__eq__ is object.__eq__:
+        if isinstance(other, kind) and type(self.value).__eq__ is _EQUAL:
             guard(self)
             guard(other)
         return bool(equal_keys(self, other))
