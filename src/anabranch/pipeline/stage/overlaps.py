@@ -59,7 +59,7 @@ def _share(one: object, other: object) -> bool:
 
 
 class _Layout:
-    """Where a tensor's elements are, for NumPy, which does not read them: they may be on any device."""
+    """The places of a tensor's elements, for NumPy, which does not read them: they may be on any device."""
 
     def __init__(self, tensor: object) -> None:
         assert isinstance(tensor, Tensor)
