@@ -5,7 +5,7 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 ``schema.py`` and ``wire.py`` are shared by both ends.
 """
 
-from anabranch.experts.client.mixture.expert_caller import MixtureStatistics
+from anabranch.experts.client.call_counts import CallStatistics
 from anabranch.experts.client.mixture.remote_mixture import RemoteMixtureOfExperts
 from anabranch.experts.client.mixture.switch_mixture import RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert
@@ -23,6 +23,7 @@ from anabranch.experts.uid_patterns import draw_uids, expand_uids
 from anabranch.transport.directory.redis_directory import RedisDirectory
 
 __all__ = [
+    "CallStatistics",
     "Directory",
     "DirectoryLike",
     "DirectoryServer",
@@ -32,7 +33,6 @@ __all__ = [
     "ExpertServer",
     "ExpertServerStatistics",
     "InferenceSession",
-    "MixtureStatistics",
     "PoolStatistics",
     "RedisDirectory",
     "RemoteExpert",

@@ -1,8 +1,9 @@
 """Messages between callers and servers of experts: their verbs, and the layout of tensors in a request.
 
     expert.info            -> the schema
-    expert.forward         inputs -> outputs
-    expert.backward        inputs, gradients of outputs -> gradients of inputs; done exactly once
+    expert.forward         inputs -> outputs, and how often the expert had changed before
+    expert.backward        inputs, gradients of outputs -> gradients of inputs, and how often the expert had changed
+                           before it was the one that they belong to; done exactly once
     expert.forward_eval    the same two of a caller in eval mode; a server that is older than these verbs refuses them
     expert.backward_eval   by name, rather than answer in another mode than was asked for
     expert.session_step    a session's id, the number of the step, inputs -> outputs; the first step opens the session
@@ -10,7 +11,7 @@
     expert.session_count   -> the number of the expert's open sessions
 
 Tensors come in the schema's order. A missing gradient is left out, and the payload lists those present. A forward
-may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
+may carry a ticket; if the answer repeats it, its activations are kept, and the backward brings it for the inputs.
 The answer to a backward's retry may be ``GONE``: it was executed, but its gradients are no longer there.
 """
 
@@ -46,13 +47,15 @@ __all__ = [
     "is_backward",
     "is_evaluation",
     "output_layout",
+    "pack_answer",
     "pack_backward",
     "pack_count",
-    "pack_present",
+    "pack_gradients",
     "pack_step",
+    "read_answer",
     "read_backward",
     "read_count",
-    "read_present",
+    "read_gradients",
     "read_step",
     "read_ticket",
     "request_layout",
@@ -76,7 +79,8 @@ _EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})
 _LONGEST_TICKET = 32
 
 _unpack_backward = unpacker(tuple[list[bool], bytes])
-_unpack_present = unpacker(list[bool])
+_unpack_answer = unpacker(tuple[bytes, int, bool])
+_unpack_gradients = unpacker(tuple[list[bool], int])
 _unpack_step = unpacker(tuple[bytes, int, int, float])
 _unpack_count = unpacker(int)
 
@@ -181,7 +185,7 @@ def from_wire(
 
 
 def read_ticket(payload: bytes) -> bytes:
-    """Return the ticket in a payload: a forward's, empty for none; in an answer, not empty if activations are kept."""
+    """Return the ticket in a payload of a forward, empty for none."""
     if len(payload) > _LONGEST_TICKET:
         raise SchemaError(f"a ticket is at most {_LONGEST_TICKET} bytes, got {len(payload)}")
     return payload
@@ -198,14 +202,32 @@ def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
     return present, read_ticket(ticket)
 
 
-def read_present(payload: bytes) -> list[bool]:
-    """Unpack a payload of ``pack_present``."""
-    return _unpack_present(payload)
+def pack_answer(ticket: bytes, changes: int, *, changed: bool) -> bytes:
+    """Pack what a forward's answer says beside its outputs.
+
+    Args:
+        ticket: of activations that are kept for the backward; empty if there are none.
+        changes: how often the expert had changed before this forward.
+        changed: the forward itself has changed it.
+    """
+    return pack((ticket, changes, changed))
 
 
-def pack_present(tensors: Sequence[Tensor | None]) -> bytes:
-    """Pack which of ``tensors`` are present."""
-    return pack([tensor is not None for tensor in tensors])
+def read_answer(payload: bytes) -> tuple[bytes, int, bool]:
+    """Unpack a payload of ``pack_answer``."""
+    return _unpack_answer(payload)
+
+
+def pack_gradients(gradients: Sequence[Tensor | None], changes: int) -> bytes:
+    """Pack which of ``gradients`` are present, and how often the expert had changed before it was the one that they
+    belong to.
+    """
+    return pack(([gradient is not None for gradient in gradients], changes))
+
+
+def read_gradients(payload: bytes) -> tuple[list[bool], int]:
+    """Unpack a payload of ``pack_gradients``."""
+    return _unpack_gradients(payload)
 
 
 def pack_step(header: StepHeader) -> bytes:

@@ -28,6 +28,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
+from anabranch.experts.client.call_counts import CallCounts, changes_by_us
 from anabranch.experts.compression import check_parts, check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
@@ -51,6 +52,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         error: the reason for a missing answer; ``None`` without an answer means that the call was cancelled.
         gradient_error: the reason for a missing gradient.
         ticket: names the activations that the server keeps for the backward; empty if it keeps none.
+        changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
         given: names and versions of the outputs, while others hold them: they explain why a gradient was refused.
     """
 
@@ -64,6 +66,8 @@ class ExpertCall(msgspec.Struct, eq=False):
     error: Exception | None = None
     gradient_error: Exception | None = None
     ticket: bytes = b""
+    changes: int = 0
+    changed_by_us: int = 0
     rows: int = 0
     given: Sequence[tuple[str, weakref.ref[Tensor], int]] = ()
 
@@ -80,6 +84,7 @@ class Calls(msgspec.Struct, eq=False):
     Attributes:
         client: sends the requests.
         calls: the calls.
+        counts: count them.
         forward_timeout: seconds for all of the forward together.
         backward_timeout: seconds for all of the backward together.
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
@@ -91,6 +96,7 @@ class Calls(msgspec.Struct, eq=False):
 
     client: Client
     calls: Sequence[ExpertCall]
+    counts: CallCounts
     forward_timeout: float
     backward_timeout: float
     enough: Callable[[Sequence[ExpertCall]], bool] | None = None
@@ -152,6 +158,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
     outputs: list[Tensor] = []
     no_gradient: list[int] = []
     for call in calls.calls:
+        calls.counts.forward(call)
         schema = call.schema
         if call.outputs is not None and schema.gives_as_is and schema.gives_gradients:
             outputs += cast("list[Tensor]", call.outputs)
@@ -254,8 +261,16 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
     if isinstance(outcome, Exception):
         call.error = outcome
         return
-    if outcome.payload != call.ticket:
+    try:
+        kept, call.changes, changed = wire.read_answer(outcome.payload)
+    except ProtocolError as error:
+        call.error = error
+        return
+    if kept != call.ticket:
         call.ticket = b""
+    ours = changes_by_us(call)
+    call.changed_by_us = ours.count
+    ours.count += changed
     outputs: list[Tensor | None]
     if call.schema.gives_as_is:
         outputs = [*outcome.tensors]
@@ -299,13 +314,12 @@ def ask_gradients(
         assert outcome is not None
         try:
             sent = inputs[first : first + len(call.schema.inputs)]
-            found = _read_gradients(call, outcome, sent, finite_only=calls.finite_only)
-        except NonFinite as error:
-            call.gradient_error = _with_cause(call, error)
-            continue
+            found, changes = _read_gradients(call, outcome, sent, finite_only=calls.finite_only)
         except (BoundaryError, ValueError) as error:
-            call.gradient_error = error
+            calls.counts.failure(error)
+            call.gradient_error = _with_cause(call, error) if isinstance(error, NonFinite) else error
             continue
+        calls.counts.backward(call, changes)
         for offset, gradient in enumerate(found):
             like = inputs[first + offset]
             answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
@@ -384,8 +398,10 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
 
 def _read_gradients(
     call: ExpertCall, outcome: Answer | Exception, inputs: Sequence[Tensor | None], *, finite_only: bool
-) -> list[Tensor | None]:
-    """Return the received gradients; raise the error received instead."""
+) -> tuple[list[Tensor | None], int]:
+    """Return the received gradients, and after how many changes of the expert they are its; raise the error received
+    instead.
+    """
     if isinstance(outcome, Exception):
         raise outcome
     if outcome.payload == wire.GONE:
@@ -395,7 +411,7 @@ def _read_gradients(
             peer=call.endpoint,
         )
     specs = call.schema.inputs
-    present = wire.read_present(outcome.payload)
+    present, changes = wire.read_gradients(outcome.payload)
     layout = wire.gradient_layout(specs, present, "input")
     rows = check_tensors(outcome.tensors, [spec for _, spec in layout], [name for name, _ in layout])
     if outcome.tensors and rows != call.rows:
@@ -410,7 +426,7 @@ def _read_gradients(
     name = first_not_finite(gradients, call.schema.input_names) if finite_only else None
     if name is not None:
         raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN or Inf")
-    return gradients
+    return gradients, changes
 
 
 def expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:

@@ -16,6 +16,7 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_t
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
+from anabranch.experts.client.call_counts import CallCounts, CallStatistics
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
 from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.session import InferenceSession
@@ -96,6 +97,7 @@ class RemoteExpert(nn.Module):
         self._where = endpoint_or_directory
         self._module_client = ModuleClient(client, keys=keys, insecure=insecure)
         self._found = _KnownExpert()
+        self._counts = CallCounts()
         self._form: object = None
         self._handle = opaque.handle_of(self)
 
@@ -136,6 +138,10 @@ class RemoteExpert(nn.Module):
         endpoint, schema = self.find(deadline)
         answer = self.client.call(Request(endpoint, wire.SESSION_COUNT, self.uid, role="experts"), deadline)
         return info_of(schema, wire.read_count(answer.payload))
+
+    def statistics(self) -> CallStatistics:
+        """Counters of its calls since it was made, or copied."""
+        return self._counts.read()
 
     def session(self, max_length: int, ttl: float = 60.0) -> InferenceSession:
         """Return a context manager whose ``step(x)`` continues sequences that the expert's server keeps.
@@ -280,6 +286,7 @@ class _ExpertBoundary:
         calls = Calls(
             expert.client,
             [call],
+            expert._counts,
             expert.forward_timeout,
             expert.backward_timeout,
             check_backward=_raise_first,

@@ -18,6 +18,7 @@ from typing import Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,7 +30,15 @@ from anabranch.experts.server.batch_gradients import BatchGradients, WaitingGrad
 from anabranch.experts.server.batching.device_copies import DeviceCopies
 from anabranch.experts.server.batching.padding import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.batching.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
-from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
+from anabranch.experts.server.kept_activations import (
+    KeptActivations,
+    KeptBatch,
+    KeptRows,
+    copies_of,
+    copy_on_write,
+    is_unwritten,
+    take_writes,
+)
 from anabranch.experts.server.layers import check_steps
 from anabranch.experts.server.sessions.step_tasks import makes_caches, run_steps
 from anabranch.tensors import Structure, TensorSpec
@@ -85,7 +94,8 @@ class ExpertBackend:
             ``"mean"``: by their mean over requests.
         keep_activations: rows of forwards whose graphs are kept for their backwards, so that neither the inputs travel
             again nor the forward is computed again, and dropout masks are the forward's; the oldest are freed first,
-            and their backwards compute the forward again. Costs a copy of the parameters an update.
+            and their backwards compute the forward again. Costs a copy of the parameters an update, and memory that is
+            not PyTorch's own (a mapped file, a NumPy array) is copied by each forward.
         pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
             ``max_queue_bytes``: see ``TaskPool``. A row counts as one however long it is; a padded batch is at most
             half padding.
@@ -136,9 +146,10 @@ class ExpertBackend:
         self.clip_grad_norm = clip_grad_norm
         self.gradient_reduction = gradient_reduction
         self.updates = 0
+        self.changes = 0
+        """How often its parameters, or buffers that are no norm's statistics, have changed, as answers say it."""
         self.kept = KeptActivations(keep_activations)
         self._gradients = WaitingGradients(module)
-        self._copy: ParameterCopy | None = None
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
@@ -147,6 +158,9 @@ class ExpertBackend:
                 f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema must not have one"
             )
         self._mask: Tensor | None = None
+        self._cells = _cells_of(module)
+        # Which of them forwards write; before any has run, perhaps all.
+        self._written = set(range(len(self._cells)))
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
@@ -190,6 +204,8 @@ class ExpertBackend:
         self.open_sessions = 0
         """The number of sessions that its server has open."""
         self._prepare_copies()
+        self._marks = self._mark()
+        self._written = set()
 
     # --- for callers
 
@@ -306,6 +322,7 @@ class ExpertBackend:
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "updates": self.updates,
+            "changes": self.changes,
             "gradients": self._gradients.state_dict(),
         }
 
@@ -324,7 +341,8 @@ class ExpertBackend:
         self.updates = int(cast(int, state["updates"]))
         # States of earlier versions do not have them.
         self._gradients.load_state_dict(cast(Mapping[str, object], state.get("gradients") or {}))
-        self._copy = None
+        self.changes = int(cast(int, state.get("changes", self.updates)))
+        self._marks = self._mark()
 
     # --- forward and backward
 
@@ -347,18 +365,46 @@ class ExpertBackend:
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
         mode = _evaluating(self.module) if batch[0].evaluating else _as_it_is
+        changes, marks = self._count_changes(), self._marks
         with mode, self._masked(batch), self._undoing(batch):
             if any(task.ticket for task in batch):
-                return self._keep_forward(batch)
-            return self._split(self.forward(*self._join(batch)), batch)
+                outputs = self._keep_forward(batch, changes)
+            else:
+                outputs = self._split(self.forward(*self._join(batch)), batch)
+        changed = self._count_changes() != changes
+        if changed:
+            self._written.update(index for index, mark in enumerate(self._marks) if mark != marks[index])
+        for task in batch:
+            task.note_changes(changes, changed=changed)
+        return outputs
 
     def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
-        with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
-            if any(task.ticket for task in batch):
-                return self._backward_tasks(batch)
-            with self._masked(batch):
-                return self._split_gradients(self.backward(*self._join(batch)), batch)
+        changes = self._count_changes()
+        for task in batch:
+            task.note_changes(changes)
+        try:
+            with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
+                if any(task.ticket for task in batch):
+                    return self._backward_tasks(batch)
+                with self._masked(batch):
+                    return self._split_gradients(self.backward(*self._join(batch)), batch)
+        finally:
+            # The update has been counted, and the buffers are what they were.
+            self._marks = self._mark()
+
+    def _count_changes(self) -> int:
+        """Return how often the expert has changed: by updates, by forwards that write to it, by its owner."""
+        marks = self._mark()
+        if marks != self._marks:
+            self._marks = marks
+            self.changes += 1
+        return self.changes
+
+    def _mark(self) -> list[tuple[int, int]]:
+        """Return what changes when a parameter or buffer does, except through ``.data``."""
+        tensors = [owner.get(name) for owner, name in self._cells]
+        return [(id(tensor), 0 if tensor is None else tensor._version) for tensor in tensors]
 
     def _join(self, batch: Sequence[Task]) -> Sequence[Tensor | None]:
         """Return the inputs of a batch, and the gradients of its outputs if it is a backward's."""
@@ -396,17 +442,18 @@ class ExpertBackend:
         finally:
             self._mask = None
 
-    def _keep_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+    def _keep_forward(self, batch: Sequence[Task], changes: int) -> Sequence[Sequence[Tensor | None]]:
         """Return a forward whose graph is kept for the tasks with a ticket."""
-        if self._copy is None:
-            self._copy = ParameterCopy.of(self.module)
+        copies = copies_of(self.module)
+        fresh = dict(copies)
         leaves = [
             self._as_leaf(tensor, spec) for tensor, spec in zip(self._join(batch), self.schema.inputs, strict=True)
         ]
         with torch.enable_grad():
-            outputs = self._check_outputs(self._call(leaves, self._copy), leaves)
+            outputs = self._check_outputs(self._call(leaves, copies), leaves)
+        take_writes(self.module, copies, fresh)
         rows = sum(task.rows for task in batch)
-        graph = KeptBatch(leaves, outputs, self._copy, rows)
+        graph = KeptBatch(leaves, outputs, fresh, rows, changes)
         start = 0
         for task in batch:
             if task.ticket:
@@ -474,10 +521,15 @@ class ExpertBackend:
         moved = False
         for parts in graphs.values():
             graph = parts[0][1].batch
-            found, trained, any_roots = graph.backward([(entry, task.inputs[count:]) for task, entry in parts])
+            found, trained, any_roots = graph.backward(
+                self.module, [(entry, task.inputs[count:]) for task, entry in parts]
+            )
             moved |= any_roots
-            graph.parameters.give_gradients(self.module, trained)
+            for name, gradient in trained.items():
+                parameter = self.module.get_parameter(name)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             for task, entry in parts:
+                task.changes = graph.changes
                 rows = slice(entry.start, entry.start + entry.rows)
                 mine = [None if gradient is None else gradient[rows] for gradient in found]
                 if self.schema.pads:
@@ -489,10 +541,10 @@ class ExpertBackend:
         return answers, moved
 
     def _call(
-        self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None, cache: object = None
+        self, leaves: Sequence[Tensor | None], copies: dict[str, Tensor] | None = None, cache: object = None
     ) -> Structure:
         schema = self.schema
-        if schema.takes_one and parameters is None and cache is None and not schema.pads:
+        if schema.takes_one and copies is None and cache is None and not schema.pads:
             return self.module(leaves[0])
         whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
@@ -500,9 +552,9 @@ class ExpertBackend:
             kwargs["mask"] = self._all_values(leaves) if self._mask is None else self._mask
         if cache is not None:
             kwargs["cache"] = cache
-        if parameters is None:
+        if copies is None:
             return self.module(*args, **kwargs)
-        return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
+        return torch.func.functional_call(self.module, copies, args, kwargs)
 
     def _all_values(self, leaves: Sequence[Tensor | None]) -> Tensor:
         """Return the mask of unpadded inputs."""
@@ -577,11 +629,12 @@ class ExpertBackend:
             with gathered.applied(overridden=type(self).apply_gradients is not ExpertBackend.apply_gradients):
                 self.apply_gradients()
             self.updates += 1
-            self._copy = None
         except BaseException as error:
             if ends_the_program(error):
                 raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
+        finally:
+            self.changes += gathered.stepped
 
     def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
         """Return a context that undoes the buffers' update if a forward fails: each of its tasks then runs alone."""
@@ -589,9 +642,17 @@ class ExpertBackend:
 
     @contextmanager
     def _buffers_kept(self, *, if_it_fails: bool = False) -> Iterator[None]:
-        """Restore the buffers afterwards: the forward has already updated them; or only ``if_it_fails``."""
+        """Restore the buffers, and parameters that forwards write, afterwards: the forward has already updated them;
+        or only ``if_it_fails``.
+        """
         # Not by their version counters: BatchNorm writes its statistics without incrementing them.
-        before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        cells = [(part._buffers, name) for part in self.module.modules() for name in part._buffers]
+        cells += [self._cells[index] for index in self._written]
+        before = [
+            (owner, name, kept, copy_on_write(kept))
+            for owner, name in cells
+            if (kept := owner.get(name)) is not None and not is_lazy(kept)
+        ]
         restores = True
         try:
             yield
@@ -599,8 +660,8 @@ class ExpertBackend:
         finally:
             if restores:
                 with torch.no_grad():
-                    for buffer, saved in before:
-                        buffer.copy_(saved)
+                    for owner, name, kept, saved in before:
+                        owner[name] = kept if is_unwritten(kept) else kept.copy_(saved)
 
     def _infer_outputs(self) -> Structure:
         """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""
@@ -683,6 +744,18 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         for part, training in modes:
             if part.training != training:
                 part.train(training)
+
+
+def _cells_of(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Return the places of the parameters and buffers on which outputs may depend: not those of a norm's statistics,
+    which every forward in train mode moves, and no output in train mode shows.
+    """
+    cells: list[tuple[dict[str, Tensor | None], str]] = []
+    for part in module.modules():
+        cells += [(cast("dict[str, Tensor | None]", part._parameters), name) for name in part._parameters]
+        if not isinstance(part, nn.modules.batchnorm._NormBase):
+            cells += [(part._buffers, name) for name in part._buffers]
+    return cells
 
 
 _as_it_is = nullcontext()

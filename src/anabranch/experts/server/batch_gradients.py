@@ -62,6 +62,8 @@ class BatchGradients:
         self._parameters = list(module.parameters())
         self._earlier = [parameter.grad for parameter in self._parameters]
         self.summed = False
+        self.stepped = False
+        """The update has changed parameters."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -88,7 +90,7 @@ class BatchGradients:
             failed = False
         finally:
             if self._owner.applied or before != self._marks():
-                self.summed = True
+                self.summed = self.stepped = True
                 for parameter in self._parameters:
                     parameter.grad = None
             else:

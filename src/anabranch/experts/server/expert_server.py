@@ -412,26 +412,26 @@ class ExpertServer:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
             else:
-                # The answer's payload says that the ticket is valid for a backward.
-                call.reply(
-                    wire.to_wire(outcome, schema.output_specs), payload=ticket if ticket in backend.kept else b""
-                )
+                # The ticket in the answer says that it is valid for a backward.
+                valid = ticket if ticket in backend.kept else b""
+                payload = wire.pack_answer(valid, task.changes, changed=task.changed)
+                call.reply(wire.to_wire(outcome, schema.output_specs), payload=payload)
 
         ticket = call.payload
         rows = _rows(inputs)
         sizes, length = schema.measure(inputs)
-        if rows == 0 and schema.varies:
-            self._answer_nothing(call, backend, inputs, finish)
-        elif rows == 0:
-            finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
-        else:
-            # A request that is split has no single graph.
-            ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
-            task = Task(
-                inputs, rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
-                evaluating=wire.is_evaluation(call.verb),
-            )  # fmt: skip
+        # A request that is split has no single graph.
+        ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
+        task = Task(
+            inputs, rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
+            evaluating=wire.is_evaluation(call.verb),
+        )  # fmt: skip
+        if rows:
             self._put_aside(call, backend, backend.forward_pool, task)
+        elif schema.varies:
+            self._answer_nothing(call, backend, inputs, finish)
+        else:
+            finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
 
     def _answer_nothing(
         self,
@@ -468,11 +468,17 @@ class ExpertServer:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
                 return
-            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_present(outcome))
+            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_gradients(outcome, task.changes))
 
         rows = _rows([*inputs, *gradients])
         sizes, length = backend.schema.measure(inputs, gradients)
-        if rows == 0:
+        task = Task(
+            [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
+            length=length, evaluating=wire.is_evaluation(call.verb),
+        )  # fmt: skip
+        if rows:
+            self._put_aside(call, backend, backend.backward_pool, task)
+        else:
             # Activations of no rows are never kept, so the inputs are there.
             finish(
                 [
@@ -480,12 +486,6 @@ class ExpertServer:
                     for tensor, spec in zip(inputs, specs, strict=True)
                 ]
             )
-        else:
-            task = Task(
-                [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
-                length=length, evaluating=wire.is_evaluation(call.verb),
-            )  # fmt: skip
-            self._put_aside(call, backend, backend.backward_pool, task)
 
     def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
         """Queue the task once all requests received so far are read, so that they share a batch."""

@@ -1,8 +1,9 @@
 """Activations kept between forward and backward: the forward's graph, for callers whose backward arrives in time.
 
 The graph is the batch's, and each request knows its rows of it: its backward can run alone or with others, with zeros
-for the gradients of the rest. The graph is over a copy of the parameters at that time: updates between a forward and
-its backward would otherwise change the graph's saved tensors. One copy serves all forwards between two updates.
+for the gradients of the rest. The graph is over copies of the parameters and buffers at that time: what writes
+to them before the backward would otherwise change the graph's saved tensors. A copy takes no memory until one side is
+written.
 
 Kept rows are bounded; the oldest are evicted first, and their caller sends the inputs again.
 """
@@ -10,57 +11,75 @@ Kept rows are bounded; the oldest are evicted first, and their caller sends the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from anabranch.experts.server.batching.padding import fill
 
-__all__ = ["KeptActivations", "KeptBatch", "KeptRows", "ParameterCopy"]
+__all__ = ["KeptActivations", "KeptBatch", "KeptRows", "copies_of", "copy_on_write", "is_unwritten", "take_writes"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ParameterCopy:
-    """A module's parameters as they were, for graphs that outlive an update."""
+def copies_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's parameters, as leaves, and buffers, by name."""
+    copies = {
+        name: copy_on_write(parameter).requires_grad_(parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    }
+    return copies | {name: copy_on_write(buffer) for name, buffer in module.named_buffers()}
 
-    tensors: dict[str, Tensor]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> ParameterCopy:
-        """Return a copy of ``module``'s current parameters."""
-        named = module.named_parameters()
-        return cls({name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named})
+def take_writes(module: nn.Module, copies: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> None:
+    """Write to ``module`` what a forward on ``copies`` has written to them; ``fresh`` are the copies before it."""
+    with torch.no_grad():
+        for name, own in [*module.named_parameters(), *module.named_buffers()]:
+            copy = copies[name]
+            if copy is not fresh[name] and not isinstance(own, nn.Parameter):
+                owner, _, last = name.rpartition(".")
+                setattr(module.get_submodule(owner), last, copy_on_write(copy))
+            elif copy.layout is torch.strided and not is_unwritten(copy) and not torch.equal(copy, own):
+                own.copy_(copy)
 
-    def trained(self) -> list[Tensor]:
-        """Return the parameters that take gradients."""
-        return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
-    def give_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients of ``trained`` to those of ``module``'s parameters."""
-        mine = {id(tensor): gradient for tensor, gradient in zip(self.trained(), gradients, strict=True)}
-        for name, parameter in module.named_parameters():
-            gradient = mine.get(id(self.tensors[name]))
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+def is_unwritten(tensor: Tensor) -> bool:
+    """Return True if neither ``tensor`` nor its copy on write has been written since."""
+    return tensor.layout is torch.strided and bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+
+
+def copy_on_write(tensor: Tensor) -> Tensor:
+    """Return a detached copy whose memory is copied when the first of the two is written."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.clone()
+    try:
+        # Private, and a microsecond: the only form of copy on write that sees writes through ``.data`` too.
+        return tensor._lazy_clone()
+    except RuntimeError:  # the memory is not PyTorch's own: a mapped file's, a NumPy array's
+        return tensor.clone()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptBatch:
-    """A forward's graph: its inputs, those with gradients as leaves, and its outputs."""
+    """A forward's graph: its inputs, those with gradients as leaves, its outputs, the copies of parameters and buffers
+    that it is over, and how often the expert had changed before.
+    """
 
     leaves: Sequence[Tensor | None]
     outputs: Sequence[Tensor | None]
-    parameters: ParameterCopy
+    copies: dict[str, Tensor]
     rows: int
+    changes: int
 
     def backward(
-        self, parts: Sequence[tuple[KeptRows, Sequence[Tensor | None]]]
-    ) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
-        """Gradients of the leaves and of the trained parameters, and whether any output had a gradient.
+        self, module: nn.Module, parts: Sequence[tuple[KeptRows, Sequence[Tensor | None]]]
+    ) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
+        """Gradients of the leaves and, by name, of the parameters, and whether any output had a gradient.
 
         Args:
+            module: the expert's.
             parts: the parts to run back, each with a gradient for each of its outputs, where it has one.
         """
         roots: list[Tensor] = []
@@ -84,16 +103,24 @@ class KeptBatch:
             roots.append(output)
             seeds.append(torch.cat(seed) if len(seed) > 1 else seed[0])
         leaves = [leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad]
-        trained = self.parameters.trained()
+        trained = {name: copy for name, copy in self.copies.items() if copy.requires_grad}
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))
         if roots and found:
             # Other requests of the same graph may still run their backward. On this thread alone: torch's thread of a
-            # device may be waiting for this answer, in this same process.
-            with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(roots, [*leaves, *trained], seeds, retain_graph=True, allow_unused=True)
+            # device may be waiting for this answer, in this same process. A part of the module that is checkpointed
+            # runs again, from the copies too.
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                _reparametrize_module(module, dict(self.copies), tie_weights=True),
+            ):
+                found = torch.autograd.grad(
+                    roots, [*leaves, *trained.values()], seeds, retain_graph=True, allow_unused=True
+                )
         of_leaves = iter(found[: len(leaves)])
         gradients = [next(of_leaves) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
-        return gradients, _owned(found[len(leaves) :], [*seeds, *found[: len(leaves)]]), bool(roots)
+        owned = _owned(found[len(leaves) :], [*seeds, *found[: len(leaves)]])
+        by_name = {name: gradient for name, gradient in zip(trained, owned, strict=True) if gradient is not None}
+        return gradients, by_name, bool(roots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +137,7 @@ class KeptActivations:
     """Activations kept for later backwards, by the callers' tickets.
 
     >>> kept = KeptActivations(4)
-    >>> batch = KeptBatch([], [], ParameterCopy.of(nn.Linear(1, 1)), rows=6)
+    >>> batch = KeptBatch([], [], copies_of(nn.Linear(1, 1)), rows=6, changes=0)
     >>> for start, ticket in enumerate((b"a", b"b", b"c")):
     ...     kept.put(ticket, KeptRows(batch, 2 * start, rows=2))
     >>> b"a" in kept, b"c" in kept

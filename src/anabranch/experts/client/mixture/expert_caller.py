@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -18,6 +17,7 @@ from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
+from anabranch.experts.client.call_counts import CallCounts, CallStatistics
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.client.mixture.answers_by_row import (
@@ -32,30 +32,9 @@ from anabranch.experts.nesting import Nesting, flatten
 from anabranch.experts.schema import Schema
 from anabranch.tensors import Structure
 
-__all__ = ["CallLimits", "CallerModes", "ChosenAnswers", "ExpertCaller", "MixtureStatistics"]
+__all__ = ["CallLimits", "CallerModes", "ChosenAnswers", "ExpertCaller"]
 
 _log = logging.getLogger("anabranch.experts")
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureStatistics:
-    """Counters of a mixture's calls since it was made.
-
-    Attributes:
-        calls: calls of experts.
-        answered: those that were answered.
-        failed: those that failed, by the name of the error.
-        cancelled: calls cancelled as stragglers.
-        rows: rows sent to each expert, by uid: how evenly the experts are used.
-        avoided: experts that are avoided at the moment.
-    """
-
-    calls: int
-    answered: int
-    failed: dict[str, int]
-    cancelled: int
-    rows: dict[str, int]
-    avoided: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +125,7 @@ class ExpertCaller:
     def __init__(self, finder: ExpertFinder, limits: CallLimits) -> None:
         self.finder = finder
         self.limits = limits
-        self._calls = self._answered = self._cancelled = 0
-        self._failed: Counter[str] = Counter()
-        self._rows: Counter[str] = Counter()
+        self._counts = CallCounts()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertCaller:
         # A copied mixture has its own gate and shares the original's cache of experts.
@@ -157,16 +134,9 @@ class ExpertCaller:
     def __reduce__(self) -> tuple[type[ExpertCaller], tuple[ExpertFinder, CallLimits]]:
         return ExpertCaller, (self.finder, self.limits)
 
-    def statistics(self) -> MixtureStatistics:
+    def statistics(self) -> CallStatistics:
         """Return the counters of all calls so far."""
-        return MixtureStatistics(
-            self._calls,
-            self._answered,
-            dict(self._failed),
-            self._cancelled,
-            dict(self._rows),
-            frozenset(self.finder.backoff.now()),
-        )
+        return self._counts.read(frozenset(self.finder.backoff.now()))
 
     def choose(
         self,
@@ -334,7 +304,6 @@ class ExpertCaller:
             some = [None if tensor is None else select_rows(tensor, mine) for tensor in inputs]
             calls.append(ExpertCall(uid, endpoint, schema, some, modes.evaluating))
             rows.append(mine)
-            self._rows[uid] += len(mine)
         return calls, rows
 
     def _run(
@@ -370,6 +339,7 @@ class ExpertCaller:
             Calls(
                 self.finder.client,
                 calls,
+                self._counts,
                 limits.forward_timeout,
                 limits.backward_timeout,
                 enough=None if limits.timeout_after_k_min is None else enough,
@@ -380,10 +350,7 @@ class ExpertCaller:
             ),
             entry,
         )
-        self._calls += len(calls)
         for call in calls:
-            self._answered += call.answered
-            self._cancelled += not call.answered and call.error is None
             if call.answered or call.error is not None:
                 self._note(call.uid, call.error)
             if isinstance(call.error, SchemaError):
@@ -403,7 +370,6 @@ class ExpertCaller:
         if error is None:
             self.finder.backoff.answered(uid)
         else:
-            self._failed[type(error).__name__] += 1
             self.finder.backoff.failed(uid)
 
     def _has_enough(self, present: NDArray[np.bool_]) -> NDArray[np.bool_]:

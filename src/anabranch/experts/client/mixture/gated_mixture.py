@@ -21,10 +21,11 @@ from anabranch.autodiff.boundary.crossing import Form
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, SchemaError
 from anabranch.experts.client.beam_search import Choices
+from anabranch.experts.client.call_counts import CallStatistics
 from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.client.mixture.answers_by_row import scores_of, weighted_sum
-from anabranch.experts.client.mixture.expert_caller import CallerModes, CallLimits, ExpertCaller, MixtureStatistics
+from anabranch.experts.client.mixture.expert_caller import CallerModes, CallLimits, ExpertCaller
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import flatten
 from anabranch.experts.schema import Schema
@@ -133,8 +134,8 @@ class GatedMixture(nn.Module):
         """Everything after the gate, as one call that Dynamo does not trace into."""
         return self._mix(gated, drawn, args, kwargs, evaluating=not training)[1]
 
-    def statistics(self) -> MixtureStatistics:
-        """Counters since the module was made."""
+    def statistics(self) -> CallStatistics:
+        """Counters of its calls of experts since it was made, or copied."""
         return self._caller.statistics()
 
     def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:

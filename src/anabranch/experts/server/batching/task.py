@@ -37,6 +37,9 @@ class Task(msgspec.Struct, eq=False):
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.
         caller: its name; callers take turns. Empty: served in the order of arrival.
         priority: tasks of a higher one run first.
+        part_of: the task that this is a part of.
+        changes: once run: how often the expert had changed before it was the one that the outputs belong to.
+        changed: once run: its own forward has changed the expert.
     """
 
     inputs: Sequence[Tensor | None]
@@ -53,11 +56,20 @@ class Task(msgspec.Struct, eq=False):
     length: int = 0
     caller: str = ""
     priority: int = 0
+    part_of: Task | None = None
+    changes: int = 0
+    changed: bool = False
 
     @property
     def group(self) -> tuple[bool, tuple[int, ...]]:
         """The mode and sizes that the tasks of one batch have in common."""
         return self.evaluating, self.sizes
+
+    def note_changes(self, changes: int, *, changed: bool = False) -> None:
+        """Set ``changes`` and ``changed``; of parts of a task the latest."""
+        task = self.part_of or self
+        task.changes = max(task.changes, changes)
+        task.changed |= changed
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:

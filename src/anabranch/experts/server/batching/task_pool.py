@@ -500,6 +500,7 @@ def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
             length=task.length,
             caller=task.caller,
             priority=task.priority,
+            part_of=task,
         )
         for index, start in enumerate(starts)
     ]

@@ -1,0 +1,322 @@
+"""A gradient belongs to the weights of its output, or is counted, and said where this process itself is the cause."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from expert_modules import served
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.errors import BoundaryError, PeerLost
+from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts
+from anabranch.tensors import TensorSpec
+
+SPEC = TensorSpec(4, dtype=torch.float64)
+
+
+def feedforward() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def backend_of(module: nn.Module, keep: int = 0, uid: str = "e.0", **options: object) -> ExpertBackend:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1) if trained else None
+    return ExpertBackend(uid, module, optimizer, args_schema=[SPEC], keep_activations=keep, **options)  # type: ignore[arg-type]
+
+
+def inputs(rows: int = 6) -> Tensor:
+    return torch.randn(rows, 4, dtype=torch.float64, requires_grad=True)
+
+
+def gradient_here(module: nn.Module, x: Tensor, calls: int = 1) -> Tensor:
+    """The gradient of a local copy of ``module``, called this many times one after the other."""
+    here, start = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    y = start
+    for _ in range(calls):
+        y = here(y)
+    y.square().sum().backward()
+    assert start.grad is not None
+    return start.grad
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "anabranch"]
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_an_expert_called_twice_in_a_model(keep: int, caplog: pytest.LogCaptureFixture) -> None:
+    module, x = feedforward(), inputs()
+    expected = gradient_here(module, x, calls=2)
+    with served(backend_of(module, keep)) as server:
+        first = RemoteExpert("e.0", server.endpoint)
+        second = copy.deepcopy(first)  # of the same process
+        second(first(x)).square().sum().backward()
+        stale = first.statistics().stale_backwards
+        assert second.statistics().stale_backwards == 0
+    if keep:
+        assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
+        assert (stale, said(caplog)) == (0, [])
+        return
+    assert not torch.allclose(x.grad, expected, rtol=1e-2)  # type: ignore[arg-type]
+    assert stale == 1
+    (message,) = said(caplog)
+    assert message.startswith("e.0: an output is that of the expert after 0 changes, but its gradient that of the ")
+    assert "after 1: this process has changed it in between" in message
+    assert "keep_activations=" in message
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_four_microbatches_of_one_step(keep: int, caplog: pytest.LogCaptureFixture) -> None:
+    module = feedforward()
+    here = copy.deepcopy(module)
+    batches = [inputs(2) for _ in range(4)]
+    with served(backend_of(module, keep)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        losses = [expert(x).square().sum() for x in batches]
+        for loss in reversed(losses):
+            loss.backward()
+        for x in batches:  # each forward directly before its backward
+            expert(x.detach()).square().sum().backward()
+        assert expert.statistics().stale_backwards == (0 if keep else 3)
+    assert len(said(caplog)) == (0 if keep else 1)
+    for x in batches if keep else batches[-1:]:
+        assert torch.allclose(x.grad, gradient_here(here, x), rtol=1e-12)  # type: ignore[arg-type]
+
+
+def test_other_trainers_updates_are_counted_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    backend = backend_of(feedforward())
+    with served(backend) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        for others in (0, 3, 0):
+            loss = expert(inputs()).sum()
+            with torch.no_grad():
+                expert(inputs())  # an evaluation
+            for _ in range(others):
+                backend.backward(inputs(), torch.ones(6, 4, dtype=torch.float64))
+            loss.backward()
+        assert expert.statistics().stale_backwards == 1
+    assert said(caplog) == []
+
+
+def test_a_server_that_went_back_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    backend = backend_of(feedforward())
+    old = copy.deepcopy(backend.state_dict())
+    with served(backend) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(inputs()).sum().backward()
+        loss = expert(inputs()).sum()
+        backend.load_state_dict(old)
+        loss.backward()
+        loss = expert(inputs()).sum()
+        backend.load_state_dict(old)
+        loss.backward()  # once an expert
+        assert expert.statistics().stale_backwards == 2
+    (message,) = said(caplog)
+    assert "after 1 changes, but its gradient that of the expert after 0: its server has gone back" in message
+
+
+class Codebook(nn.Module):
+    """Moves its codes towards what is close to them, in forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        codes = torch.randn(5, 4, dtype=torch.float64)
+        self.kind = kind
+        if kind == "parameter":
+            self.codes: Tensor = nn.Parameter(codes, requires_grad=False)
+        else:
+            self.register_buffer("codes", codes)
+        self.first = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        codes = self.codes
+        chosen = torch.cdist(hidden, codes).argmin(1)
+        quantised = codes[chosen]
+        if self.training:
+            with torch.no_grad():
+                moved = codes.lerp(hidden.mean(0), 0.3)
+                if self.kind == "replaced":
+                    self.codes = moved
+                else:
+                    self.codes.copy_(moved)
+        return hidden * quantised
+
+
+@pytest.mark.parametrize("kind", ["buffer", "replaced", "parameter"])
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_codebook(keep: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Codebook(kind), inputs()
+    here = copy.deepcopy(module)
+    near = x.detach().clone().requires_grad_()
+    with served(backend_of(module, keep)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        answer, expected = expert(x), here(near)
+        assert torch.equal(answer, expected)
+        assert torch.equal(module.codes, here.codes)
+        expected.sum().backward()
+        answer.sum().backward()
+        assert torch.equal(module.codes, here.codes)  # written by the forward alone
+        assert expert.statistics().stale_backwards == (0 if keep else 1)
+        assert torch.equal(x.grad, near.grad) == bool(keep)  # type: ignore[arg-type]
+        expert.eval()(inputs()).sum().backward()  # writes nothing
+        assert expert.statistics().stale_backwards == (0 if keep else 1)
+    assert len(said(caplog)) == (0 if keep else 1)
+
+
+class Patient(ExpertBackend):
+    """Steps at every other batch."""
+
+    batches = 0
+
+    def apply_gradients(self) -> None:
+        self.batches += 1
+        if self.batches % 2 == 0:
+            super().apply_gradients()
+
+
+def test_what_changes_no_output_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with served(Patient("e.0", module, optimizer, args_schema=[SPEC])) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        for _ in range(2):
+            first, second = expert(inputs()).sum(), expert(inputs()).sum()
+            first.backward()  # leaves its gradient for the next
+            second.backward()
+        assert expert.statistics().stale_backwards == 0
+        first, second = expert(inputs()).sum(), expert(inputs()).sum()
+        first.backward()
+        second.backward()
+        first = expert(inputs()).sum()
+        expert(inputs()).sum().backward()
+        expert(inputs()).sum().backward()
+        first.backward()
+        assert expert.statistics().stale_backwards == 1
+    assert len(said(caplog)) == 1
+
+
+def test_a_request_that_is_split_updates_between_its_own_parts() -> None:
+    with served(backend_of(feedforward(), max_batch_size=4)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(inputs(4)).sum().backward()
+        assert expert.statistics().stale_backwards == 0
+        expert(inputs(8)).sum().backward()
+        expert(inputs(0)).sum().backward()
+        assert expert.statistics().stale_backwards == 1
+
+
+def load(module: nn.Module, other: nn.Module) -> None:
+    module.load_state_dict(other.state_dict())
+
+
+def clamp(module: nn.Module, other: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def swap(module: nn.Module, other: nn.Module) -> None:
+    for parameter, average in zip(module.parameters(), other.parameters(), strict=True):
+        parameter.data = average.data
+
+
+@pytest.mark.parametrize("change", [load, clamp, swap])
+def test_kept_activations_see_every_write_to_the_served_module(
+    change: Callable[[nn.Module, nn.Module], object],
+) -> None:
+    module, other, x = feedforward(), feedforward(), inputs()
+    before = gradient_here(module, x)
+    with served(backend_of(module, keep=100)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        loss = expert(x).square().sum()
+        change(module, other)
+        loss.backward()
+        assert torch.allclose(x.grad, before, rtol=1e-12)  # type: ignore[arg-type]
+        change(module, other)
+        after, y = gradient_here(module, x), inputs()
+        y.data.copy_(x.data)
+        expert(y).square().sum().backward()
+        assert torch.allclose(y.grad, after, rtol=1e-12)  # type: ignore[arg-type]
+        assert expert.statistics().stale_backwards == 0
+
+
+def test_a_kept_graph_has_the_buffers_of_its_forward() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    here, x = copy.deepcopy(module).eval(), inputs()
+    expected = gradient_here(here, x)
+    with served(backend_of(module, keep=100)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        loss = expert.eval()(x).square().sum()
+        with torch.no_grad():
+            expert.train()(inputs() * 9.0)  # moves the statistics
+        loss.backward()
+    assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
+    assert int(module[1].num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = feedforward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+def test_a_kept_graph_that_runs_a_part_again_runs_it_from_the_forwards_weights() -> None:
+    module, x = Checkpointed(), inputs()
+    expected = gradient_here(module, x, calls=2)
+    with served(backend_of(module, keep=100)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(expert(x)).square().sum().backward()
+    assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
+
+
+def test_memory_that_is_not_pytorchs_own_is_kept_too() -> None:
+    module, x = feedforward(), inputs()
+    numbers = [parameter.detach().numpy().copy() for parameter in module.parameters()]
+    for parameter, memory in zip(module.parameters(), numbers, strict=True):
+        parameter.data = torch.from_numpy(memory)
+    module.register_buffer("few", torch.eye(4, dtype=torch.float64).to_sparse())
+    expected = gradient_here(module, x, calls=2)
+    with served(backend_of(module, keep=100)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(expert(x)).square().sum().backward()
+        assert expert.statistics().stale_backwards == 0
+    assert torch.allclose(x.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
+
+
+def test_mixtures_count_and_warn_too(caplog: pytest.LogCaptureFixture) -> None:
+    directory = Directory()
+    backends = [backend_of(feedforward(), uid=f"e.{index}") for index in range(2)]
+    with ExpertServer(backends, directory=directory):
+        mixture = RemoteMixtureOfExperts(4, [2], directory, "e", k_best=2).double()
+        mixture(mixture(inputs())).sum().backward()
+        counted = mixture.statistics()
+    assert (counted.calls, counted.answered, counted.stale_backwards) == (4, 4, 2)
+    assert counted.rows == {"e.0": 12, "e.1": 12}
+    assert sorted(message[:4] for message in said(caplog)) == ["e.0:", "e.1:"]
+
+
+def test_statistics_of_an_expert() -> None:
+    with served(backend_of(feedforward())) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(inputs(3)).sum().backward()
+        loss = expert(inputs(2)).sum()
+        for other in (copy.deepcopy(expert), pickle.loads(pickle.dumps(expert))):
+            assert other.statistics().calls == 0
+    with pytest.raises(PeerLost):
+        loss.backward()
+    expert.forward_timeout = 0.2
+    with pytest.raises(BoundaryError):
+        expert(inputs(1))
+    counted = expert.statistics()
+    assert (counted.calls, counted.answered, counted.cancelled, counted.stale_backwards) == (3, 2, 0, 0)
+    assert counted.rows == {"e.0": 6}
+    assert sum(counted.failed.values()) == 2
