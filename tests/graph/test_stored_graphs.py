@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.cli.view import _page
 from anabranch.graph import Graph
 
 
@@ -141,3 +145,95 @@ def test_a_number_read_out_of_a_tensor_cannot_be_saved(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="reads a number out of a tensor"):
             executor.graph().save(tmp_path / "step")
     assert not list(tmp_path.iterdir())
+
+
+def described_in(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["graph"])  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def sine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a graph of one operation on ``x``."""
+    path = tmp_path_factory.mktemp("graphs") / "sine.safetensors"
+    ab.capture(lambda x: x.sin(), torch.ones(2)).save(path)
+    return path
+
+
+def with_call(sine: Path, path: Path, target: str, *args: object) -> None:
+    """Write the graph in ``sine`` to ``path`` with another call."""
+    described = described_in(sine)
+    (call,) = (one for one in described["nodes"] if "target" in one)
+    call["target"], call["args"] = target, {"tuple": [{"tuple": list(args)}, {"dict": {}}]}
+    save_file(load_file(sine), path, metadata={"graph": json.dumps(described)})
+
+
+def plain(value: object) -> object:
+    return {"plain": value}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "aten.embedding_dense_backward.default",
+        "aten.max_pool2d_with_indices_backward.default",
+        "aten.nll_loss_backward.default",
+        "aten._embedding_bag.default",
+        "aten._embedding_bag_forward_only.default",
+        "aten._embedding_bag_dense_backward.default",
+        "aten.segment_reduce.default",
+        "aten._segment_reduce_backward.default",
+        "aten.native_layer_norm_backward.default",
+        "aten.mkldnn_rnn_layer.default",
+        "aten._fused_adam_.default",
+        "aten._pack_padded_sequence.default",
+        "aten._sparse_coo_tensor_unsafe.default",
+        "aten._ctc_loss.default",
+        "aten.from_file.default",
+        "aten.set_.source_Storage",
+        "aten.resize_.default",
+        "prims.as_strided.default",
+        "profiler._record_function_exit._RecordFunction",
+    ],
+)
+def test_operators_that_trust_their_arguments_are_refused(target: str, sine: Path, tmp_path: Path) -> None:
+    path = tmp_path / "graph.safetensors"
+    with_call(sine, path, target, {"node": "x"})
+    with pytest.raises(ab.CheckpointError, match=rf"a loaded graph may not call {target}.*ab\.gradients"):
+        Graph.load(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        ("operator.pow", [plain(7), plain(30_000_000)]),
+        ("operator.pow", [plain(1 << 40), plain(60)]),
+        ("operator.pow", [plain(7), plain({"$int": hex(1 << 80)})]),
+        ("operator.mul", [{"list": [plain(0)]}, plain(1 << 40)]),
+        ("operator.mul", [plain("x"), plain(1 << 40)]),
+        ("operator.mod", [plain("%9999999999d"), plain(1)]),
+        ("operator.add", [plain((1 << 63) - 1), plain(1)]),
+        ("aten.add.Scalar", [{"node": "x"}, plain({"$int": hex(1 << 80)})]),
+        ("aten.add.Scalar", [{"node": "x"}, plain({"$bytes": "YWI="})]),
+    ],
+)
+def test_numbers_that_take_unbounded_time_or_memory_are_refused(
+    target: str, args: list[object], sine: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.safetensors"
+    with_call(sine, path, target, *args)
+    with pytest.raises(ab.CheckpointError, match=r"more than 64 bits|no number|no numbers|of type bytes"):
+        Graph.load(path)
+
+
+def test_a_graph_that_no_load_may_call_can_be_seen(tmp_path: Path) -> None:
+    path = tmp_path / "graph.safetensors"
+    model = nn.Embedding(5, 3)
+    forward = ab.capture(lambda ids: model(ids).sum(), torch.tensor([1, 2]))
+    ab.gradients(forward, wrt=["weight"]).save(path)
+    with pytest.raises(ab.CheckpointError, match="embedding_dense_backward"):
+        Graph.load(path)
+    assert "embedding_dense_backward" in _page(path)
+    loaded = kept(forward, tmp_path)
+    derived: Any = ab.gradients(loaded, wrt=["weight"])(torch.tensor([1, 2]))
+    assert derived[-1].sum() == 6

@@ -156,6 +156,10 @@ class Graph(OperationGraph):
     def load(path: str | Path) -> Graph:
         """Return the graph written by ``save``, with its own state.
 
+        Load only graphs that you trust, as with ``torch.load``: nothing is unpickled, and operators that are known to
+        trust their arguments are refused (most of backward, ``embedding_bag``, LSTMs on a CPU; save the forward, and
+        derive the backward of what was loaded with ``gradients``), but the others are PyTorch's own kernels.
+
         >>> import tempfile, torch
         >>> from anabranch.graph import capture
         >>> path = Path(tempfile.mkdtemp()) / "graph.safetensors"
@@ -164,7 +168,8 @@ class Graph(OperationGraph):
         tensor([1., 1.])
 
         Raises:
-            CheckpointError: the file is not a whole graph, or names an operator that this process has not.
+            CheckpointError: the file is not a whole graph, or calls an operator that this process has not or that is
+                not on the list.
             FileNotFoundError: there is none.
         """
         from anabranch.graph.stored import load

@@ -1,7 +1,8 @@
 """A graph as one file: its state as safetensors, its operations as JSON in that file's metadata. Nothing is unpickled.
 
 Operations are written by their names in PyTorch's registry, and looked up there; examples of their results are not
-written but recomputed, without data. So a file can contain operators and numbers, but no code.
+written but recomputed, without data. So a file can contain operators and numbers, but no code. Operators
+may do harm, too, so that a loaded graph calls only those of a list (``listed_operators.py``), with integers of 64 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
+from anabranch.graph.listed_operators import is_listed
 from anabranch.graph.nodes import evaluate
 from anabranch.graph.operation_graph import AnyGraph, Input, OperationGraph
 from anabranch.tensors import flatten, unflatten
@@ -45,6 +47,8 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     for name in names
 }
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
+# Exponents of integers beyond it take unbounded time and memory.
+_LARGEST_EXPONENT = 64
 _SETTINGS: dict[str, dict[str, Any]] = {
     "layout": {"strided": torch.strided, "sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr},
     "memory_format": {
@@ -190,8 +194,8 @@ def _structure(structure: PyTreeSpec | None) -> object:
         raise ValueError(f"the graph takes or returns a structure that no file can hold: {error}") from error
 
 
-def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
-    """See ``Graph.load``."""
+def load(path: Path, kind: type[AnyGraph], *, listed: bool = True) -> AnyGraph:
+    """See ``Graph.load``; not ``listed``: a graph that is not to be called, of any operators."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "")
@@ -199,22 +203,23 @@ def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
         described = msgspec.json.decode(text, type=dict[str, Any])
         if described.get("format") != _FORMAT:
             raise CheckpointError(f"{path} holds {described.get('format')!r}; this version reads {_FORMAT!r}")
-        return _made(described, state, kind)
+        return _made(described, state, kind, listed=listed)
     except (CheckpointError, FileNotFoundError):
         raise
     except (SafetensorError, msgspec.DecodeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise CheckpointError(f"{path} does not hold a complete graph: {type(error).__name__}: {error}") from error
 
 
-def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[AnyGraph]) -> AnyGraph:
+def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[AnyGraph], *, listed: bool) -> AnyGraph:
     graph, known = fx.Graph(), dict[str, fx.Node]()
     bound: dict[str, Tensor] = {}
     inputs = [_input(one, state, bound) for one in described["nodes"] if "target" not in one]
     placed = iter(inputs)
-    with FakeTensorMode() as mode, torch.no_grad():
+    # An operator without a form for fake tensors would run in earnest, on zeros.
+    with FakeTensorMode(allow_fallback_kernels=False) as mode, torch.no_grad():
         for one in described["nodes"]:
             if "target" in one:
-                node = _call(graph, one, known)
+                node = _call(graph, one, known, listed=listed)
                 node.meta["val"] = _example_of(node)
             else:
                 node = graph.placeholder(one["name"])
@@ -232,18 +237,42 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
     )
 
 
-def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node]) -> fx.Node:
+def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node], *, listed: bool) -> fx.Node:
     args, kwargs = cast(Any, _decoded(one["args"], known))
-    node = graph.create_node("call_function", _target(one["target"]), args, kwargs, one["name"])
+    target = _target(one["target"])
+    if listed and isinstance(target, OpOverload) and not is_listed(target):
+        raise CheckpointError(
+            f"a loaded graph may not call {target}, which may read and write foreign memory when it is given other "
+            "values than it expects; if it is part of a backward, save the graph of the forward, and derive the "
+            "backward of what was loaded with ab.gradients"
+        )
+    node = graph.create_node("call_function", target, args, kwargs, one["name"])
     node.meta.update(one["meta"])
     return node
 
 
 def _example_of(node: fx.Node) -> object:
     try:
-        return evaluate(node, lambda source: source.meta["val"])
+        if node.target in _PYTHON_NAMES and node.target is not operator.getitem:
+            _check_numbers(node)
+        return _bounded(evaluate(node, lambda source: source.meta["val"]))
     except Exception as error:
         raise CheckpointError(f"operation {node.name!r} ({node.target}) does not fit its arguments: {error}") from error
+
+
+def _check_numbers(node: fx.Node) -> None:
+    """Refuse what Python computes for other than two small numbers: repeated lists, formatted text, huge powers."""
+    values: list[Any] = [value.meta["val"] if isinstance(value, fx.Node) else value for value in node.args]
+    if not all(isinstance(value, (int, float)) for value in values):
+        raise ValueError("its arguments are no numbers")
+    if node.target is operator.pow and (isinstance(node.args[1], fx.Node) or abs(values[1]) > _LARGEST_EXPONENT):
+        raise ValueError(f"its exponent is no number in the file of at most {_LARGEST_EXPONENT}")
+
+
+def _bounded(value: object) -> object:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("an integer of more than 64 bits")
+    return value
 
 
 def _target(name: str) -> Callable[..., Any]:
@@ -305,7 +334,10 @@ def _decoded(value: Mapping[str, Any], known: Mapping[str, fx.Node]) -> object:
         return complex(*content)
     if kind in _SETTINGS:
         return _SETTINGS[kind][content]
-    return decode(value["plain"])
+    plain = decode(value["plain"])
+    if plain is not None and not isinstance(plain, (bool, int, float, str)):
+        raise ValueError(f"an argument of type {type(plain).__name__}")
+    return _bounded(plain)
 
 
 def _treedef(saved: object) -> PyTreeSpec | None:

@@ -20,6 +20,19 @@ __all__ = ["CallCounts", "CallStatistics", "changes_by_us"]
 
 _log = logging.getLogger("anabranch")
 
+changes_by_us = Counter[tuple[str, str]]()
+"""How often this process has changed the expert of an endpoint and a uid: several modules may call one expert."""
+_warned: set[tuple[str, str]] = set()
+_OWN_CHANGE = (
+    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: %s. Give its "
+    "server keep_activations=, a number of rows, and backwards use the forward's own weights and buffers; "
+    "statistics().stale_backwards counts those that did not"
+)
+_BACK = "its server has gone back to an earlier state"
+_BY_US = (
+    "this process has changed it in between, by the backward of another call or a forward that writes to the expert"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CallStatistics:
@@ -49,9 +62,7 @@ class CallCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls = self._answered = self._cancelled = self._stale = 0
-        self._failed: Counter[str] = Counter()
-        self._rows: Counter[str] = Counter()
+        self._counts, self._failed, self._rows = Counter[str](), Counter[str](), Counter[str]()
 
     def __reduce__(self) -> tuple[type[CallCounts], tuple[()]]:
         return CallCounts, ()
@@ -59,25 +70,18 @@ class CallCounts:
     def read(self, avoided: frozenset[str] = frozenset()) -> CallStatistics:
         """Return the counters so far."""
         with self._lock:
-            return CallStatistics(
-                self._calls,
-                self._answered,
-                dict(self._failed),
-                self._cancelled,
-                dict(self._rows),
-                self._stale,
-                avoided,
+            calls, answered, cancelled, stale = map(
+                self._counts.__getitem__, ("calls", "answered", "cancelled", "stale")
             )
+            return CallStatistics(calls, answered, dict(self._failed), cancelled, dict(self._rows), stale, avoided)
 
     def forward(self, call: ExpertCall) -> None:
         """Count a call whose forward has ended."""
         with self._lock:
-            self._calls += 1
+            self._counts["calls"] += 1
             self._rows[call.uid] += call.rows
-            if call.answered:
-                self._answered += 1
-            elif call.error is None:
-                self._cancelled += 1
+            if call.error is None:
+                self._counts["answered" if call.answered else "cancelled"] += 1
         if call.error is not None:
             self.failure(call.error)
 
@@ -88,41 +92,13 @@ class CallCounts:
 
     def backward(self, call: ExpertCall, changes: int) -> None:
         """Count a backward whose gradients are those of the expert as it was after so many changes."""
-        ours = changes_by_us(call)
-        back, by_us = changes < call.changes, ours.count > call.changed_by_us
-        ours.count += 1
+        expert = call.endpoint, call.uid
+        back, by_us = changes < call.changes, changes_by_us[expert] > call.changed_by_us
+        changes_by_us[expert] += 1
         if changes == call.changes or not call.rows:
             return
         with self._lock:
-            self._stale += 1
-        if (back or by_us) and not ours.warned:
-            ours.warned = True
-            _log.warning(
-                "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: "
-                "%s. Give its server keep_activations=, a number of rows, and backwards use the forward's own weights "
-                "and buffers; statistics().stale_backwards counts those that did not",
-                call.uid,
-                call.changes,
-                changes,
-                "its server has gone back to an earlier state"
-                if back
-                else "this process has changed it in between, by the backward of another call or by a forward that "
-                "writes to the expert",
-            )
-
-
-@dataclass(slots=True)
-class _ChangesByUs:
-    """How often this process has changed an expert, and whether it has been warned of that."""
-
-    count: int = 0
-    warned: bool = False
-
-
-# Of the process: several modules may call one expert.
-_changes_by_us: dict[tuple[str, str], _ChangesByUs] = {}
-
-
-def changes_by_us(call: ExpertCall) -> _ChangesByUs:
-    """Return how often this process has changed the expert of ``call``."""
-    return _changes_by_us.setdefault((call.endpoint, call.uid), _ChangesByUs())
+            self._counts["stale"] += 1
+        if (back or by_us) and expert not in _warned:
+            _warned.add(expert)
+            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)

@@ -268,9 +268,8 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         return
     if kept != call.ticket:
         call.ticket = b""
-    ours = changes_by_us(call)
-    call.changed_by_us = ours.count
-    ours.count += changed
+    call.changed_by_us = changes_by_us[call.endpoint, call.uid]
+    changes_by_us[call.endpoint, call.uid] += changed
     outputs: list[Tensor | None]
     if call.schema.gives_as_is:
         outputs = [*outcome.tensors]
