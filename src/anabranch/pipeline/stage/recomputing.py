@@ -74,12 +74,12 @@ def _weights(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(n, generator=generator, device="cpu", dtype=torch.float64).to(device, dtype)
 
 
-def same(first: Fingerprints, again: Fingerprints, *, exactly: bool) -> bool:
-    """Return True if two forwards returned the same values; on a CPU ``exactly``, else within rounding."""
-    return len(first) == len(again) and all(_same(a, b, exactly) for a, b in zip(first, again, strict=True))
+def same(first: Fingerprints, again: Fingerprints) -> bool:
+    """Return True if two forwards returned the same values, up to the order of their sums."""
+    return len(first) == len(again) and all(map(_same, first, again))
 
 
-def _same(one: object, other: object, exactly: bool) -> bool:
+def _same(one: object, other: object) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or (isinstance(one, str) and one == other)
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -87,6 +87,6 @@ def _same(one: object, other: object, exactly: bool) -> bool:
     if torch.equal(one, other):
         return True
     tolerance = 0.0
-    if not exactly or one.device.type != "cpu":
+    if one.device.type != "cpu" or one.dtype.itemsize > 2:  # index_put_ adds float32 in any order on a CPU, too
         tolerance = torch.finfo(one.dtype).eps ** 0.75 * one.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
