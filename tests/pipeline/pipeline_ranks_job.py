@@ -118,6 +118,8 @@ def exact(cases: str = "") -> dict:
         **(split_model() | split_draws() if WORLD > 1 else {}),  # one rank has no cut
         **ties_of_some(),
         **changes_in_place(),
+        **evaluates_first(),
+        **counts_its_forwards(),
         **memory_serves_again(),
         **sparse_gradients(),
     }
@@ -290,6 +292,64 @@ def changes_in_place() -> dict:
     with make(model, balance={2: [2, 3], 3: [2, 1, 2], 4: [2, 1, 1, 1]}[WORLD]) as pipe:
         caught = raised_by(partial(step, pipe, x, target))
     assert "which is also sent to another stage" in str(caught)
+    return {}
+
+
+def evaluates_first() -> dict:
+    """Memory for messages that an evaluation made in inference mode serves the training after it, too."""
+    model = skipping_model()
+    plain = reference(model)
+    x, target = torch.randn(2, 6, 5, dtype=torch.float64)
+    with torch.inference_mode():
+        pipe = make(model, checkpoint="always")
+        y = pipe(x if RANK == 0 else None)
+        assert close(y, plain(x)) if y.numel() else pipe.output_rank != RANK
+        pipe.step(x, target, loss=F.mse_loss)
+    with pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+        pipe(x).square().sum().backward()
+    F.mse_loss(plain(x), target).backward()
+    plain(x).square().sum().backward()
+    same_gradients(pipe, plain)
+    return {}
+
+
+class CountsForwards(nn.Module):
+    """Keeps the number of its forwards in a frozen parameter, or in a list."""
+
+    def __init__(self, *, in_list: bool) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.n = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
+        self.many = [1] if in_list else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.many is not None:
+            self.many[0] += 1
+            return x * self.w * self.many[0]
+        self.n += 1
+        return x * self.w * self.n.clone()
+
+
+def counts_its_forwards() -> dict:
+    """A second forward neither changes what later first ones see, nor goes unnoticed where its state is elsewhere."""
+    x, target = torch.randn(2, 8, 3, dtype=torch.float64)
+    for in_list in (False, True):
+        model = nn.Sequential(
+            nn.Identity(), CountsForwards(in_list=in_list), *(nn.Identity() for _ in range(LAYERS - 2))
+        )
+        plain = reference(model)
+        with make(model, balance=[2, *[1] * (WORLD - 2), LAYERS - WORLD] if WORLD > 1 else [LAYERS]) as pipe:
+            if in_list:
+                caught = raised_by(partial(step, pipe, x, target))
+                assert "stage 0 returned other values when it ran forward again on microbatch" in str(caught)
+                assert isinstance(caught, RuntimeError if RANK == 0 else ab.PipelineError)
+                continue
+            result = pipe.step(x, target, loss=F.mse_loss)
+        losses = [F.mse_loss(plain(part), wanted) / 4 for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True)]
+        torch.stack(losses).sum().backward()
+        assert result.loss is None or close(result.loss, sum(losses))
+        same_gradients(pipe, plain)
     return {}
 
 

@@ -7,6 +7,7 @@ none: each microbatch gets them whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -124,31 +125,64 @@ def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
     return [unflatten(treedef, list(parts)) for parts in zip(*cut, strict=True)] if leaves else [batch] * len(sizes)
 
 
-def gather(parts: Sequence[Structure]) -> Structure:
-    """Return the microbatches' outputs as one: tensors joined along their rows, anything else taken from the first.
+def gather(parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
+    """Return the outputs of microbatches of ``sizes`` rows as one: tensors joined along their rows, equal values once.
 
-    >>> gather([{"y": torch.zeros(2, 1)}, {"y": torch.zeros(1, 1)}])["y"].shape
+    >>> gather([{"y": torch.zeros(2, 1)}, {"y": torch.zeros(1, 1)}], [2, 1])["y"].shape
     torch.Size([3, 1])
 
     Raises:
-        ValueError: the structures differ, or a tensor has no rows to join along.
+        ValueError: values that depend on the microbatch and cannot be joined: no tensors, or without a row or the same
+            number of rows per row of the batch, or in different structures.
     """
     if len(parts) == 1:
         return parts[0]
     flat = [flatten(part) for part in parts]
     treedef = flat[0][1]
-    if any(other != treedef for _, other in flat):
-        raise ValueError("the model's output has a different structure in some microbatches, so they cannot be joined")
-    return unflatten(treedef, [_join(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)])
+    for i, (_, other) in enumerate(flat):
+        if other != treedef:
+            raise ValueError(
+                "the model's output has a different structure in some microbatches, so they cannot be joined: "
+                f"{treedef} in the first, {other} in microbatch {i}"
+            )
+    columns = zip(paths(parts[0]), zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
+    return unflatten(treedef, [_join(path, leaves, sizes) for path, leaves in columns])
 
 
-def _join(leaves: Sequence[object]) -> object:
+def _join(path: str, leaves: Sequence[object], sizes: Sequence[int]) -> object:
+    where = f"the model's output {path}".rstrip()
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) < len(leaves):
-        return leaves[0]
+        return _agreed(where, leaves, sizes)
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ValueError(
-            "the model returns a tensor without dimensions, which has no rows to join microbatches along; return a row "
-            "per row of the batch, and reduce in the loss"
+            f"{where} is a tensor without dimensions, which has no rows to join microbatches along; return a row per "
+            "row of the batch, and reduce in the loss"
+        )
+    rows = [tensor.shape[0] for tensor in tensors]
+    if any(n * sizes[0] != rows[0] * size or n % size for n, size in zip(rows, sizes, strict=True)):
+        raise ValueError(
+            f"{where} has {rows} rows (dim 0) in microbatches of {list(sizes)} rows of the batch, so they cannot be "
+            "joined; return a row, or the same number of rows, per row of the batch, and reduce in the loss"
         )
     return torch.cat(tensors)
+
+
+def _agreed(where: str, leaves: Sequence[object], sizes: Sequence[int]) -> object:
+    """Return the value of all microbatches, unless it may depend on their rows."""
+    first, *others = leaves
+    constant = first is None or isinstance(first, bool | str | Enum)
+    if not constant and isinstance(first, int | float | complex):
+        constant = any(first != size for size in sizes)
+    differing = [other for other in others if not constant or type(other) is not type(first) or other != first]
+    if differing:
+        raise ValueError(
+            f"{where} is {_brief(first)} in one microbatch and {_brief(differing[0])} in another, of {list(sizes)} "
+            "rows, so what it is in the whole batch is unknown; return a tensor with a row per row of the batch, or "
+            "use chunks=1"
+        )
+    return first
+
+
+def _brief(leaf: object) -> str:
+    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -38,7 +38,17 @@ from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
 from anabranch.pipeline.parts.input_kinds import learn, prepare
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel, SplitSource
-from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
+from anabranch.pipeline.pipe_call import (
+    Inputs,
+    Join,
+    PipeCall,
+    SharedInput,
+    Tie,
+    Turn,
+    TurnEngine,
+    deliver,
+    open_portal,
+)
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.actions import Action
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
@@ -82,20 +92,20 @@ class StepResult:
 
     Attributes:
         loss: the whole batch's loss, a tensor of no dimensions, without a graph.
-        output: the model's output for the whole batch, without a graph; concatenated when it is first read.
+        output: the model's output for the whole batch, without a graph; joined when it is first read.
     """
 
     loss: Tensor | None
     _outputs: list[Structure]
-    _finish: Callable[[Structure], Structure] | None
+    _join: Callable[[list[Structure]], Structure] | None
 
     @property
     def output(self) -> Structure:
         if not self._outputs:
             return None
-        if self._finish is not None:
-            self._outputs = [self._finish(gather(self._outputs))]
-            self._finish = None
+        if self._join is not None:
+            self._outputs = [self._join(self._outputs)]
+            self._join = None
         return self._outputs[0]
 
 
@@ -328,6 +338,10 @@ class Pipe(nn.Module):
                 else torch.empty(0, device="cpu")
             )
 
+    @property
+    def _join(self) -> Join:
+        return gather if self._source is None else self._source.join
+
     def _finish(self, output: Structure) -> Structure:
         """Return the model's output, from that of the last stage."""
         return output if self._source is None else self._source.output(output)
@@ -377,7 +391,8 @@ class Pipe(nn.Module):
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), outputs, self._finish)
+        sizes = call.inputs.sizes
+        return StepResult(call.loss(), outputs, lambda parts: self._finish(self._join(parts, sizes)))
 
     def step_together(
         self,
@@ -491,6 +506,7 @@ class Pipe(nn.Module):
             facts.step,
             given,
             plan.records,
+            self._join,
             ties=self._ties,
             shared=self._shared_inputs(facts, given),
             anchor=self._anchor,

@@ -23,14 +23,28 @@ from torch import Tensor
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
-from anabranch.pipeline.microbatch import cut_rows, gather, open_whole
+from anabranch.pipeline.microbatch import cut_rows, open_whole
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["CallOutcome", "Inputs", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = [
+    "CallOutcome",
+    "Inputs",
+    "Join",
+    "PipeCall",
+    "SharedInput",
+    "Tie",
+    "Turn",
+    "TurnEngine",
+    "deliver",
+    "open_portal",
+]
 
+
+Join: TypeAlias = Callable[[Sequence[Structure], Sequence[int]], Structure]
+"""A function from the outputs of microbatches and their numbers of rows to the whole batch's output."""
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 """A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
@@ -182,6 +196,7 @@ class PipeCall:
         step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
         records: true if a backward may follow.
+        join: makes the last stage's output of those of the microbatches.
         ties: parameters that other ranks train too.
         shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
@@ -195,6 +210,7 @@ class PipeCall:
         step: int,
         inputs: Inputs,
         records: bool,
+        join: Join,
         *,
         ties: Sequence[Tie] = (),
         shared: Sequence[SharedInput] = (),
@@ -206,6 +222,7 @@ class PipeCall:
         self._step = step
         self.inputs = inputs
         self.records = records
+        self._join = join
         self._ties = ties
         self._shared = shared
         self._anchor = [] if anchor is None else [anchor]
@@ -240,9 +257,10 @@ class PipeCall:
         packets = self._collect(turn.run(self._runs, half, self._outside()))
         if not packets:
             return None, []
+        output = self._join([packet.structure() for packet in packets], self.inputs.sizes)
         self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
         needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
-        return gather([packet.structure() for packet in packets]), needs_grad
+        return output, needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """Run the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""

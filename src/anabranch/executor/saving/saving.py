@@ -330,6 +330,7 @@ class Saver:
         """Load the newest complete checkpoint in ``path``."""
         self._load_chosen(path, search=False)
 
+    @torch.inference_mode(False)  # an optimizer's state outlives the caller's mode
     def _load_chosen(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         self._check_known("load")

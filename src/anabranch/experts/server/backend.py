@@ -699,6 +699,7 @@ class ExpertBackend:
             merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
         return nesting.rebuild(merged)
 
+    @torch.inference_mode(False)  # whether an output needs gradients is read from the module's
     def _infer_at(self, length: int) -> Structure:
         devices = [self.device] if self.device.type == "cuda" else []
         zeros = [

@@ -62,7 +62,8 @@ class _Slot:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self._memory = mmap.mmap(descriptor, _ALIGNED + size)
-        self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # it outlives the call: a training step writes into it, too
+            self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     @property
     def taken(self) -> bool:

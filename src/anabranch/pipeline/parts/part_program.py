@@ -148,6 +148,13 @@ class PartProgram:
             return tuple(look_up(leaf) for leaf in self.out_leaves if isinstance(leaf, Slot | HeldTensor))
         return tuple(slots[index] for index in self.carried[part])
 
+    def constants(self) -> list[object]:
+        """Return the containers of the model's output, and its values that are no tensors, to be compared."""
+        return [
+            str(self.out_tree),
+            *("a tensor" if isinstance(leaf, Slot | HeldTensor) else leaf for leaf in self.out_leaves),
+        ]
+
     def output(self, values: Sequence[object]) -> object:
         """Return the model's output from the values of the last part."""
         given = iter(values)

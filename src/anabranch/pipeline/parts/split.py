@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
+from anabranch.pipeline.microbatch import gather
 from anabranch.pipeline.parts.glue import Glue, GluedModel
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
 from anabranch.pipeline.parts.names import is_within
@@ -35,6 +36,7 @@ from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, 
 from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
 from anabranch.pipeline.parts.trees import take_apart
 from anabranch.pipeline.stage.keywords import accepted_keywords
+from anabranch.tensors import Structure
 
 __all__ = ["Example", "SplitModel", "SplitPart", "SplitSource", "split"]
 
@@ -283,6 +285,12 @@ class SplitSource:
                 "ranks differ in a mode or a plain value; use the same model in the same mode on all of them"
             )
         return found
+
+    def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
+        """Return the value of the last part from those of microbatches of ``sizes`` rows."""
+        tokens = [value[0] for value in values]
+        gather([self.program(token).constants() for token in tokens], sizes)
+        return (tokens[0], *gather([value[1:] for value in values], sizes))
 
     def output(self, value: object) -> object:
         """Return the model's output from the value of the last part."""

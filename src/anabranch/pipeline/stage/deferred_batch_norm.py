@@ -28,14 +28,11 @@ class DeferredBatchNorm(_BatchNorm):
     Source: deferred batch normalisation of torchgpipe (Kim et al., 2020); variances merged as by Chan et al., 1979.
     """
 
-    recomputing: bool
-
     @classmethod
     def of(cls, norm: _BatchNorm) -> DeferredBatchNorm:
         """Return the replacement of ``norm``."""
         deferred = cls.__new__(cls)
         deferred.__dict__.update(norm.__dict__)
-        deferred.recomputing = False
         deferred.forget()
         return deferred
 
@@ -50,8 +47,7 @@ class DeferredBatchNorm(_BatchNorm):
         if not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
-        if not self.recomputing:
-            self._add(input.detach())
+        self._add(input.detach())
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002

@@ -31,11 +31,12 @@ from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
+from anabranch.pipeline.stage.layer_state import LayerState, StateValues
 from anabranch.pipeline.stage.overlaps import sharing_pairs
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
-from anabranch.pipeline.stage.recomputing import recomputing
+from anabranch.pipeline.stage.recomputing import Fingerprints, fingerprints, recomputing, same
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure, map_structure
@@ -127,7 +128,8 @@ class _Pass:
     inputs: Messages = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
     target: Structure = None
-    buffers: list[Tensor | None] = field(default_factory=list)
+    state: StateValues = field(default_factory=list)
+    fingerprints: Fingerprints = field(default_factory=list)
     boxes: GradientMessages = field(default_factory=dict)
     edges: dict[int, list[list[GradientEdge | None]]] = field(default_factory=dict)
     loss_edge: GradientEdge | None = None
@@ -147,7 +149,7 @@ class StageRun:
         if head is not None and isinstance(head.loss, nn.Module):
             modules += head.loss.modules()
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
-        self._buffers = _BufferSlots(modules)
+        self._state = LayerState(modules)
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
         self._phony = torch.empty(0, device=stage.device, requires_grad=True)
         self._passes: dict[int, _Pass] = {}
@@ -159,7 +161,7 @@ class StageRun:
         recompute = (self.stage.index, i) in self.plan.recompute and self.plan.records
         here = _Pass()
         if recompute:
-            here.buffers = self._buffers.snapshot()
+            here.state = self._state.take()
             if self.head is not None:  # a copy, because a loss may change its target in place
                 here.target = map_structure(_copied, self.head.targets[i])
             outputs = self._run_keeping_inputs(i, inputs, here)
@@ -196,7 +198,11 @@ class StageRun:
         return outputs
 
     def recompute(self, i: int) -> None:
-        """Run microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
+        """Run microbatch ``i`` forward again, on the same inputs, state and random numbers.
+
+        Raises:
+            RuntimeError: the inputs have been changed since, or the outputs are others.
+        """
         here = self._passes[i]
         if _versions(here.inputs) != here.versions:
             raise RuntimeError(
@@ -206,18 +212,16 @@ class StageRun:
             )
         # Copied again: another backward, with retain_graph, starts from them.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
-        with self._buffers.replaced(here.buffers), self._recomputing(), recomputing():
+        first = here.fingerprints
+        with self._state.restored(here.state), recomputing():
             self._run(i, inputs, here, again=True)
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        for norm in self._norms:
-            norm.recomputing = True
-        try:
-            yield
-        finally:
-            for norm in self._norms:
-                norm.recomputing = False
+        if not same(first, here.fingerprints):
+            raise RuntimeError(
+                f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}, so its "
+                "gradients would be wrong: a layer or the loss has state in a list, a global variable or a generator "
+                "of its own, or calls something that has changed, or the batch was changed in place; keep state in "
+                'buffers, or use checkpoint="never"'
+            )
 
     def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
         plan = self.plan
@@ -239,7 +243,10 @@ class StageRun:
                 loss = self._loss(value, here.target if again else self.head.targets[i], self.head.weights[i])
                 here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
                 self.losses[i] = loss.detach()
-            return mark_doubled(self._cut_all(value, store, here), watch.tensors())
+            outputs = self._cut_all(value, store, here)
+            if here.state:
+                here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
+            return mark_doubled(outputs, watch.tensors())
 
     def _enter_all(
         self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
@@ -390,29 +397,6 @@ def _standing_in(slots: Sequence[_Slot]) -> Iterator[None]:
             slot.module._parameters[slot.name] = slot.parameter
 
 
-class _BufferSlots:
-    """The buffers of some modules; a second forward must start from the same values and change nothing."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._slots = [(module, name) for module in modules for name in module._buffers]
-
-    def snapshot(self) -> list[Tensor | None]:
-        """Copy of their current values."""
-        return [_clone(module._buffers[name]) for module, name in self._slots]
-
-    @contextmanager
-    def replaced(self, values: Sequence[Tensor | None]) -> Iterator[None]:
-        """Make the modules work on copies of ``values`` until the block ends."""
-        originals = [module._buffers[name] for module, name in self._slots]
-        for (module, name), value in zip(self._slots, values, strict=True):
-            module._buffers[name] = _clone(value)
-        try:
-            yield
-        finally:
-            for (module, name), original in zip(self._slots, originals, strict=True):
-                module._buffers[name] = original
-
-
 def _name_of(route: Route) -> str:
     if route is None:
         return "its input"
@@ -439,7 +423,3 @@ def _versions(inputs: Messages) -> list[int]:
 
 def _copied(leaf: object) -> object:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()

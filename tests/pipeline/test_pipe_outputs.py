@@ -1,0 +1,132 @@
+"""A pipe's output is joined from those of the microbatches: right, or refused with its path."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch import Pipe
+from anabranch.pipeline import split
+from anabranch.tensors import Structure, flatten
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Returns(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Structure]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Structure:
+        return self.make(x)
+
+
+def outputs_of(make: Callable[[Tensor], Structure], rows: int, chunks: int = 3) -> list[Callable[[], Structure]]:
+    """The output in each way to ask for it."""
+    x = torch.arange(1.0, 2.0 * rows + 1).reshape(rows, 2)
+    pipe = Pipe(nn.Sequential(nn.Identity(), Returns(make)), [1, 1], chunks=chunks)
+
+    def without_gradients() -> Structure:
+        with torch.no_grad():
+            return pipe(x)
+
+    def of_a_step() -> Structure:
+        with torch.no_grad():
+            return pipe.step(x, target=None, loss=lambda *_: torch.zeros(())).output
+
+    return [lambda: pipe(x.clone().requires_grad_()), without_gradients, of_a_step]
+
+
+JOINED: dict[str, Callable[[Tensor], Structure]] = {
+    "rows": lambda x: {"y": x * 2, "z": [x.long()]},
+    "tokens": lambda x: (x.reshape(-1), x[:0].repeat(1, 2)[:0].new_zeros(0, 3)),
+    "nothing": lambda x: (x, None),
+    "text": lambda x: (x, "tanh"),
+    "enum": lambda x: (x, Colour.RED),
+    "number": lambda x: (x, 12, 0.5, 1 + 2j),
+    "flag": lambda x: (x, True, False),
+    "dtype": lambda x: {"x": x, "kind": str(x.dtype)},
+}
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_and_equal_values_are_the_whole_batchs(name: str, rows: int):
+    x = torch.arange(1.0, 2.0 * rows + 1).reshape(rows, 2)
+    leaves, treedef = flatten(JOINED[name](x))
+    for output in outputs_of(JOINED[name], rows):
+        found, structure = flatten(output())
+        assert structure == treedef
+        for mine, expected in zip(found, leaves, strict=True):
+            assert torch.equal(mine, expected) if isinstance(expected, Tensor) else mine == expected
+
+
+REFUSED: dict[str, tuple[int, Callable[[Tensor], Structure], str]] = {
+    "the number of rows": (6, lambda x: (x, len(x)), "output 1 is 2 in one microbatch and 2 in another"),
+    "it as a float": (6, lambda x: {"n": float(len(x))}, "output n is 2.0 in one microbatch and 2.0"),
+    "unequal numbers of rows": (7, lambda x: (x, len(x)), "output 1 is 3 in one microbatch and 2 in another"),
+    "a flag": (6, lambda x: (x, bool(x.sum() > 10)), "output 1 is False in one microbatch and True in another"),
+    "a text": (6, lambda x: (x, str(int(x[0, 0]))), "output 1 is '1' in one microbatch and '5' in another"),
+    "an enum": (
+        6, lambda x: (x, Colour.RED if x[0, 0] < 3 else Colour.BLUE), "output 1 is <Colour.RED: 1> in one microbatch",
+    ),
+    "a tensor or None": (
+        6, lambda x: {"y": x, "big": x if x[0, 0] > 4 else None},
+        "output big is None in one microbatch and a tensor of shape (2, 2) in another",
+    ),
+    "an object": (6, lambda x: (x, {1, 2}), "output 1 is {1, 2} in one microbatch and {1, 2} in another"),
+    "another length": (6, lambda x: (x,) * (1 + int(x[0, 0] > 4)), "has a different structure in some microbatches"),
+    "other names": (6, lambda x: {"a" if x[0, 0] > 4 else "b": x}, "has a different structure in some microbatches"),
+    "an LSTM's state": (6, lambda x: (x, torch.zeros(1, len(x), 3)), "output 1 has [1, 1, 1] rows (dim 0) in micro"),
+    "a mean": (7, lambda x: x.mean(0), "output has [2, 2, 2] rows (dim 0) in microbatches of [3, 2, 2] rows"),
+    "a product": (7, lambda x: [x, [x.T @ x]], "output 1.0 has [2, 2, 2] rows (dim 0)"),
+    "a number per microbatch": (6, lambda x: {"y": x, "sum": x.sum()}, "output sum is a tensor without dimensions"),
+    "a ragged selection": (6, lambda x: x[: 2 if x[0, 0] > 4 else 0], "output has [0, 2, 2] rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_the_microbatch_is_refused_by_path_and_values(name: str):
+    rows, make, message = REFUSED[name]
+    for output in outputs_of(make, rows):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            output()
+    assert flatten(outputs_of(make, rows, chunks=1)[0]())[0], "one microbatch is the batch"
+
+
+class Counted(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Structure]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Structure:
+        return self.make(self.second(torch.tanh(self.first(x))))
+
+
+def pipe_of(make: Callable[[Tensor], Structure]) -> Pipe:
+    return Pipe(split(Counted(make), ["second"], example=torch.zeros(6, 2)), [1, 1], chunks=3)
+
+
+def test_constants_between_a_split_models_modules_are_compared_too():
+    x = torch.randn(7, 2)
+    with pipe_of(lambda y: {"y": y, "width": y.shape[1] + 5}) as pipe:
+        assert pipe(x)["width"] == 7
+        assert pipe(x)["y"].shape == (7, 2)
+    with pipe_of(lambda y: {"y": y, "rows": y.shape[0]}) as pipe:
+        with pytest.raises(ValueError, match="is 3 in one microbatch and 2 in another"):
+            pipe(x)
+        with pytest.raises(ValueError, match="is 2 in one microbatch and 2 in another"):
+            pipe(x[:6])
+    with pipe_of(lambda y: (y, y if len(y) > 2 else None)) as pipe:
+        with pytest.raises(ValueError, match="is 'a tensor' in one microbatch and None in another"):
+            pipe(x)
+        assert pipe(x[:6])[1] is None

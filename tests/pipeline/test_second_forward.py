@@ -1,0 +1,371 @@
+"""A microbatch whose forward runs twice: both start from the same state, and what they return is compared."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_models import close
+from torch import Tensor, nn
+
+from anabranch import Pipe
+from anabranch.pipeline import is_recomputing
+from covering import pairwise
+
+ONE = torch.ones(1, dtype=torch.float64)
+
+
+class Counts(nn.Module):
+    """Returns its input times a weight and the number of its forwards, kept in one of many ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.w = nn.Parameter(ONE.clone())
+        match how.split()[0]:
+            case "buffer":
+                self.register_buffer("n", ONE.clone())
+            case "frozen":
+                self.n = nn.Parameter(ONE.clone(), requires_grad=False)
+            case "tensor":
+                self.n = ONE.clone()
+            case "number":
+                self.n = 1.0
+            case "None":
+                self.n = None
+            case "view":
+                self.register_buffer("both", torch.ones(2, dtype=torch.float64))
+                self.n = self.both[1:]
+            case "memory":  # not PyTorch's own, so that no copy on write is possible
+                self.register_buffer("n", torch.from_numpy(np.ones(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "view":
+            self.both += 1
+        elif self.how.endswith(".data"):
+            self.n.data += 1
+        elif self.how in ("number", "tensor rebound"):
+            self.n = self.n + 1
+        elif getattr(self, "n", None) is None:
+            self.n = ONE + 1
+        else:
+            self.n += 1
+        n = self.n.clone() if isinstance(self.n, Tensor) else self.n
+        return x * self.w * n
+
+    @property
+    def count(self) -> float:
+        return float(self.n)
+
+
+class Reads(nn.Module):
+    """Reads the count of another layer of its stage, as the same tensor."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.w = nn.Parameter(ONE.clone())
+        for name, kind in (("n", "_buffers"), ("n", "_parameters")):
+            if name in counts.__dict__[kind]:
+                self.__dict__[kind][name] = counts.__dict__[kind][name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w * self.n.clone()
+
+
+def by_microbatch(model: nn.Module, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor], chunks: int) -> list[Tensor]:
+    """What the plain loop makes of the microbatches, one after the other: the losses."""
+    parts = [loss(model(part), part) for part in x.chunk(chunks)]
+    for part in parts:
+        part.backward()
+    return [part.detach() for part in parts]
+
+
+def total(y: Tensor, _: Tensor) -> Tensor:
+    return y.sum()
+
+
+WAYS = (
+    *("buffer", "buffer .data", "frozen", "frozen .data", "tensor", "tensor .data", "tensor rebound"),
+    *("number", "None", "missing", "view", "memory"),
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "checkpoint", "schedule", "whole"),
+    pairwise(WAYS, ("always", "except_last", "never"), ("GPipe", "1F1B", "ZB1P"), (True, False)),
+)
+def test_a_layer_that_counts_its_forwards_counts_each_microbatch_once(
+    how: str, checkpoint: str, schedule: str, whole: bool
+):
+    model = nn.Sequential(nn.Identity(), Counts(how))
+    plain = copy.deepcopy(model)
+    if how == "view":
+        for layer in (model, plain):
+            layer[1].n = layer[1].both[1:]
+    x = torch.arange(1.0, 7.0, dtype=torch.float64)[:, None]
+    losses = by_microbatch(plain, x, total, 3)
+    with Pipe(model, [1, 1], chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        if whole:
+            loss = pipe.step(x, target=x, loss=total, reduction="sum").loss
+        else:
+            loss = pipe(x).sum()
+            loss.backward()
+    assert close(loss, sum(losses))
+    assert close(model[1].w.grad, plain[1].w.grad)
+    assert model[1].count == plain[1].count == 4.0
+
+
+@pytest.mark.parametrize("how", ["buffer", "frozen"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_two_modules_that_share_a_tensor_share_it_in_the_second_forward_too(how: str, checkpoint: str):
+    counts, other = Counts(how), Counts(how)
+    model, plain = nn.Sequential(counts, Reads(counts)), nn.Sequential(other, Reads(other))
+    x = torch.randn(6, 1, dtype=torch.float64)
+    by_microbatch(plain, x, total, 3)
+    with Pipe(model, [2], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe.step(x, target=x, loss=total, reduction="sum")
+    assert all(close(model[i].w.grad, plain[i].w.grad) for i in range(2))
+    assert model[1].n is counts.n
+
+
+def test_another_backward_starts_from_the_same_state_again():
+    model = nn.Sequential(Counts("frozen"))
+    model[0].n.shards = 2
+    model[0].register_forward_pre_hook(lambda layer, _: marks.append((type(layer.n), layer.n.shards)))
+    marks: list[object] = []
+    with Pipe(model, [1], chunks=3, checkpoint="always") as pipe:
+        y = pipe(torch.ones(6, 1, dtype=torch.float64))
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+    assert model[0].w.grad.item() == 2 * 2 * (2 + 3 + 4)
+    assert model[0].count == 4.0
+    assert marks == [(nn.Parameter, 2)] * 9, "what others have set on a parameter is on its copies, too"
+
+
+class Watches(nn.Module):
+    """Frozen, but for a small addition; remembers where its weight was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        self.down, self.up = nn.Linear(3, 1, bias=False), nn.Linear(1, 3, bias=False)
+        self.seen: list[tuple[int, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((id(self.base), torch._C._data_address(self.base)))
+        return F.linear(x, self.base) + self.up(self.down(x))
+
+
+def test_frozen_weights_that_no_forward_changes_are_not_copied():
+    layer = Watches()
+    weight = layer.base
+    with Pipe(nn.Sequential(layer), [1], chunks=3, checkpoint="always") as pipe:
+        pipe.step(torch.randn(6, 3), torch.randn(6, 3), loss=F.mse_loss)
+    assert set(layer.seen) == {(id(weight), torch._C._data_address(weight))}
+    assert len(layer.seen) == 6
+
+
+class Teacher(nn.Module):
+    """A student that pulls a frozen copy of itself behind it, as BYOL's and Mean Teacher's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(3, 3).double()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.lerp_(fast + 1.0, 0.25)
+        return self.student(x) * self.teacher(x)
+
+
+class Codebook(nn.Module):
+    """Vector quantisation whose codes, frozen parameters, follow what was assigned to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(3, 3).double()
+        self.codes = nn.Parameter(torch.randn(4, 3, dtype=torch.float64), requires_grad=False)
+        self.sizes = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encode(x)
+        nearest = torch.cdist(z.detach(), self.codes).argmin(1)
+        q = self.codes[nearest]
+        with torch.no_grad():
+            chosen = F.one_hot(nearest, 4).double()
+            self.sizes.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.codes.data.lerp_((chosen.t() @ z) / self.sizes[:, None], 0.3)
+        return (z + (q - z).detach()) * z
+
+
+class ActNorm(nn.Module):
+    """Sets its scale from the first rows that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.begun = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.scale.data.copy_(1 / (x.detach().std(0) + 1))
+            self.begun = True
+        return x * self.scale
+
+
+class Experts(nn.Module):
+    """Sends rows to the experts that had least, and keeps the books in a plain tensor and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(3))
+        self.load = torch.zeros(3)
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        favourite = int(self.load.argmin())
+        self.load[favourite] += len(x)
+        self.rows += len(x)
+        return self.experts[favourite](x) * self.rows
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "EMA teacher": Teacher,
+    "codebook": Codebook,
+    "ActNorm": ActNorm,
+    "experts": Experts,
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 3).double()),
+    "parametrized spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double()),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3).double()),
+    "batch norm": lambda: nn.BatchNorm1d(3).double(),
+}
+
+
+@pytest.mark.parametrize(("checkpoint", "schedule"), [("always", "GPipe"), ("except_last", "1F1B")])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_with_state_train_as_in_a_loop_over_the_microbatches(name: str, checkpoint: str, schedule: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3).double(), MODULES[name](), nn.Linear(3, 2).double())
+    plain = copy.deepcopy(model)
+    batches = [torch.randn(2, 7, 3, dtype=torch.float64) for _ in range(2)]
+    ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain))
+    with Pipe(model, [1, 1, 1], chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        for x, target in batches:
+            ours.zero_grad()
+            pipe.step(x, target[:, :2], loss=F.mse_loss)
+            ours.step()
+    for x, target in batches:
+        theirs.zero_grad()
+        for part, wanted in zip(x.split([3, 2, 2]), target[:, :2].split([3, 2, 2]), strict=True):
+            (F.mse_loss(plain(part), wanted) * len(part) / 7).backward()
+        theirs.step()
+    for key, value in plain.state_dict().items():
+        assert close(model.state_dict()[key], value), key
+
+
+class Loss(nn.Module):
+    """Grows with every microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.w = nn.Parameter(ONE.clone())
+
+    def forward(self, y: Tensor, _: Tensor) -> Tensor:
+        self.scale *= 2
+        return (y * self.w).sum() * self.scale
+
+
+def test_a_loss_with_state_counts_each_microbatch_once():
+    loss, layer = Loss(), nn.Linear(1, 1, bias=False).double()
+    with Pipe(nn.Sequential(layer), [1], chunks=3, checkpoint="always") as pipe:
+        pipe.step(torch.ones(6, 1, dtype=torch.float64), target=None, loss=loss, reduction="sum")
+    assert close(layer.weight.grad, torch.full((1, 1), 2.0 * (2 + 4 + 8), dtype=torch.float64))
+    assert loss.scale == 8.0
+
+
+# State that is not put back.
+
+
+class Outside(nn.Module):
+    """Its factor is where nobody looks for a module's state."""
+
+    def __init__(self, factor: Callable[[], float]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(ONE.clone())
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w * self.factor()
+
+
+def of_a_list() -> Callable[[], float]:
+    history = [1.0]
+
+    def factor() -> float:
+        history.append(history[-1] + 1.0)
+        return history[-1]
+
+    return factor
+
+
+OUTSIDE = {
+    "a list": of_a_list,
+    "Python's generator": lambda: random.Random(0).random,
+    "NumPy's generator": lambda: np.random.default_rng(0).random,
+}
+
+
+@pytest.mark.parametrize("where", OUTSIDE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_second_forward_with_another_result_is_refused_by_stage_and_microbatch(where: str, dtype: torch.dtype):
+    model = nn.Sequential(nn.Identity(), Outside(OUTSIDE[where]()).to(dtype))
+    x = torch.ones(6, 2, dtype=dtype)  # equal numbers, which cancel in an exclusive or
+    with Pipe(model, [1, 1], chunks=3, checkpoint="except_last") as pipe:
+        with pytest.raises(
+            RuntimeError, match='stage 1 returned other values .* on microbatch 1, .*checkpoint="never"'
+        ):
+            pipe.step(x, target=x, loss=total, reduction="sum")
+        assert model[1].w.grad is None
+        pipe.checkpoint = "never"
+        pipe.step(x, target=x, loss=total, reduction="sum")
+        assert model[1].w.grad is not None
+
+
+def test_a_loss_with_another_result_is_refused_too():
+    factor = of_a_list()
+    refused = pytest.raises(RuntimeError, match="stage 0 returned other values")
+    with Pipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, checkpoint="always") as pipe, refused:
+        pipe.step(torch.ones(4, 2), target=None, loss=lambda y, _: y.sum() * factor())
+
+
+class Once(nn.Module):
+    """Counts in a list, but only once a microbatch; returns what compares badly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        if not is_recomputing():
+            self.rows.append(len(x))
+        y = x * self.w
+        nan = torch.full((len(x), 2), float("nan"))
+        return {"y": y, "nan": nan, "empty": y[:, :0], "ids": y.long(), "flag": y > 0, "complex": y * 1j, "none": None}
+
+
+def test_nan_and_every_dtype_are_the_same_twice():
+    layer = Once()
+    with Pipe(nn.Sequential(layer, nn.Identity()), [1, 1], chunks=3, checkpoint="always") as pipe:
+        y = pipe(torch.ones(6, 2))
+        y["y"].sum().backward()
+    assert layer.w.grad.item() == 12.0
+    assert layer.rows == [2, 2, 2]
