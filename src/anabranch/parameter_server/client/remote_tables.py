@@ -75,6 +75,7 @@ class RemoteTables:
         cache: how each table is cached here; ``None`` reads every row from the servers.
 
     Attributes:
+        trains: they are an executor's that is open, and are not only read.
         keeps_reads: a step's lookups read the rows of the same ids once: for layers that run again before their
             backward, which are to see the rows that they saw.
 
@@ -83,6 +84,7 @@ class RemoteTables:
 
     def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
         self.keeps_reads = False
+        self.trains = False
         self._client = client
         self._reading = threading.RLock()  # the caches and the messages in flight are one state
         self._cache = cache
@@ -143,6 +145,8 @@ class RemoteTables:
         users: Sequence[Use],
         rule: Callable[[], RowOptimizer],
         state: Mapping[str, object] | None = None,
+        *,
+        adopt: bool = False,
     ) -> None:
         """Move one parameter to the servers, under ``name``: the leading worker's values, available after a barrier.
 
@@ -152,6 +156,7 @@ class RemoteTables:
             users: the modules that hold it, and its name in each; each gets the placeholder.
             rule: its optimizer, with the hyperparameters that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
+            adopt: the servers hold it, and their values and state count.
         """
         touched_only = rule().family is Family.SPARSE_ADAM or all(
             getattr(module, "sparse", False) is True for module, _ in users
@@ -159,7 +164,7 @@ class RemoteTables:
         rows, width = parameter.shape
         spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
         source = self._add(spec, rule)
-        if self._client.leads:
+        if self._client.leads and not adopt:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
         for module, label in users:
             del module._parameters[label]
@@ -182,10 +187,27 @@ class RemoteTables:
         """
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
+                if self._is_trained_elsewhere(module):
+                    raise ValueError(
+                        f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
+                        "before this one trains it"
+                    )
                 rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
                 if rule is None:
                     raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
                 module.attach(self._add(module.spec, rule))
+
+    def read_modules(self, model: nn.Module) -> None:
+        """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables; none is created."""
+        for module in model.modules():
+            if isinstance(module, RemoteEmbedding) and not self._is_trained_elsewhere(module):
+                self._client.expect_table(module.spec)
+                source = self._sources[module.name] = _Source(module.name, self, _no_rule, module.spec, 0)
+                module.attach(source)
+
+    def _is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
+        source = module.source
+        return isinstance(source, _Source) and source.tables is not self and source.tables.trains
 
     def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
         if spec.dtype == torch.float16 and self._cache is not None and self._cache.push_bound:
@@ -395,7 +417,7 @@ class RemoteTables:
 
     def abandon(self) -> None:
         """End the threads that prefetch and push, and drop waiting gradients: after a failure."""
-        self._coming = None
+        self.trains, self._coming = False, None
         if self._fetcher is not None:
             self._fetcher.shutdown()
             self._fetcher = None
@@ -731,6 +753,10 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
             RowOptimizer.from_torch(optimizer, number)
             return lambda: RowOptimizer.from_torch(optimizer, number)
     raise ValueError(f"the optimizer does not have {name}; give it the parameters before they move to the servers")
+
+
+def _no_rule() -> RowOptimizer:
+    raise AssertionError("a table that is only read is pushed nothing")
 
 
 def _first_numbers_of(optimizer: torch.optim.Optimizer) -> Callable[[], RowOptimizer]:
