@@ -98,3 +98,159 @@ def test_training_planning_and_saving_are_refused_with_table_step_and_cures(serv
             with pytest.raises(ValueError, match=r"item.weight \(step 2\).*resume.*served='adopt'.*served='replace'"):
                 use()
     assert_same(there(), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": ab.Cache()}, {"use_sparse_pull": False}], ids=["plain", "cache", "whole"])
+def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def new_model() -> Model:
+        model = Model()
+        if options.get("use_sparse_pull") is False:
+            model.user = nn.Embedding(6, 2)  # type: ignore[assignment]
+        return model
+
+    reference = new_model()
+    with executor_of(reference, "PS", **options) as executor:
+        losses = [executor.run("train", BATCH)["loss"] for _ in range(4)]
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        first = executor_of(new_model(), "PS", **options)
+        for _ in range(2):
+            first.run("train", BATCH)
+        first._end(clean=False)
+        with executor_of(new_model(), "PS", served="adopt", **options) as second:
+            assert [second.run("train", BATCH)["loss"] for _ in range(2)] == losses[2:]
+
+
+def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: str) -> None:
+    before = there()
+    model = Model()
+    model.item = nn.Embedding(7, 2)
+    with executor_of(model, served="adopt") as executor, pytest.raises(ab.SchemaError, match=r"item\.weight"):
+        executor.run("train", BATCH)
+    assert_same(there(), before)
+
+
+def test_replace_begins_anew(servers: str) -> None:
+    with executor_of(Model(), served="replace") as executor:
+        again = executor.run("train", BATCH)["loss"]
+    with ParameterServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with executor_of(Model()) as executor:
+            assert executor.run("train", BATCH)["loss"] == again
+
+
+def test_load_and_a_resume_that_finds_nothing_replace_and_a_load_that_fails_does_not(
+    servers: str, tmp_path: Path
+) -> None:
+    before = there()
+    with executor_of(Model()) as executor:
+        with pytest.raises(ab.CheckpointError):
+            executor.load(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match="already hold"):
+            executor.run("train", BATCH)
+        assert_same(there(), before)
+        assert not executor.resume(tmp_path / "nowhere")
+        first = executor.run("train", BATCH)["loss"]
+        executor.save(tmp_path)
+        second = executor.run("train", BATCH)["loss"]
+    with executor_of(Model()) as executor:
+        executor.load(tmp_path)
+        assert executor.run("train", BATCH)["loss"] == second
+    with executor_of(Model()) as executor:
+        assert executor.resume(tmp_path)
+        assert executor.run("train", BATCH)["loss"] == second != first
+
+
+def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_as_they_stand(servers: str) -> None:
+    model, rows = Model(), there()["user"]
+    plain = model.head(model.item(IDS).sum(1) + rows[IDS].sum(1))[:, 0]
+    with executor_of(model) as executor:
+        assert torch.equal(executor.run("look", BATCH)["out"], plain)
+    with executor_of(Model(), served="replace") as executor:
+        with pytest.raises(ValueError, match="hold user of an earlier Executor.*evaluate after"):
+            executor.run("look", BATCH)
+        executor.run("train", BATCH)
+        executor.run("look", BATCH)
+
+
+def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        training = executor_of(Model())
+        training.run("train", BATCH)
+        model = Model()
+        model.user = ab.RemoteEmbedding("user", 6, 2, init=0.5)  # no optimizer is known here
+        model.words = ab.RemoteEmbedding("words", None, 2)  # type: ignore[assignment]
+        with ab.Executor(ab.EvalStep(model, outputs), "Hybrid") as looking:
+            for _ in range(2):
+                training.run("train", BATCH)
+                before = there()
+                rows = before["user"]
+                plain = model.head(model.item(IDS).sum(1) + rows[IDS].sum(1))[:, 0]
+                assert torch.equal(looking.run(batch=BATCH)["out"], plain)
+                assert_same(there(), before)
+            with pytest.raises(ab.NotFound, match="no table or parameter 'words'.*train it, or load"):
+                ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m.words(b["ids"])}), "Hybrid").run(batch=BATCH)
+        training.run("train", BATCH)
+        training.close()
+
+
+def test_a_table_of_another_shape_is_not_read(servers: str) -> None:
+    model = Model()
+    model.user = ab.RemoteEmbedding("user", 6, 3)
+    with ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m.user(b["ids"])}), "Hybrid") as looking:
+        with pytest.raises(ab.SchemaError, match="table user"):
+            looking.run(batch=BATCH)
+
+
+def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, or for each fold of a cross-validation."""
+
+    def linear() -> ab.Executor:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        return ab.Executor(step, "PS")
+
+    x = torch.ones(3, 2)
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with linear() as first:
+            loss = first.run(batch=x)["loss"]
+        with linear() as second:
+            assert second.run(batch=x)["loss"] == loss
+        with ab.ParameterClient() as client:  # another process has trained it since
+            client.push("weight", torch.ones(1, 2))
+        with linear() as third, pytest.raises(ValueError, match=r"weight \(step 2\)"):
+            third.run(batch=x)
+
+
+def test_two_open_executors_cannot_train_one_remote_embedding() -> None:
+    model = Model()
+    with executor_of(model) as first:
+        first.run("train", BATCH)
+        other = Model()
+        other.user = model.user
+        with pytest.raises(ValueError, match="user is trained by another Executor that is open"):
+            executor_of(other)
+        before = first.run("look", BATCH)["out"]
+        with ab.Executor(ab.EvalStep(model, outputs), "Hybrid") as looking:
+            assert torch.equal(looking.run(batch=BATCH)["out"], before)
+        first.run("train", BATCH)
+        assert not torch.equal(first.run("look", BATCH)["out"], before)
+
+
+def test_drop_takes_one_name() -> None:
+    with ab.ParameterClient() as client:
+        for name in ("t", "item"):
+            client.init(name, (3,))
+        with pytest.raises(TypeError, match="the name of one"):
+            client.drop(["t"])  # type: ignore[arg-type]
+        client.drop("item")
+        assert client.pull("t").shape == (3,)
+        with pytest.raises(ab.NotFound, match="'item'; there are: t"):
+            client.pull("item")
+        with pytest.raises(ab.NotFound, match="'item'; there are: t"):
+            client.drop("item")

@@ -188,6 +188,8 @@ class RemoteTables:
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
                 if self._is_trained_elsewhere(module):
+                    if not self.trains:
+                        continue
                     raise ValueError(
                         f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
                         "before this one trains it"
