@@ -464,7 +464,7 @@ class RemotePart:
                 self._note_given_back()
                 for model in self._models.values():
                     for module in model.modules():
-                        if isinstance(module, RemoteEmbedding):
+                        if isinstance(module, RemoteEmbedding) and not self.tables.is_trained_elsewhere(module):
                             module.close()
                 if lost is not None:
                     raise lost

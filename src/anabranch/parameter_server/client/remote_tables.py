@@ -187,7 +187,7 @@ class RemoteTables:
         """
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
-                if self._is_trained_elsewhere(module):
+                if self.is_trained_elsewhere(module):
                     if not self.trains:
                         continue
                     raise ValueError(
@@ -202,12 +202,13 @@ class RemoteTables:
     def read_modules(self, model: nn.Module) -> None:
         """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables; none is created."""
         for module in model.modules():
-            if isinstance(module, RemoteEmbedding) and not self._is_trained_elsewhere(module):
+            if isinstance(module, RemoteEmbedding) and not self.is_trained_elsewhere(module):
                 self._client.expect_table(module.spec)
                 source = self._sources[module.name] = _Source(module.name, self, _no_rule, module.spec, 0)
                 module.attach(source)
 
-    def _is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
+    def is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
+        """Return True for a module that an open executor with other tables trains."""
         source = module.source
         return isinstance(source, _Source) and source.tables is not self and source.tables.trains
 
