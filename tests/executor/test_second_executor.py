@@ -100,7 +100,9 @@ def test_training_planning_and_saving_are_refused_with_table_step_and_cures(serv
     assert_same(there(), before)
 
 
-@pytest.mark.parametrize("options", [{}, {"cache": ab.Cache()}, {"use_sparse_pull": False}], ids=["plain", "cache", "whole"])
+@pytest.mark.parametrize(
+    "options", [{}, {"cache": ab.Cache()}, {"use_sparse_pull": False}], ids=["plain", "cache", "whole"]
+)
 def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +177,9 @@ def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_
         executor.run("look", BATCH)
 
 
-def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with ParameterServer() as server:
         monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
         training = executor_of(Model())
@@ -205,7 +209,9 @@ def test_a_table_of_another_shape_is_not_read(servers: str) -> None:
             looking.run(batch=BATCH)
 
 
-def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in a notebook, or for each fold of a cross-validation."""
 
     def linear() -> ab.Executor:
