@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.launch import launch
 from anabranch.parameter_server import ParameterServer
+from anabranch.testing import LocalJob
+from programs import Programs
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
 BATCH = {"ids": IDS, "y": Y}
@@ -204,9 +208,9 @@ def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_t
 def test_a_table_of_another_shape_is_not_read(servers: str) -> None:
     model = Model()
     model.user = ab.RemoteEmbedding("user", 6, 3)
-    with ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m.user(b["ids"])}), "Hybrid") as looking:
-        with pytest.raises(ab.SchemaError, match="table user"):
-            looking.run(batch=BATCH)
+    step = ab.EvalStep(model, lambda m, b: {"out": m.user(b["ids"])})
+    with ab.Executor(step, "Hybrid") as looking, pytest.raises(ab.SchemaError, match="table user"):
+        looking.run(batch=BATCH)
 
 
 def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace(
@@ -260,3 +264,122 @@ def test_drop_takes_one_name() -> None:
             client.pull("item")
         with pytest.raises(ab.NotFound, match="'item'; there are: t"):
             client.drop("item")
+
+
+JOB = """
+import json, sys
+import torch
+from torch import nn
+import anabranch as ab
+from anabranch.parameter_server import ParameterClient
+
+rank, ids = ab.job().rank, torch.tensor([[1, 2], [3, 1]])
+
+
+def executor_of(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Executor(ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer), "Hybrid", **options)
+
+
+def there():
+    with ParameterClient() as client:
+        return client.pull("0.weight").tolist()
+
+
+torch.distributed.init_process_group("gloo")
+first = executor_of()
+losses = [first.run(batch=ids + rank)["loss"].item() for _ in range(2)]
+first._end(clean=False)
+before = there()
+with executor_of() as second:
+    try:
+        second.run(batch=ids + rank)
+        refused = "not"
+    except ValueError as error:
+        refused = str(error)
+    kept = before == there()
+    torch.distributed.barrier()  # nobody replaces it before all have looked
+    second.resume(sys.argv[1])
+    again = [second.run(batch=ids + rank)["loss"].item() for _ in range(2)]
+print(json.dumps({"refused": refused, "kept": kept, "same": again == losses}))
+"""
+
+
+@pytest.mark.slow
+def test_all_workers_are_refused_alike(tmp_path: Path) -> None:
+    for result in LocalJob(2, servers=2).run_source(JOB, str(tmp_path)).check().results:
+        assert result is not None
+        assert "already hold 0.weight (step 2)" in str(result["refused"])
+        assert (result["kept"], result["same"]) == (True, True)
+
+
+LOOKING = """
+import sys
+import torch
+from torch import nn
+import anabranch as ab
+
+model = ab.RemoteEmbedding("user", 6, 2, init=0.5)
+with ab.Executor(ab.EvalStep(model, lambda m, ids: {"rows": m(ids)}), "Hybrid") as looking:
+    for _ in sys.stdin:
+        print(looking.run(batch=torch.arange(6))["rows"].tolist(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_looks_on_while_a_job_trains(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with executor_of(Model()) as training, programs.start(LOOKING) as looking:
+            for _ in range(3):
+                training.run("train", BATCH)
+                looking.stdin.write("look\n")
+                looking.stdin.flush()
+                assert looking.stdout.readline() == f"{there()['user'].tolist()}\n"
+            training.run("train", BATCH)
+            looking.stdin.close()
+            assert looking.wait() == 0
+
+
+@pytest.mark.slow
+def test_what_a_durable_server_has_restored_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with durable(tmp_path, monkeypatch), executor_of(Model()) as executor:
+        executor.run("train", BATCH)
+        before = there()
+    with durable(tmp_path, monkeypatch):
+        refused = pytest.raises(ValueError, match=r"item.weight \(step 1\).*user \(step 1\)")
+        with executor_of(Model()) as executor, refused:
+            executor.run("train", BATCH)
+        assert_same(there(), before)
+
+
+@contextmanager
+def durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with ParameterServer(durability="log", checkpoint_dir=folder) as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        yield
+
+
+RESTARTED = """
+import os
+import torch
+from torch import nn
+import anabranch as ab
+
+model = nn.Embedding(6, 2)
+step = ab.TrainStep(model, lambda m, ids: m(ids).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+with ab.Executor(step, "Hybrid") as executor:
+    for _ in range(2):
+        executor.run(batch=torch.tensor([1]))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_its_launcher_restarts_begins_anew_on_its_own_servers(tmp_path: Path) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    assert launch(script, servers=1, durability="log", log_dir=tmp_path, max_restarts=1).exit_code == 0

@@ -1,4 +1,4 @@
-"""``anabranch serve parameters``: one shard as its own process, drained and saved at SIGTERM or SIGHUP, and restarted."""
+"""``anabranch serve parameters``: one shard as its own process, drained and saved at a signal, and restarted."""
 
 from __future__ import annotations
 

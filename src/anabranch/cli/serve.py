@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["directory", "experts", "parameters", "serve"]
 
-serve = typer.Typer(
-    help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on SIGTERM and SIGHUP."
-)
+serve = typer.Typer(help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on a signal.")
 """The commands under ``anabranch serve``."""
 
 

@@ -147,7 +147,7 @@ class PeerWatch:
 
 
 def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
-    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank that is not there.
+    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
 
     Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
     said once after five seconds.

@@ -210,7 +210,7 @@ class RemotePart:
         """
         held = {} if self.is_open or not self._trains else self._held()
         if held and self._served_choice == "refuse":
-            names = [f"{name} (step {step})" for name, step in held.items()]
+            names = [f"{name} (step {step})" for name, step in sorted(held.items())]
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise ValueError(
                 f"the servers already hold {', '.join(names[:_NAMED])}{more}, which this Executor was to make; load or "

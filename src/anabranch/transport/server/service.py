@@ -2,7 +2,9 @@
 
 ::
 
-    SIGTERM, SIGINT, SIGHUP ──> the server's block is left: it refuses new calls, finishes those in flight, saves its state
+    SIGTERM, SIGINT, SIGHUP ──> the server's block is left: it refuses new calls, finishes those in flight, saves
+
+A closed terminal sends SIGHUP.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def serve_until_stopped(
 ) -> None:
     """Print ``listening on ENDPOINT``, and serve until SIGTERM, SIGINT or SIGHUP, in the main thread.
 
-    A signal that is ignored, as ``nohup`` has it with SIGHUP (a closed terminal), stays so.
+    A signal that is ignored, as ``nohup`` has it with SIGHUP, stays so.
 
     Args:
         make: makes the server; no thread was started before.
