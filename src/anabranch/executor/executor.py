@@ -164,7 +164,7 @@ class Executor:
         sinks: Iterable[Sink] = (),
         served: Served = "refuse",
     ) -> None:
-        self._served = choice("served", served, ("refuse", "adopt", "replace"))
+        self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
         self._steps = named_steps(steps)
         asked = comm_mode_of(comm_mode)
         self.comm_mode: CommMode | None = "AllReduce" if asked == "auto" else asked  # until it is decided

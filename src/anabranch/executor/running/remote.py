@@ -474,9 +474,10 @@ class RemotePart:
 
     def _note_given_back(self) -> None:
         """Let the next Executor of this process replace what the model has again, unless it changes meanwhile."""
-        steps = self.client.steps() if self._worker.rank == 0 and self.is_open else {}
-        here = [moved.name for moved in self.moved if moved.parameter.shape == moved.shape]
-        _given_back.update({(self.client.endpoints, name): steps[name] for name in here if name in steps})
+        if self.is_open and self._worker.rank == 0 and not self.client.in_process:
+            steps = self.client.steps()
+            given_back = steps.keys() & self._served.difference(self.embeddings)
+            _given_back.update({(self.client.endpoints, name): steps[name] for name in given_back})
 
     def _lost_at_the_end(self) -> LostUpdate | None:
         try:
