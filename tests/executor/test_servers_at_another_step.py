@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,7 +23,9 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()  # type: ignore[no-any-return]
 
 
-def executor_of(clip: float | None, consistency: str, accumulate: int = 1) -> ab.Executor:
+def executor_of(
+    clip: float | None, consistency: str, accumulate: int = 1, served: Literal["refuse", "replace"] = "refuse"
+) -> ab.Executor:
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -31,7 +33,7 @@ def executor_of(clip: float | None, consistency: str, accumulate: int = 1) -> ab
         "train": ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=clip, accumulate=accumulate),
         "look": ab.EvalStep(model, lambda m, x: {"out": m(x)}),
     }
-    return ab.Executor(steps, "PS", engine="tape", consistency=consistency)
+    return ab.Executor(steps, "PS", engine="tape", consistency=consistency, served=served)
 
 
 def unanswered(call: Callable[..., Any], error: Exception, *, arrives: bool) -> Callable[..., None]:
@@ -179,7 +181,7 @@ def test_an_executor_whose_servers_were_taken_over_is_refused(tmp_path: Path, mo
         monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
         first = executor_of(None, "asp")
         first.run("train", X)
-        with executor_of(None, "asp") as second:
+        with executor_of(None, "asp", served="replace") as second:
             second.run("train", X)
             for go_on in (
                 lambda: first.run("train", X),

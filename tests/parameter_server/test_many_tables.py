@@ -34,7 +34,7 @@ def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_p
         assert client.statistics()[0].tables[NAMES[-1]].pushes == 1
         assert sum(len(described["tables"]) for described in client._calls.describe()) == MANY
         client.save(tmp_path / "kept")
-        client.drop(None)
+        client.drop_some(NAMES)
         assert client.statistics()[0].tables == {}
         client.load(tmp_path / "kept")
         assert torch.equal(client.sparse_pull(NAMES[-1], torch.arange(4)), rows)

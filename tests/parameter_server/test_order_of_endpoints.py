@@ -56,7 +56,7 @@ def test_endpoints_that_are_other_shards_are_refused_and_nothing_is_changed(
             with refused:
                 wrong.init("rows", (10, 1), kind="rows", optimizer=SGD)
             with refused:
-                wrong.drop(None)
+                wrong.drop("rows")
             with refused:
                 wrong.statistics()
         assert right.pull("rows").flatten().tolist() == [0.0] * 10

@@ -180,7 +180,7 @@ def test_rows_of_a_table_that_was_replaced_are_not_known(how: str, tmp_path: Pat
             client.push_many({"t": (ids, ones)})
         first = client.pull_many({"t": ids})["t"]
         if how == "drop":
-            client.drop(["t"])
+            client.drop("t")
             client.init_table(TableSpec("t", 3, 2, initial=Constant(5.0)), SGD)
         else:
             client.load(tmp_path / "saved")

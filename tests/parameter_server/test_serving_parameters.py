@@ -1,4 +1,4 @@
-"""``anabranch serve parameters``: one shard as its own process, drained and saved at SIGTERM, and restarted."""
+"""``anabranch serve parameters``: one shard as its own process, drained and saved at a signal, and restarted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def endpoint_of(process: Program) -> str:
 
 
 @pytest.mark.slow
-def test_sigterm_under_load_loses_no_acknowledged_push_and_refuses_the_others(
-    tmp_path: Path, programs: Programs
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_under_load_loses_no_acknowledged_push_and_refuses_the_others(
+    number: signal.Signals, tmp_path: Path, programs: Programs
 ) -> None:
     clients = 3
     pushed, ended = [0] * clients, list[BaseException]()
@@ -54,7 +55,7 @@ def test_sigterm_under_load_loses_no_acknowledged_push_and_refuses_the_others(
             thread.start()
         wait_until(lambda: min(pushed) >= 20 or ended)
         assert not ended, ended
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait() == 0
         join(*threads)
         assert len(ended) == clients

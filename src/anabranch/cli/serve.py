@@ -1,4 +1,4 @@
-"""``anabranch serve``: one long-lived service a command; SIGTERM and Ctrl-C drain it."""
+"""``anabranch serve``: one long-lived service a command; SIGTERM, Ctrl-C and a closed terminal drain it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["directory", "experts", "parameters", "serve"]
 
-serve = typer.Typer(help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on SIGTERM.")
+serve = typer.Typer(help="Run one long-lived service. It prints 'listening on ENDPOINT' first and drains on a signal.")
 """The commands under ``anabranch serve``."""
 
 

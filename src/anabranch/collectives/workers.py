@@ -12,13 +12,10 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import torch
@@ -32,16 +29,15 @@ from anabranch.activity import Activity, during
 from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded
+from anabranch.errors import PeerLost
 from anabranch.events import report
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, rank_names
+from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible, rank_names
 from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["Pending", "Workers", "meet_peers"]
 
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
-_LOOK_SECONDS = 0.5  # a signal that comes as a wait begins is seen at its end
 _LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
@@ -236,13 +232,13 @@ class Workers:
 
         try:
             self._watch.wait(done, self._others, operation, deadline, step=step, at_once=not self.on_host)
-        except DeadlineExceeded:
-            self._has_left_work = True
-            raise
-        except BoundaryError:
+        except PeerLost:
             raise
         except RuntimeError as error:
             raise self._watch.explain(error, self._others, operation, deadline, step=step) from None
+        except BaseException:  # the deadline, or Ctrl-C: gloo goes on
+            self._has_left_work = True
+            raise
         self.wait_seconds += time.monotonic() - began
 
     def _first_of(self, lost: Mapping[int, str], operation: str) -> Mapping[int, str]:
@@ -295,6 +291,8 @@ def _name_of(ranks: Sequence[int]) -> str:
 # How many groups of the same ranks this process was a member of; the same on all of them.
 _groups: dict[str, Iterator[int]] = {}
 
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 # How often this process has met the others; the same on all of them, as they run the same program.
 _meetings = itertools.count()
 
@@ -306,39 +304,21 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
     now and then find an address that nobody listens at any more.
     """
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    device = torch.cuda.current_device() if "nccl" in backend and torch.cuda.is_available() else None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = PrefixStore(f"anabranch/{attempt}/{next(_meetings)}", store)
-    meet = partial(dist.init_process_group, backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+    prefix = f"anabranch/{attempt}/{next(_meetings)}"
+
+    def meet() -> None:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread's own
+        keys = PrefixStore(prefix, store)
+        dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+
+    told = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
+    waiting = (
+        f"waiting for the other workers that the environment names, {told}; if this process is a job of its own, "
+        "unset RANK and WORLD_SIZE"
+    )
     with during(Activity.CONNECTING):
-        if "nccl" in backend:  # its device is the thread's
-            meet()
-        else:
-            _interruptible(meet)
-
-
-def _interruptible(meet: Callable[[], None]) -> None:
-    """Call ``meet`` on another thread, for no signal reaches Python while gloo waits for a rank that does not come.
-
-    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it.
-    """
-    met: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            meet()
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            met.set_exception(error)
-        else:
-            met.set_result(None)
-
-    thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
-    thread.start()
-    try:
-        while not wait([met], timeout=_LOOK_SECONDS).done:
-            pass
-    except BaseException:
-        atexit.register(end_without_waiting)
-        raise
-    thread.join(timeout=10.0)
-    met.result(timeout=0)
+        interruptible(meet, waiting)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from anabranch import spans
 from anabranch.checkpoint.storage import as_place
+from anabranch.choices import choice
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.executor.arguments import check_arguments, check_log_path
@@ -44,7 +45,7 @@ from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_route
 from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
-from anabranch.executor.running.remote import RemotePart
+from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.step_runs import StepRuns, StepTaken
 from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
@@ -114,6 +115,12 @@ class Executor:
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
         heartbeat: seconds between two checks that they are alive.
+        served: what becomes of tables and parameters that running servers hold under this executor's names. It is
+            decided at the first training run, plan or save, so that ``load`` and ``resume``, which replace them, may
+            come first, also a ``resume`` that finds nothing. Otherwise ``"refuse"`` is a ``ValueError`` with the names
+            and their steps; ``"adopt"`` trains on their values and optimizer state, ``"replace"`` drops them. Until
+            then the model is unchanged, and evaluations read each ``RemoteEmbedding`` as it stands. An executor without
+            a ``TrainStep`` reads only: it drops, creates and admits nothing.
         capture_after: ``engine="auto"`` tries its graph after exactly this many runs of a step, and keeps it if it is
             bitwise equal, even if it is slower; by default (``None``) only a faster one is kept.
         state: your own objects by name, saved with every checkpoint (with rank 0's state) and loaded on every worker:
@@ -155,7 +162,9 @@ class Executor:
         capture_after: int | None = None,
         state: Mapping[str, HasState] | None = None,
         sinks: Iterable[Sink] = (),
+        served: Served = "refuse",
     ) -> None:
+        self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
         self._steps = named_steps(steps)
         asked = comm_mode_of(comm_mode)
         self.comm_mode: CommMode | None = "AllReduce" if asked == "auto" else asked  # until it is decided
@@ -232,6 +241,7 @@ class Executor:
                 row_compression=row_compression,
                 timeout=timeout,
                 heartbeat=heartbeat,
+                on_move=self._evaluate_anew,
             )
             if self._serves_any():
                 self._remote = self._take_to_servers()
@@ -288,12 +298,16 @@ class Executor:
         steps = self._steps.items()
         return {name: self._engines.evaluator_for(name, step) for name, step in steps if isinstance(step, EvalStep)}
 
+    def _evaluate_anew(self) -> None:
+        """Capture evaluations again: a graph may hold what has moved."""
+        self._evaluators |= self._new_evaluators()
+
     def _take_to_servers(self) -> RemotePart:
-        """Move parameters to the servers according to the routes, before any step has run."""
-        remote = self._make_remote(self._routes)
+        """Let the servers hold what the routes say, from the first run on if they hold nothing of these names yet."""
+        remote = self._make_remote(self._routes, served=self._served)
         for runner in self._runners.values():
             runner.remote = RemoteWindow(remote, runner.step)
-            if remote.tables.names and not isinstance(runner, PipeRunner):
+            if remote.rows and not isinstance(runner, PipeRunner):
                 runner.upcoming = UpcomingIds()
         return remote
 
@@ -340,6 +354,8 @@ class Executor:
         if not isinstance(step, TrainStep):
             raise ValueError(f"step {name!r} trains nothing; plans are of training steps")
         check_planned(name, step, self.comm_mode)
+        if self._remote is not None:
+            self._remote.check_free()
         if batch is None and name in self._batches.loaders:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])
@@ -379,7 +395,6 @@ class Executor:
         if self._routes.served:
             self._remote = self._running.remote = self._saver.remote = self._take_to_servers()
             self._ask_ahead(self._remote)
-            self._evaluators |= self._new_evaluators()  # a graph may hold what has moved
         return plans.get(choice.mode)
 
     # Running.
@@ -623,6 +638,7 @@ class Executor:
         self._settle_saves()
         with self._reporting_failures():
             self._saver.load(folder)
+        self._served = "replace"
         self._watching.loaded(self.step, folder)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
@@ -638,6 +654,9 @@ class Executor:
         self._settle_saves()
         with self._reporting_failures():
             found = self._saver.resume(folder)
+            self._served = "replace"
+            if self._remote is not None:
+                self._remote.open(self._served)
         if found:
             self._watching.loaded(self.step, folder)
         return found

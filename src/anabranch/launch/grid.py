@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined
 
 from anabranch.collectives.workers import meet_peers
 from anabranch.job import Grid, Job
+from anabranch.transport.peer_watch import interruptible
 
 __all__ = ["make_grid"]
 
@@ -68,5 +70,5 @@ def _leave() -> None:
 
 def _own_group(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     # Every rank makes every group, in the same order, as torch wants it.
-    groups = {tuple(line): dist.new_group(line, timeout=_TIMEOUT) for line in lines}
+    groups = {tuple(line): interruptible(partial(dist.new_group, line, timeout=_TIMEOUT)) for line in lines}
     return cast(dist.ProcessGroup, next(group for line, group in groups.items() if rank in line))

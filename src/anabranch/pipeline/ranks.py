@@ -51,7 +51,7 @@ from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
+from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible
 from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["RankEngine", "RankTurn"]
@@ -168,7 +168,7 @@ class RankEngine:
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(text.encode())] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else 0
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.group)
+        interruptible(partial(dist.all_gather, everyone, mine, group=self.group))
         return [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
 
     def _everyone(self, this_one: bool) -> bool:

@@ -6,19 +6,27 @@ function that waits briefly; in between the watch checks for lost ranks.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from anabranch import spans, waits
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 
-__all__ = ["PeerWatch", "end_without_waiting", "rank_names"]
+__all__ = ["PeerWatch", "end_without_waiting", "interruptible", "rank_names"]
 
+_T = TypeVar("_T")
+_log = logging.getLogger("anabranch")
+_SAID_AFTER = 5.0
+_LOOK_SECONDS = 0.5  # a signal that comes as a wait begins is seen at its end, and none in the middle of gloo's
 _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
 # Text that gloo puts around an error's message: the place in its source, and advice.
@@ -37,7 +45,7 @@ class PeerWatch:
 
     Args:
         lost: returns those of the given ranks that are lost, each with the reason.
-        heartbeat: seconds; it looks twice as often.
+        heartbeat: seconds; it looks twice as often, and at least every half second.
         on_loss: called with those that are lost before ``PeerLost`` is raised; returns those to name.
 
     Attributes:
@@ -76,8 +84,6 @@ class PeerWatch:
         span = spans.begin()
         began, number = time.monotonic(), None
         patience = self._patience(deadline, at_once=at_once)
-        if not at_once:
-            patience = min(patience, waits.LONG)
         try:
             while not done(max(_SMALLEST_WAIT, patience)):
                 if number is None and time.monotonic() - began >= waits.LONG:
@@ -123,7 +129,7 @@ class PeerWatch:
         return kind(message, peer=rank_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed())
 
     def _patience(self, deadline: Deadline, *, at_once: bool) -> float:
-        return deadline.remaining() if at_once else min(self._heartbeat / 2, deadline.remaining())
+        return deadline.remaining() if at_once else min(self._heartbeat / 2, _LOOK_SECONDS, deadline.remaining())
 
     def _peer_lost(
         self, lost: Mapping[int, str], operation: str, deadline: Deadline, step: int | None, message: str = ""
@@ -138,6 +144,35 @@ class PeerWatch:
             step=step,
             elapsed=deadline.elapsed(),
         )
+
+
+def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
+    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
+
+    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
+    said once after five seconds.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
+    thread.start()
+    say_at = time.monotonic() + _SAID_AFTER
+    try:
+        while not wait([answer], timeout=_LOOK_SECONDS).done:
+            if waiting and time.monotonic() >= say_at:
+                _log.warning("%s", waiting)
+                waiting = ""
+    except BaseException:
+        atexit.register(end_without_waiting)
+        raise
+    thread.join(timeout=10.0)
+    return answer.result(timeout=0)
 
 
 def end_without_waiting() -> None:

@@ -158,7 +158,7 @@ def _measure_servers(
     client: ParameterClient, name: str, rows: RowKind | None, whole: RowOptimizer | None, workers: Workers | None
 ) -> dict[str, LinkSpeed | None]:
     names = [f"{name}.{kind}" for kind in ("rows", "wide", "small", "large")]
-    client.drop(names)
+    client.drop_some(names)
     together = _nothing if workers is None else partial(workers.barrier, operation="measure the servers together")
     found: dict[str, LinkSpeed | None] = {}
     try:
@@ -167,7 +167,7 @@ def _measure_servers(
         if whole is not None:
             found |= _measure_whole(client, names[2], names[3], whole, together)
     finally:
-        client.drop(names)
+        client.drop_some(names)
     return found
 
 

@@ -10,9 +10,9 @@ The clock counts pushes, over all training steps of the executor: every worker m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import torch
@@ -37,7 +37,14 @@ from anabranch.parameter_server.client.warming_caches import compile_cache_kerne
 from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
-__all__ = ["PushGroup", "RemotePart", "ServedParameter", "check_served_steps"]
+__all__ = ["PushGroup", "RemotePart", "Served", "ServedParameter", "check_served_steps"]
+
+Served = Literal["refuse", "adopt", "replace"]
+"""What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
+
+_NAMED = 4  # in an error
+# The steps of parameters on servers, by endpoints and name, when an Executor of this process gave them back to a model.
+_given_back: dict[tuple[tuple[str, ...], str], int] = {}
 
 
 class PushGroup(Protocol):
@@ -85,17 +92,23 @@ class ServedParameter:
 class RemotePart:
     """The parameters of an executor that live on the servers.
 
+    They move there at once if the servers hold nothing under their names, else by ``open``. Until then, and for an
+    executor without a ``TrainStep`` always, a bare client reads each ``RemoteEmbedding`` as it stands, and changes
+    nothing.
+
     Args:
-        routes: the place of each parameter; those on the servers are moved there at once.
+        routes: the place of each parameter.
         steps, models: the owners of these parameters.
         workers: the workers whose steps are ordered with this one's; ``None`` for a single worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
         consistency: how.
         cache: how looked-up rows are cached here, if at all.
         row_compression: how rows are rounded on the way, if at all.
-        timeout, heartbeat: as the executor's.
+        timeout, heartbeat, served: as the executor's.
+        on_move: called when the parameters have moved.
 
     Attributes:
+        is_open: the parameters are on the servers.
         clock: the number of pushes so far.
         torn: true from the start of a push until all servers have answered it, and, with clipping, applied it; and
             after a run that failed behind its push.
@@ -121,7 +134,14 @@ class RemotePart:
         row_compression: Compression | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
+        served: Served = "refuse",
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
+        self.is_open, self._on_move = False, on_move
+        self._served_choice: Served = served
+        self._replaced_later: set[str] = set()
+        self._steps, self._cache = steps, cache
+        self._trains = any(isinstance(step, TrainStep) for step in steps.values())
         self.consistency = Consistency.parse(consistency)
         self.clock = 0
         self.torn = False
@@ -144,46 +164,109 @@ class RemotePart:
                 f"run --workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
             )
         rank = 0 if self._workers is None else self._workers.rank
+        self._worker = Worker(rank, world, consistency, leads=rank < stages)
         self.client = ParameterClient(
-            worker=Worker(rank, world, consistency, leads=rank < stages),
             timeout=timeout,
             heartbeat=heartbeat,
             compression=row_compression,
             watch=None if self._workers is None else self._workers.check_present,
         )
         try:
-            self.tables = RemoteTables(self.client, cache=cache)
+            self.client.wait_until_served()
+            self.tables = RemoteTables(self.client)
             self.whole = WholeParameters(self.client)
             everyone = self.gather([[moved.name for moved in self.moved], self.embeddings])
             self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
             self._served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
-            if rank == 0:
-                self.client.drop(self._served)
-            self._meet()
-            self._take_over(steps)
-            if cache is not None:
-                for spec, table_rule in self.client.made:
-                    compile_cache_kernels(cache, table_rule, spec.dtype)
-            self._meet()
+            held = self._held() if self._trains else {}
+            self._replaced_later = held.keys() & set(self.embeddings)
+            if self._trains and not held:
+                self._open(held)
+            elif self.client.in_process:
+                self._adopt_modules(steps)
+            else:
+                for model in models.values():
+                    self.tables.read_modules(model)
         except BaseException:
             self.client.close()
             raise
 
-    def _take_over(self, steps: Mapping[str, Step]) -> None:
-        everyone = list(self._models.values())
+    def _held(self) -> dict[str, int]:
+        """Return what the servers hold under this executor's names, and its steps; every worker calls it."""
+        steps = self.client.steps() if self._worker.rank == 0 else {}
+        where = self.client.endpoints
+        mine = [
+            [name, str(step)]
+            for name, step in steps.items()
+            if name in self._served and _given_back.get((where, name)) != step
+        ]
+        return {name: int(step) for name, step in self.gather(mine)[0]}
+
+    def check_free(self) -> dict[str, int]:
+        """Return what the servers hold, to be adopted or replaced; every worker calls it.
+
+        Raises:
+            ValueError: it is to be neither.
+        """
+        held = {} if self.is_open or not self._trains else self._held()
+        if held and self._served_choice == "refuse":
+            names = [f"{name} (step {step})" for name, step in sorted(held.items())]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            raise ValueError(
+                f"the servers already hold {', '.join(names[:_NAMED])}{more}, which this Executor was to make; load or "
+                "resume a checkpoint first, which replaces them, or give served='adopt' to train on what is there, or "
+                "served='replace' to begin anew"
+            )
+        return held
+
+    def open(self, served: Served | None = None) -> None:
+        """Move the parameters to the servers if they have not; every worker calls it.
+
+        Raises:
+            ValueError: the servers hold some already, and are to keep them.
+        """
+        if not self.is_open and self._trains:
+            self._served_choice = served or self._served_choice
+            self._open(self.check_free())
+
+    def _open(self, held: Collection[str]) -> None:
+        adopted = held if self._served_choice == "adopt" else ()
+        self.client.join(0, self._worker)
+        if self._worker.rank == 0:
+            self.client.drop_some(self._served.difference(adopted))
+        self._meet()
+        self.tables.abandon()
+        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._cache), True, True
+        self.tables.trains = True
+        self._take_over(self._steps, adopted)
+        if self._cache is not None:
+            for spec, table_rule in self.client.made:
+                compile_cache_kernels(self._cache, table_rule, spec.dtype)
+        self._meet()
+        if adopted:
+            self.whole.refresh(None)
+        self.torn = False
+        self._on_move()
+
+    def _adopt_modules(self, steps: Mapping[str, Step]) -> None:
         for step in sorted(steps.values(), key=lambda step: not isinstance(step, TrainStep)):
             optimizers = step.optimizers if isinstance(step, TrainStep) else []
             self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
+
+    def _take_over(self, steps: Mapping[str, Step], adopted: Collection[str]) -> None:
+        everyone = list(self._models.values())
+        self._adopt_modules(steps)
         for moved in self.moved:
+            adopt = moved.name in adopted
             users = users_of(moved.parameter, everyone)
             state = moved.optimizer.state.pop(moved.parameter, {})
             if moved.place is Place.ROWS:
-                self.tables.take_over(moved.name, moved.parameter, users, moved.rule, state)
+                self.tables.take_over(moved.name, moved.parameter, users, moved.rule, state, adopt=adopt)
                 continue
             sparse = None
             if moved.place is Place.WHOLE_TABLE:
                 sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
-            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse)
+            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
 
     @property
     def alone(self) -> bool:
@@ -199,6 +282,13 @@ class RemotePart:
 
     def _meet(self) -> None:
         self.gather([])
+
+    @property
+    def rows(self) -> set[str]:
+        """The tables of this rank's models whose rows are looked up on the servers."""
+        modules = [module for model in self._models.values() for module in model.modules()]
+        embeddings = {module.name for module in modules if isinstance(module, RemoteEmbedding)}
+        return embeddings | {moved.name for moved in self.moved if moved.place is Place.ROWS}
 
     @property
     def whole_parameters(self) -> dict[Tensor, str]:
@@ -223,7 +313,13 @@ class RemotePart:
 
         Raises:
             LostUpdate: a local copy of a parameter on the servers was changed.
+            ValueError: tables that it would read are to be replaced.
         """
+        if not self.is_open and self._served_choice == "replace" and self._replaced_later:
+            raise ValueError(
+                f"the servers hold {', '.join(sorted(self._replaced_later))} of an earlier Executor, which the first "
+                "training run or save replaces; evaluate after it"
+            )
         due = self._refresh_due(fresh)
         if due or (training and fresh):
             self.check_unchanged()
@@ -241,6 +337,8 @@ class RemotePart:
 
     def check_unchanged(self) -> None:
         """Raise ``LostUpdate`` if something was written here that counts on the servers only."""
+        if not self.is_open:
+            return
         if changed := self.whole.changed():
             raise LostUpdate(
                 f"{', '.join(changed)} was changed by hand and lives on the servers, whose values would overwrite the "
@@ -309,9 +407,10 @@ class RemotePart:
             SchemaError: another Executor has taken over the servers.
             LostUpdate: the servers' values differ from the local ones, and would be saved in place of them.
         """
-        self.check_unchanged()
-        self.tables.flush()
-        self.client.check_joined()
+        if self.is_open:
+            self.check_unchanged()
+            self.tables.flush()
+            self.client.check_joined()
 
     def read(self) -> dict[Tensor, ParameterState]:
         """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""
@@ -319,7 +418,7 @@ class RemotePart:
 
     def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Put a checkpoint's rows on the servers, and drop all else; one rank does so while the others wait."""
-        self.client.drop(self._served)
+        self.client.drop_some(self._served)
         if self.embeddings:
             self.client.restore_some(state, groups)
 
@@ -340,7 +439,8 @@ class RemotePart:
         """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
         self.clock, self.torn = clock, False
-        self.client.join(clock)
+        if self.is_open:
+            self.client.join(clock)
         self._meet()
         self.whole.refresh(None)
         self._read_at = clock
@@ -359,17 +459,25 @@ class RemotePart:
                 self.tables.close()
                 if lost is not None or self._refresh_due(fresh=True):
                     self.whole.refresh(None if self.torn else self.clock)
-                if self.client.in_process:
+                if self.client.in_process and self.is_open:
                     self._give_back()
+                self._note_given_back()
                 for model in self._models.values():
                     for module in model.modules():
-                        if isinstance(module, RemoteEmbedding):
+                        if isinstance(module, RemoteEmbedding) and not self.tables.is_trained_elsewhere(module):
                             module.close()
                 if lost is not None:
                     raise lost
         finally:
             self.client.close()  # which ends pending prefetches
             self.tables.abandon()
+
+    def _note_given_back(self) -> None:
+        """Let the next Executor of this process replace what the model has again, unless it changes meanwhile."""
+        if self.is_open and self._worker.rank == 0 and not self.client.in_process:
+            steps = self.client.steps()
+            given_back = steps.keys() & self._served.difference(self.embeddings)
+            _given_back.update({(self.client.endpoints, name): steps[name] for name in given_back})
 
     def _lost_at_the_end(self) -> LostUpdate | None:
         try:

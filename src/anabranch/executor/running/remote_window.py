@@ -121,7 +121,7 @@ class RemoteWindow:
     @property
     def names(self) -> set[str]:
         """The parameters whose gradients this window may hold."""
-        return {*self.parameters, *self.part.tables.names}
+        return {*self.parameters, *self.part.rows}
 
     def sums(self) -> Sums:
         """Return the open window on this worker, for a checkpoint."""

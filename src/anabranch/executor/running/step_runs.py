@@ -84,6 +84,8 @@ class StepRuns:
             length = self.batches.length(name) if bound else None
             if self.before is not None:
                 self._look_first(name, found, fetch)
+            if self.remote is not None:
+                self.remote.open()
             if found is None:
                 with runner.in_epoch(length):
                     ran = runner.run_idle()

@@ -129,6 +129,7 @@ class Saver:
         began = time.monotonic()
         self._check_known("save")
         if self.remote is not None:
+            self.remote.open()
             self.remote.settle()
             if self._stages > 1:
                 self._gather(b"")  # stages read their parts once all have settled
@@ -403,6 +404,8 @@ class Saver:
 
         def change() -> None:
             load_objects()  # which may fail
+            if self.remote is not None:
+                self.remote.open("replace")
             for prefix, model in self._models.items():
                 names = model.state_dict().keys()
                 values = {**tensors, **extra}

@@ -58,6 +58,7 @@ class HeldTables:
         self.calls, self.in_process = calls, in_process
         self.holdings: dict[str, Holding] = {}
         self.made: list[tuple[TableSpec, RowOptimizer]] = []
+        self._expected: dict[str, TableSpec] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
     def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> Holding:
@@ -71,7 +72,8 @@ class HeldTables:
             self._learn()
         holding = self.holdings.get(name)
         if holding is None:
-            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.holdings) or 'none'}")
+            cure = "; a reader makes none: train it, or load a checkpoint, first" if name in self._expected else ""
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.holdings) or 'none'}{cure}")
         if rows and holding.placement is None:
             raise SchemaError(f"{name} is a dense parameter; use pull and push")
         return holding
@@ -99,6 +101,8 @@ class HeldTables:
         for shard, described in enumerate(self.calls.describe()):
             for table in described["tables"]:
                 spec = TableSpec.from_dict(table["spec"])
+                if self._expected.get(spec.name, spec) != spec:
+                    raise SchemaError(f"table {spec.name} is {spec} here, not {self._expected[spec.name]}")
                 self.holdings.setdefault(spec.name, self._holding_of(spec))
             for parameter in described["dense"]:
                 if parameter["name"] not in self.holdings:
@@ -122,7 +126,12 @@ class HeldTables:
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
         self.calls.all([self.calls.request(shard, "init", message) for shard in range(self.calls.shards)])
         self._hold(spec.name, self._holding_of(spec, row_shape))
+        self._expected.pop(spec.name, None)
         self.made.append((spec, rule))
+
+    def expect_table(self, spec: TableSpec) -> None:
+        """Register a table that others create: it may be read once it is there, if it is as ``spec`` describes it."""
+        self._expected[spec.name] = spec
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
@@ -135,15 +144,27 @@ class HeldTables:
         """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
         self._hold(name, Holding(None, like.dtype, tuple(like.shape)))
 
-    def drop(self, names: Iterable[str] | None) -> None:
-        """Drop those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
+    def steps(self) -> list[dict[str, int]]:
+        """Return for each shard the tables and parameters that it holds, and the optimizer steps of each."""
+        return [
+            {table["spec"]["name"]: table["step"] for table in described["tables"]}
+            | {parameter["name"]: parameter["step"] for parameter in described["dense"]}
+            for described in self.calls.describe()
+        ]
+
+    def drop(self, names: Iterable[str] | None) -> set[str]:
+        """Drop those of ``names`` that the shards hold, and return them; ``None``: all."""
         wanted = None if names is None else set(names)
-        for shard, described in enumerate(self.calls.describe()):
-            held = [entry["spec"]["name"] for entry in described["tables"]]
-            held += [entry["name"] for entry in described["dense"]]
-            for name in held:
+        dropped = set()
+        for shard, steps in enumerate(self.steps()):
+            for name in steps:
                 if wanted is None or name in wanted:
                     self.calls.call(shard, "drop", pack(DropMessage(name)), once=True)
+                    dropped.add(name)
+        for name in dropped & self.holdings.keys():
+            del self.holdings[name]
+        self._layouts.clear()
+        return dropped
 
     def restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
         """Set rows, their state and stamps, on the shards that hold them."""

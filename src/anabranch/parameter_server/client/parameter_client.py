@@ -169,7 +169,7 @@ class ParameterClient:
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         found = _checked_endpoints(job().servers if endpoints is None else endpoints, given=endpoints is not None)
         self._stack = ExitStack()
-        self._worker = worker
+        self._worker: Worker | None = None
         self.in_process = False
         self._barriers = 0
         self._traffic: dict[str, Traffic] = {}
@@ -188,7 +188,7 @@ class ParameterClient:
         self._calls = ShardCalls(self._client, found, timeout, watch, heartbeat)
         self._tables = HeldTables(self._calls, in_process=self.in_process)
         if worker is not None:
-            self.join(0)
+            self.join(0, worker)
 
     def __repr__(self) -> str:
         """Return its shards."""
@@ -198,6 +198,11 @@ class ParameterClient:
     def shards(self) -> int:
         """The number of shards."""
         return self._calls.shards
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The shards' addresses."""
+        return tuple(self._calls.endpoints)
 
     @property
     def forked(self) -> bool:
@@ -338,9 +343,28 @@ class ParameterClient:
         """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
         self._tables.expect_dense(name, like)
 
-    def drop(self, names: Iterable[str] | None) -> None:
-        """Drop those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
-        self._tables.drop(names)
+    def expect_table(self, spec: TableSpec) -> None:
+        """Register a table that others create: it may be read once it is there, if it is as ``spec`` describes it."""
+        self._tables.expect_table(spec)
+
+    def drop(self, name: str) -> None:
+        """Drop one table or parameter from all shards, with its optimizer's state.
+
+        Raises:
+            NotFound: no shard holds one of that name.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"drop takes the name of one table or parameter, got {name!r}")
+        if not self.drop_some([name]):
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self.steps()) or 'none'}")
+
+    def drop_some(self, names: Iterable[str]) -> set[str]:
+        """Drop those of ``names`` that the shards hold, and return them."""
+        return self._tables.drop(names)
+
+    def steps(self) -> dict[str, int]:
+        """Return the names of all tables and parameters, and the optimizer steps of each on its first shard."""
+        return {name: step for steps in reversed(self._tables.steps()) for name, step in steps.items()}
 
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
@@ -599,10 +623,14 @@ class ParameterClient:
 
     # --- the job ----------------------------------------------------------------------------------------------------
 
-    def join(self, step: int) -> None:
-        """Register this worker with the shards; its next push is for ``step``."""
-        assert self._worker is not None
-        worker = self._worker
+    def wait_until_served(self) -> None:
+        """Wait until every shard answers."""
+        self._calls.lives()
+
+    def join(self, step: int, worker: Worker | None = None) -> None:
+        """Register this worker, for a bare client ``worker``, with the shards; its next push is for ``step``."""
+        worker = self._worker = worker or self._worker
+        assert worker is not None
         self._torn, self._calls.rolled_back = None, False
         for pushes in self._calls.acknowledged.values():
             pushes.life = 0

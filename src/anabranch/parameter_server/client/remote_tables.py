@@ -17,14 +17,15 @@ All of it is one state machine, so it is one file: every call first handles the 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class RemoteTables:
         cache: how each table is cached here; ``None`` reads every row from the servers.
 
     Attributes:
+        trains: they are an executor's that is open, and are not only read.
         keeps_reads: a step's lookups read the rows of the same ids once: for layers that run again before their
             backward, which are to see the rows that they saw.
 
@@ -83,6 +85,7 @@ class RemoteTables:
 
     def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
         self.keeps_reads = False
+        self.trains = False
         self._client = client
         self._reading = threading.RLock()  # the caches and the messages in flight are one state
         self._cache = cache
@@ -96,9 +99,8 @@ class RemoteTables:
         self._training = True
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
-        self._fetcher: ThreadPoolExecutor | None = None
-        self._coming: tuple[list[tuple[Caches, CacheQuery]], Future[dict[str, Pulled]]] | None = None
-        self._leaves: _Push | None = None  # the push that is in flight, or has failed
+        self._coming: tuple[list[tuple[Caches, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
+        self._leaves: _Aside[None] | None = None  # the push that is in flight, or has failed
 
     @property
     def names(self) -> list[str]:
@@ -143,6 +145,8 @@ class RemoteTables:
         users: Sequence[Use],
         rule: Callable[[], RowOptimizer],
         state: Mapping[str, object] | None = None,
+        *,
+        adopt: bool = False,
     ) -> None:
         """Move one parameter to the servers, under ``name``: the leading worker's values, available after a barrier.
 
@@ -152,6 +156,7 @@ class RemoteTables:
             users: the modules that hold it, and its name in each; each gets the placeholder.
             rule: its optimizer, with the hyperparameters that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
+            adopt: the servers hold it, and their values and state count.
         """
         touched_only = rule().family is Family.SPARSE_ADAM or all(
             getattr(module, "sparse", False) is True for module, _ in users
@@ -159,7 +164,7 @@ class RemoteTables:
         rows, width = parameter.shape
         spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
         source = self._add(spec, rule)
-        if self._client.leads:
+        if self._client.leads and not adopt:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
         for module, label in users:
             del module._parameters[label]
@@ -182,10 +187,31 @@ class RemoteTables:
         """
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
+                if self.is_trained_elsewhere(module):
+                    if not self.trains:
+                        continue
+                    raise ValueError(
+                        f"RemoteEmbedding {module.name} is trained by another Executor that is open; close that one "
+                        "before this one trains it"
+                    )
                 rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
                 if rule is None:
                     raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
                 module.attach(self._add(module.spec, rule))
+
+    def read_modules(self, model: nn.Module) -> None:
+        """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables; none is created."""
+        for module in model.modules():
+            if isinstance(module, RemoteEmbedding) and not self.is_trained_elsewhere(module):
+                self._training = False  # admits no ids
+                self._client.expect_table(module.spec)
+                source = self._sources[module.name] = _Source(module.name, self, _no_rule, module.spec, 0)
+                module.attach(source)
+
+    def is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
+        """Return True for a module that an open executor with other tables trains."""
+        source = module.source
+        return isinstance(source, _Source) and source.tables is not self and source.tables.trains
 
     def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
         if spec.dtype == torch.float16 and self._cache is not None and self._cache.push_bound:
@@ -361,9 +387,7 @@ class RemoteTables:
         asked = {name: ids for _, query in queries for name, ids in query.ids.items()}
         known = {name: versions for _, query in queries for name, versions in query.known.items()}
         if asked:
-            if self._fetcher is None:
-                self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="anabranch-prefetch")
-            self._coming = (queries, self._fetcher.submit(self._fetch, asked, known))
+            self._coming = (queries, _Aside(partial(self._fetch, asked, known), "anabranch-prefetch"))
 
     def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Pulled]:
         report("tables.prefetch", tables=list(asked))
@@ -373,8 +397,8 @@ class RemoteTables:
         """Put prefetched rows into the caches."""
         if self._coming is None:
             return
-        (queries, future), self._coming = self._coming, None
-        came = self._client.wait_for(future, "pull", step=self._step)
+        (queries, coming), self._coming = self._coming, None
+        came = self._wait_for(coming, "pull")
         for caches, query in queries:
             self._leave(caches.finish_prefetch(query, came))
         # Evicted rows may be read again this step: push their gradients now.
@@ -395,13 +419,11 @@ class RemoteTables:
 
     def abandon(self) -> None:
         """End the threads that prefetch and push, and drop waiting gradients: after a failure."""
-        self._coming = None
-        if self._fetcher is not None:
-            self._fetcher.shutdown()
-            self._fetcher = None
-        if self._leaves is not None:
-            self._leaves.end(max(self._client.timeout, _LAST_WAIT))
-            self._leaves = None
+        self.trains = False
+        for aside in (self._leaves, None if self._coming is None else self._coming[1]):
+            if aside is not None:
+                aside.end(max(self._client.timeout, _LAST_WAIT))
+        self._leaves = self._coming = None
 
     def __enter__(self) -> RemoteTables:
         return self
@@ -477,15 +499,24 @@ class RemoteTables:
         leaves = waits and not beside and all_carried([grads for _, grads, _ in due.values()], rounding)
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
         if leaves:
-            self._leaves = _Push(send)
+            self._leaves = _Aside(send, "anabranch-push")
         else:
             send()
 
     def _arrive(self) -> None:
         """Wait until the last step's push has arrived, or raise its error."""
         if self._leaves is not None:
-            self._client.wait_for(self._leaves.arrived, "push", step=self._step)
-            self._leaves.end(_LAST_WAIT)
+            self._wait_for(self._leaves, "push")
+
+    def _wait_for(self, aside: _Aside[_T], operation: str) -> _T:
+        try:
+            answer = self._client.wait_for(aside.answer, operation, step=self._step)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: the process does not wait for it either when it ends
+                aside.leave()
+            raise
+        aside.end(_LAST_WAIT)
+        return answer
 
     def squared_norm(self) -> float:
         """Return the sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
@@ -512,11 +543,12 @@ class RemoteTables:
             self._arrive()
             rules = {name: self._sources[name].rule() for name in due}
             # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
-            self._leaves = _Push(
+            self._leaves = _Aside(
                 partial(
                     self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
                     weight=self._weight, mean=self._mean, unordered=True,
-                )
+                ),
+                "anabranch-push",
             )  # fmt: skip
             self._arrive()
         for name in due:
@@ -533,11 +565,11 @@ class RemoteTables:
 
     def wait_until_quiet(self) -> None:
         """Wait until no message is in flight, whatever its outcome: before the servers' rows are replaced."""
-        ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
+        ways: list[_Aside[Any]] = [] if self._leaves is None else [self._leaves]
         ways += [] if self._coming is None else [self._coming[1]]
-        for future in ways:
+        for aside in ways:
             with suppress(Exception):  # raised again where the result is needed
-                self._client.wait_for(future, "become quiet", step=self._step)
+                self._wait_for(aside, "become quiet")
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Statistics of each table's cache; empty without caches."""
@@ -640,26 +672,36 @@ class _Source:
         )
 
 
-class _Push:
-    """A push on a separate thread, which ends with it: so tables that are never closed leave no thread behind."""
+class _Aside(Generic[_T]):
+    """A call on a thread that ends with it: so tables that are never closed leave no thread behind.
 
-    def __init__(self, send: Callable[[], None]) -> None:
-        self.arrived: Future[None] = Future()
-        self._send = send
-        self._thread = threading.Thread(target=self._run, name="anabranch-push")
+    The process ends after the call, as after any other thread's, unless ``leave`` was called: Python can be told so
+    only of a daemon.
+    """
+
+    def __init__(self, call: Callable[[], _T], name: str) -> None:
+        self.answer: Future[_T] = Future()
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._thread.join)
 
     def _run(self) -> None:
         try:
-            self._send()
+            answer = self._call()
         except BaseException as error:  # noqa: BLE001 - raised again where the result is requested
-            self.arrived.set_exception(error)
+            self.answer.set_exception(error)
         else:
-            self.arrived.set_result(None)
+            self.answer.set_result(answer)
+
+    def leave(self) -> None:
+        """Let the process end before the call."""
+        atexit.unregister(self._thread.join)
 
     def end(self, seconds: float) -> None:
-        """Wait until the thread has ended, whatever the push's outcome; it has its own deadline."""
+        """Wait until the thread has ended, whatever the call's outcome; it has its own deadline."""
         self._thread.join(timeout=seconds)
+        self.leave()
         if self._thread.is_alive():
             report("tables.thread_left_behind", thread=self._thread.name)
 
@@ -731,6 +773,10 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
             RowOptimizer.from_torch(optimizer, number)
             return lambda: RowOptimizer.from_torch(optimizer, number)
     raise ValueError(f"the optimizer does not have {name}; give it the parameters before they move to the servers")
+
+
+def _no_rule() -> RowOptimizer:
+    raise AssertionError("a table that is only read is pushed nothing")
 
 
 def _first_numbers_of(optimizer: torch.optim.Optimizer) -> Callable[[], RowOptimizer]:

@@ -70,6 +70,7 @@ class WholeParameters:
         state: Mapping[str, object] | None = None,
         *,
         sparse: bool | None = None,
+        adopt: bool = False,
     ) -> None:
         """Put the leading worker's values on the servers, under ``name``; they are available after a barrier.
 
@@ -79,6 +80,7 @@ class WholeParameters:
             rule: its optimizer, with the numbers that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
             sparse: for a table, whether its lookups have sparse gradients; ``None`` for any other parameter.
+            adopt: the servers hold it, and their values and state count; read them with ``refresh``.
         """
         numbers = rule()
         kept = from_torch(numbers, parameter.detach(), state or {})
@@ -88,8 +90,10 @@ class WholeParameters:
             quiet = sparse or numbers.family is Family.SPARSE_ADAM
             spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not quiet)
             self._client.init_table(spec, numbers)
-            if self._client.leads:
+            if self._client.leads and not adopt:
                 self._client.write_rows(name, kept, numbers)
+        elif adopt:
+            self._client.init_dense(name, parameter, numbers)  # which compares shapes, and leaves the values there
         elif self._client.leads:
             self._client.write_dense(name, kept, numbers)
         else:

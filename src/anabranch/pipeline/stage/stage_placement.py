@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ from anabranch.pipeline.stage.partition import (
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
+from anabranch.transport.peer_watch import interruptible
 
 __all__ = ["count_places", "describe_split", "find_balance", "find_neighbours", "find_ties", "part_of", "place_stages"]
 
@@ -53,7 +55,7 @@ def find_balance(
         if dist.get_rank(group) == 0:
             sizes = torch.tensor(finders[by](n, module, sample), device="cpu")
     finally:
-        dist.broadcast(sizes, group=group, group_src=0)
+        interruptible(partial(dist.broadcast, sizes, group=group, group_src=0))
     if not sizes.any():
         raise PipelineError(f"rank 0 of the group could not find a balance by {by}; see its error")
     return [int(size) for size in sizes]
@@ -115,7 +117,7 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: 
     tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
     for parameter, users in tied:
         values = parameter.detach().cpu()
-        dist.broadcast(values, group=engine.group, group_src=users[0])
+        interruptible(partial(dist.broadcast, values, group=engine.group, group_src=users[0]))
         if engine.rank in users:
             parameter.data.copy_(values)
     return [

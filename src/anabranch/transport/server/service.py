@@ -2,7 +2,9 @@
 
 ::
 
-    SIGTERM, SIGINT ──> the server's block is left: it refuses new calls, finishes those in flight, saves its state
+    SIGTERM, SIGINT, SIGHUP ──> the server's block is left: it refuses new calls, finishes those in flight, saves
+
+A closed terminal sends SIGHUP.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["Service", "serve_until_stopped"]
 
-_STOPS = (signal.SIGTERM, signal.SIGINT)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Service(Protocol):
@@ -42,7 +44,9 @@ _S = TypeVar("_S", bound=Service)
 def serve_until_stopped(
     make: Callable[[], _S], beside: Callable[[_S], AbstractContextManager[object]] | None = None
 ) -> None:
-    """Print ``listening on ENDPOINT``, and serve until SIGTERM or SIGINT, in the main thread.
+    """Print ``listening on ENDPOINT``, and serve until SIGTERM, SIGINT or SIGHUP, in the main thread.
+
+    A signal that is ignored, as ``nohup`` has it with SIGHUP, stays so.
 
     Args:
         make: makes the server; no thread was started before.
@@ -65,7 +69,8 @@ def _signals() -> Iterator[socket.socket]:
     come, tells = socket.socketpair()
     tells.setblocking(False)
     with come, tells:
-        before = {number: signal.signal(number, lambda number, frame: None) for number in _STOPS}
+        stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda number, frame: None) for number in stops}
         told = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
         try:
             yield come

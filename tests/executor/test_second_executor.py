@@ -1,0 +1,385 @@
+"""A second Executor on servers that hold its tables: opening drops nothing, and training refuses unless told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.launch import launch
+from anabranch.parameter_server import ParameterServer
+from anabranch.testing import LocalJob
+from programs import Programs
+
+IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
+BATCH = {"ids": IDS, "y": Y}
+
+
+class Model(nn.Module):
+    """A table on the servers, one that is created there, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.item = nn.Embedding(6, 2)
+        self.user = ab.RemoteEmbedding("user", 6, 2, init=0.5)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.item(ids).sum(1) + self.user(ids).sum(1))[:, 0]  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"]), batch["y"])
+
+
+def outputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"out": model(batch["ids"])}
+
+
+def executor_of(model: nn.Module, mode: str = "Hybrid", **options: Any) -> ab.Executor:
+    steps = {
+        "train": ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.1)),
+        "look": ab.EvalStep(model, outputs),
+    }
+    return ab.Executor(steps, mode, **options)
+
+
+@pytest.fixture(params=[1, 2])
+def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Servers on which a job has trained two steps; it ended without a word."""
+    count: int = request.param
+    running = [ParameterServer(shard, count) for shard in range(count)]
+    for server in running:
+        server.__enter__()
+    monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in running))
+    first = executor_of(Model())
+    for _ in range(2):
+        first.run("train", BATCH)
+    first._end(clean=False)
+    yield "two steps"
+    for server in running:
+        server.__exit__(None, None, None)
+
+
+def there() -> dict[str, Tensor]:
+    with ab.ParameterClient() as client:
+        return {name: client.pull(name) for name in sorted(client.steps())}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_opening_planning_and_closing_drop_nothing(servers: str) -> None:
+    before = there()
+    for served in ("refuse", "adopt", "replace"):
+        model = Model()
+        with executor_of(model, served=served) as executor:
+            assert isinstance(model.item.weight, nn.Parameter)  # unchanged until it is decided
+            if served != "refuse":
+                executor.plan("train", BATCH)
+        assert_same(there(), before)
+
+
+def test_training_planning_and_saving_are_refused_with_table_step_and_cures(servers: str, tmp_path: Path) -> None:
+    before = there()
+    with executor_of(Model()) as executor:
+        for use in (
+            lambda: executor.run("train", BATCH),
+            lambda: executor.plan("train", BATCH),
+            lambda: executor.save(tmp_path),
+        ):
+            with pytest.raises(ValueError, match=r"item.weight \(step 2\).*resume.*served='adopt'.*served='replace'"):
+                use()
+    assert_same(there(), before)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache": ab.Cache()}, {"use_sparse_pull": False}], ids=["plain", "cache", "whole"]
+)
+def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def new_model() -> Model:
+        model = Model()
+        if options.get("use_sparse_pull") is False:
+            model.user = nn.Embedding(6, 2)  # type: ignore[assignment]
+        return model
+
+    reference = new_model()
+    with executor_of(reference, "PS", **options) as executor:
+        losses = [executor.run("train", BATCH)["loss"] for _ in range(4)]
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        first = executor_of(new_model(), "PS", **options)
+        for _ in range(2):
+            first.run("train", BATCH)
+        first._end(clean=False)
+        with executor_of(new_model(), "PS", served="adopt", **options) as second:
+            assert [second.run("train", BATCH)["loss"] for _ in range(2)] == losses[2:]
+
+
+def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: str) -> None:
+    before = there()
+    model = Model()
+    model.item = nn.Embedding(7, 2)
+    with executor_of(model, served="adopt") as executor, pytest.raises(ab.SchemaError, match=r"item\.weight"):
+        executor.run("train", BATCH)
+    assert_same(there(), before)
+
+
+def test_replace_begins_anew(servers: str) -> None:
+    with executor_of(Model(), served="replace") as executor:
+        again = executor.run("train", BATCH)["loss"]
+    with ParameterServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with executor_of(Model()) as executor:
+            assert executor.run("train", BATCH)["loss"] == again
+
+
+def test_load_and_a_resume_that_finds_nothing_replace_and_a_load_that_fails_does_not(
+    servers: str, tmp_path: Path
+) -> None:
+    before = there()
+    with executor_of(Model()) as executor:
+        with pytest.raises(ab.CheckpointError):
+            executor.load(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match="already hold"):
+            executor.run("train", BATCH)
+        assert_same(there(), before)
+        assert not executor.resume(tmp_path / "nowhere")
+        first = executor.run("train", BATCH)["loss"]
+        executor.save(tmp_path)
+        second = executor.run("train", BATCH)["loss"]
+    with executor_of(Model()) as executor:
+        executor.load(tmp_path)
+        assert executor.run("train", BATCH)["loss"] == second
+    with executor_of(Model()) as executor:
+        assert executor.resume(tmp_path)
+        assert executor.run("train", BATCH)["loss"] == second != first
+
+
+def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_as_they_stand(servers: str) -> None:
+    model, rows = Model(), there()["user"]
+    plain = model.head(model.item(IDS).sum(1) + rows[IDS].sum(1))[:, 0]
+    with executor_of(model) as executor:
+        assert torch.equal(executor.run("look", BATCH)["out"], plain)
+    with executor_of(Model(), served="replace") as executor:
+        with pytest.raises(ValueError, match="hold user of an earlier Executor.*evaluate after"):
+            executor.run("look", BATCH)
+        executor.run("train", BATCH)
+        executor.run("look", BATCH)
+
+
+def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        training = executor_of(Model())
+        training.run("train", BATCH)
+        model = Model()
+        model.user = ab.RemoteEmbedding("user", 6, 2, init=0.5)  # no optimizer is known here
+        model.words = ab.RemoteEmbedding("words", None, 2)  # type: ignore[assignment]
+        with ab.Executor(ab.EvalStep(model, outputs), "Hybrid") as looking:
+            for _ in range(2):
+                training.run("train", BATCH)
+                before = there()
+                rows = before["user"]
+                plain = model.head(model.item(IDS).sum(1) + rows[IDS].sum(1))[:, 0]
+                assert torch.equal(looking.run(batch=BATCH)["out"], plain)
+                assert_same(there(), before)
+            with pytest.raises(ab.NotFound, match="no table or parameter 'words'.*train it, or load"):
+                ab.Executor(ab.EvalStep(model, lambda m, b: {"out": m.words(b["ids"])}), "Hybrid").run(batch=BATCH)
+        training.run("train", BATCH)
+        training.close()
+
+
+def test_a_table_of_another_shape_is_not_read(servers: str) -> None:
+    model = Model()
+    model.user = ab.RemoteEmbedding("user", 6, 3)
+    step = ab.EvalStep(model, lambda m, b: {"out": m.user(b["ids"])})
+    with ab.Executor(step, "Hybrid") as looking, pytest.raises(ab.SchemaError, match="table user"):
+        looking.run(batch=BATCH)
+
+
+def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a notebook, or for each fold of a cross-validation."""
+
+    def linear() -> ab.Executor:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        return ab.Executor(step, "PS")
+
+    x = torch.ones(3, 2)
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with linear() as first:
+            loss = first.run(batch=x)["loss"]
+        with linear() as second:
+            assert second.run(batch=x)["loss"] == loss
+        with ab.ParameterClient() as client:  # another process has trained it since
+            client.push("weight", torch.ones(1, 2))
+        with linear() as third, pytest.raises(ValueError, match=r"weight \(step 2\)"):
+            third.run(batch=x)
+
+
+def test_two_open_executors_cannot_train_one_remote_embedding() -> None:
+    model = Model()
+    with executor_of(model) as first:
+        first.run("train", BATCH)
+        other = Model()
+        other.user = model.user
+        with pytest.raises(ValueError, match="user is trained by another Executor that is open"):
+            executor_of(other)
+        before = first.run("look", BATCH)["out"]
+        with ab.Executor(ab.EvalStep(model, outputs), "Hybrid") as looking:
+            assert torch.equal(looking.run(batch=BATCH)["out"], before)
+        first.run("train", BATCH)
+        assert not torch.equal(first.run("look", BATCH)["out"], before)
+
+
+def test_drop_takes_one_name() -> None:
+    with ab.ParameterClient() as client:
+        for name in ("t", "item"):
+            client.init(name, (3,))
+        with pytest.raises(TypeError, match="the name of one"):
+            client.drop(["t"])  # type: ignore[arg-type]
+        client.drop("item")
+        assert client.pull("t").shape == (3,)
+        with pytest.raises(ab.NotFound, match="'item'; there are: t"):
+            client.pull("item")
+        with pytest.raises(ab.NotFound, match="'item'; there are: t"):
+            client.drop("item")
+
+
+JOB = """
+import json, sys
+import torch
+from torch import nn
+import anabranch as ab
+from anabranch.parameter_server import ParameterClient
+
+rank, ids = ab.job().rank, torch.tensor([[1, 2], [3, 1]])
+
+
+def executor_of(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Executor(ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer), "Hybrid", **options)
+
+
+def there():
+    with ParameterClient() as client:
+        return client.pull("0.weight").tolist()
+
+
+torch.distributed.init_process_group("gloo")
+first = executor_of()
+losses = [first.run(batch=ids + rank)["loss"].item() for _ in range(2)]
+first._end(clean=False)
+before = there()
+with executor_of() as second:
+    try:
+        second.run(batch=ids + rank)
+        refused = "not"
+    except ValueError as error:
+        refused = str(error)
+    kept = before == there()
+    torch.distributed.barrier()  # nobody replaces it before all have looked
+    second.resume(sys.argv[1])
+    again = [second.run(batch=ids + rank)["loss"].item() for _ in range(2)]
+print(json.dumps({"refused": refused, "kept": kept, "same": again == losses}))
+"""
+
+
+@pytest.mark.slow
+def test_all_workers_are_refused_alike(tmp_path: Path) -> None:
+    for result in LocalJob(2, servers=2).run_source(JOB, str(tmp_path)).check().results:
+        assert result is not None
+        assert "already hold 0.weight (step 2)" in str(result["refused"])
+        assert (result["kept"], result["same"]) == (True, True)
+
+
+LOOKING = """
+import sys
+import torch
+from torch import nn
+import anabranch as ab
+
+model = ab.RemoteEmbedding("user", 6, 2, init=0.5)
+with ab.Executor(ab.EvalStep(model, lambda m, ids: {"rows": m(ids)}), "Hybrid") as looking:
+    for _ in sys.stdin:
+        print(looking.run(batch=torch.arange(6))["rows"].tolist(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_looks_on_while_a_job_trains(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with executor_of(Model()) as training, programs.start(LOOKING) as looking:
+            for _ in range(3):
+                training.run("train", BATCH)
+                looking.stdin.write("look\n")
+                looking.stdin.flush()
+                assert looking.stdout.readline() == f"{there()['user'].tolist()}\n"
+            training.run("train", BATCH)
+            looking.stdin.close()
+            assert looking.wait() == 0
+
+
+@pytest.mark.slow
+def test_what_a_durable_server_has_restored_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with durable(tmp_path, monkeypatch), executor_of(Model()) as executor:
+        executor.run("train", BATCH)
+        before = there()
+    with durable(tmp_path, monkeypatch):
+        refused = pytest.raises(ValueError, match=r"item.weight \(step 1\).*user \(step 1\)")
+        with executor_of(Model()) as executor, refused:
+            executor.run("train", BATCH)
+        assert_same(there(), before)
+
+
+@contextmanager
+def durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with ParameterServer(durability="log", checkpoint_dir=folder) as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        yield
+
+
+RESTARTED = """
+import os
+import torch
+from torch import nn
+import anabranch as ab
+
+model = nn.Embedding(6, 2)
+step = ab.TrainStep(model, lambda m, ids: m(ids).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+with ab.Executor(step, "Hybrid") as executor:
+    for _ in range(2):
+        executor.run(batch=torch.tensor([1]))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_its_launcher_restarts_begins_anew_on_its_own_servers(tmp_path: Path) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    assert launch(script, servers=1, durability="log", log_dir=tmp_path, max_restarts=1).exit_code == 0
