@@ -125,7 +125,7 @@ class RemotePart:
         self.consistency = Consistency.parse(consistency)
         self.clock = 0
         self.torn = False
-        self._read_at = 0
+        self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages = stages
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
@@ -224,17 +224,38 @@ class RemotePart:
         Raises:
             LostUpdate: a local copy of a parameter on the servers was changed.
         """
-        due = self._refresh_due(fresh)
+        self.client.check_whole()
+        due = self._refresh_due(fresh and not (training and self._recent))
         if due or (training and fresh):
             self.check_unchanged()
         self.tables.begin(self.clock, training=training, between=between)
         if due:
-            self.whole.refresh(self.clock)
-            self._read_at = self.clock
+            self._refresh(waits=training)
             if training and not self.whole.names and not self.consistency.merges and self.consistency.lag is not None:
                 self.client.wait_for_turn(self.clock)  # all that the step reads may be cached
         if expected:
             self.tables.expect(expected)
+
+    def read_applied(self) -> None:
+        """After a run, read the copies that its step has changed, so that the model shows the state after the step.
+
+        Raises:
+            LostUpdate: the run itself has changed a copy.
+        """
+        if self._read_at != self.clock:
+            self.check_unchanged()
+            self._refresh(waits=False)
+
+    def _refresh(self, *, waits: bool) -> None:
+        """Read the copies as of the clock; under ssp and asp only a step waits for workers that are behind."""
+        self.whole.refresh(self.clock if waits or self.consistency.merges else 0)
+        self._read_at, self._as_of = self.clock, self.client.pushed
+
+    @property
+    def _recent(self) -> bool:
+        """True if a step may use the copies as they are, although other workers may have pushed since."""
+        lag = self.consistency.lag
+        return lag is None or self._as_of >= self.clock - lag
 
     def _refresh_due(self, fresh: bool) -> bool:
         return self._read_at != self.clock or (fresh and not self.consistency.merges)
@@ -342,6 +363,7 @@ class RemotePart:
         self.clock, self.torn = clock, False
         self.client.join(clock)
         self._meet()
+        self.tables.end(clock)
         self.whole.refresh(None)
         self._read_at = clock
 

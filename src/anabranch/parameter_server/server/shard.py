@@ -182,11 +182,14 @@ class Shard:
             if admits:
                 self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
             try:
-                return read(self._contents, message, ids, ages)
+                reply, answer = read(self._contents, message, ids, ages)
             except BaseException:  # such as no memory for the answer
                 if admits:
                     admit(self._contents, message, ids)  # which is what a replay will do
                 raise
+            if message.rank >= 0:
+                reply = msgspec.structs.replace(reply, pushed=min(self._joined(message.rank).clocks))
+            return reply, answer
 
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
