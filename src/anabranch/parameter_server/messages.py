@@ -38,6 +38,7 @@ __all__ = [
     "PullReply",
     "PushMessage",
     "PushPart",
+    "PushReply",
     "ReleaseMessage",
     "RestoreMessage",
     "check_kinds",
@@ -175,6 +176,13 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
     steps: list[_Count]
     changed: list[_Count]
     pushed: _Count = 0
+
+
+class PushReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The push's place in the shard's log, and those of its tables that have had no room for an id so far."""
+
+    place: _Count
+    full: list[str] = []
 
 
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

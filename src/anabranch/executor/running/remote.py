@@ -11,6 +11,7 @@ The clock counts pushes, over all training steps of the executor: every worker m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,6 +126,7 @@ class RemotePart:
         self.consistency = Consistency.parse(consistency)
         self.clock = 0
         self.torn = False
+        self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages = stages
@@ -304,6 +306,15 @@ class RemotePart:
                     f"servers; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
                 )
 
+    def count_at_the_edge(self) -> None:
+        """Ask the servers what the capacity of tables has cost; the last answer stays if they are gone."""
+        limited = {spec.name for spec, _ in self.client.made if spec.capacity is not None}
+        with suppress(BoundaryError):
+            shards = self.client.statistics() if limited else []
+            for name in limited:
+                found = [shard.tables[name] for shard in shards if name in shard.tables]
+                self._edges[name] = sum(one.unadmitted for one in found), sum(one.evictions for one in found)
+
     def loads(self) -> dict[str, TableLoads]:
         """Count of this worker's requests so far."""
         caches = self.tables.statistics()
@@ -317,6 +328,7 @@ class RemotePart:
                 caches.get(name, none).misses,
                 caches.get(name, none).evictions,
                 traffic.wait_seconds,
+                *self._edges.get(name, (0, 0)),
             )
             for name, traffic in self.client.traffic().items()
         }
@@ -379,6 +391,7 @@ class RemotePart:
             if clean:
                 lost = self._lost_at_the_end()
                 self.tables.close()
+                self.count_at_the_edge()
                 if lost is not None or self._refresh_due(fresh=True):
                     self.whole.refresh(None if self.torn else self.clock)
                 if self.client.in_process:

@@ -193,8 +193,11 @@ class Shard:
 
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
-    ) -> None:
+    ) -> list[str]:
         """Take gradients: applied at once, or under ``bsp`` when every worker's gradients of that step have arrived.
+
+        Returns:
+            Those of its tables that have had no room for an id so far.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
@@ -214,6 +217,8 @@ class Shard:
             except NonFinite:
                 self._count_refused(peer)
                 raise
+            tables = self._contents.tables
+            return [part.name for part in message.parts if part.name in tables and tables[part.name].unadmitted]
 
     def _count_refused(self, peer: str) -> None:
         self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
