@@ -10,6 +10,7 @@ The clock counts pushes, over all training steps of the executor: every worker m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ class RemotePart:
         self.clock = 0
         self.torn = False
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
+        self._full: set[str] = set()  # tables without room for an id, of which a warning was given
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages = stages
@@ -247,6 +249,21 @@ class RemotePart:
         if self._read_at != self.clock:
             self.check_unchanged()
             self._refresh(waits=False)
+        if len(self._full) < len(self.client.full):
+            self._warn_of_full_tables()
+
+    def _warn_of_full_tables(self) -> None:
+        """Warn of each table once, on one worker."""
+        full, self._full = self.client.full - self._full, set(self.client.full)
+        limits = {spec.name: spec.capacity for spec, _ in self.client.made}
+        for name in sorted(full) if self.client.rank == 0 else ():
+            warnings.warn(
+                f"table {name} has no room for all ids of a step: its capacity={limits.get(name)} is shared out over "
+                f"{self.client.shards} servers; ids without a row read as first values, and their gradients are "
+                f"dropped. Raise capacity; executor.statistics().tables[{name!r}].unadmitted counts them",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _refresh(self, *, waits: bool) -> None:
         """Read the copies as of the clock; under ssp and asp only a step waits for workers that are behind."""

@@ -12,7 +12,6 @@ call by call, and the order of pulls and pushes, which decides when a worker may
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import os
 import threading
@@ -80,7 +79,6 @@ REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthoriz
 """The errors of a shard that has not applied a push; after any other it may have."""
 
 _T = TypeVar("_T")
-_log = logging.getLogger("anabranch.parameter_server")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 
 
@@ -184,7 +182,6 @@ class ParameterClient:
         self._clocks = [VersionClock() for _ in found]
         self._torn: int | None = None
         self.pushed = 0
-        self._told_full: set[str] = set()
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -218,6 +215,11 @@ class ParameterClient:
     def timeout(self) -> float:
         """Seconds that a call may take."""
         return self._calls.timeout
+
+    @property
+    def full(self) -> set[str]:
+        """The tables that had no room for an id of a push, as far as their answers have said."""
+        return self._calls.full
 
     @property
     def worker(self) -> Worker | None:
@@ -551,23 +553,9 @@ class ParameterClient:
         sizes |= {
             name: gradients[name][1].numel() * self._tables.holdings[name].dtype.itemsize for name in layout.dense
         }
-        if self._calls.full - self._told_full:
-            self._tell_full()
         waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
         for name, size in sizes.items():
             self._count(name, waited, size, pushes=1)
-
-    def _tell_full(self) -> None:
-        """Warn once of each table without room, on one of the job's workers."""
-        full, self._told_full = self._calls.full - self._told_full, set(self._calls.full)
-        capacities = {spec.name: spec.capacity for spec, _ in self.made}
-        for name in sorted(full) if self.rank == 0 else ():
-            _log.warning(
-                "table %s has no room for all ids of a step: its capacity=%s is shared between %d shards; ids without "
-                "a row read as first values, and their gradients are dropped: raise capacity, or train on fewer ids at "
-                "once. statistics().tables[%r].unadmitted counts them",
-                name, capacities.get(name), self.shards, name,
-            )  # fmt: skip
 
     def _check_dense(self, name: str, gradient: Tensor) -> None:
         expected = self._tables.holdings[name].shape
