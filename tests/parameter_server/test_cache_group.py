@@ -47,22 +47,22 @@ class Servers:
         return found
 
 
-def grouped(cache: Cache, rule: RowOptimizer, dtype: torch.dtype, clock: list[int]) -> Caches:
+def grouped(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> Caches:
     return CacheGroup(NAMES, cache, WIDTH, dtype, [lambda: rule] * len(NAMES))
 
 
-def one_by_one(cache: Cache, rule: RowOptimizer, dtype: torch.dtype, clock: list[int]) -> Caches:
+def one_by_one(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> Caches:
     caches = CachesOneByOne(cache)
     for name in NAMES:
-        caches.add(name, WIDTH, dtype, rule=lambda: rule, step=lambda: clock[0], kind="plain")
+        caches.add(name, WIDTH, dtype, rule=lambda: rule, kind="plain")
     return caches
 
 
 def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, steps: int) -> list[object]:
     """What so many steps of reading, writing, prefetching, evaluating, flushing and forgetting come to."""
-    draw, clock, log = torch.Generator().manual_seed(1), [0], list[object]()
+    draw, log = torch.Generator().manual_seed(1), list[object]()
     servers = Servers(rule, dtype, cache)
-    caches: Caches = make(cache, rule, dtype, clock)  # type: ignore[operator]
+    caches: Caches = make(cache, rule, dtype)  # type: ignore[operator]
 
     def chance(of: int) -> bool:
         return int(torch.randint(of, (), generator=draw)) == 0
@@ -84,7 +84,7 @@ def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, step
                 servers.change(name, ids, torch.full((len(ids), servers.wide), 0.125, dtype=dtype))
 
     def read(ids: dict[str, Tensor], *, training: bool) -> None:
-        question = caches.ask(ids, clock[0], training=training)
+        question = caches.ask(ids, step, training=training)
         leaving = question.leaving
         log.extend([question.ids, question.known])
         rows, more = caches.answer(question, servers.pull(question.ids, question.known))
@@ -93,7 +93,6 @@ def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype, step
         note("left", leaving or more)
 
     for step in range(steps):
-        clock[0] = step
         ids = some_ids()
         read(ids, training=True)
         if chance(4):
@@ -171,12 +170,10 @@ def test_without_squares_the_rows_are_the_same_to_the_bit() -> None:
     steps = [{name: (ids[name], torch.randn(6, WIDTH, generator=draw)) for name in NAMES} for _ in range(5)]
     cache, read = Cache("LRU", 10, 50, 50), []
     for make in (grouped, one_by_one):
-        clock = [0]
         servers = Servers(RULES["Adam"], torch.float32, cache)
-        caches = make(cache, RULES["Adam"], torch.float32, clock)
+        caches = make(cache, RULES["Adam"], torch.float32)
         answers = []
         for step, grads in enumerate(steps):
-            clock[0] = step
             question = caches.ask(ids, step, training=True)
             answers.append(caches.answer(question, servers.pull(question.ids, question.known))[0])
             caches.write(grads, step)

@@ -258,8 +258,13 @@ def test_evaluation_reads_and_changes_nothing() -> None:
         tables = RemoteTables(client)
         tables.adopt(model, ["0.weight"], torch.optim.SGD(model.parameters(), lr=0.1))
         before = client.pull("0.weight")
-        tables.begin(0, training=False)
-        model(torch.tensor([1, 2])).sum().backward()
+        for begin in (lambda: None, lambda: tables.begin(0, training=False), lambda: tables.end(0)):
+            begin()
+            rows = model(torch.tensor([1, 2]))
+            assert torch.equal(rows, before[1:3])
+            with pytest.raises(ValueError, match="table 0.weight outside of a training step"):
+                rows.sum().backward()
+        tables.begin(0)
         tables.push()
         assert torch.equal(client.pull("0.weight"), before)
 

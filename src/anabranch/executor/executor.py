@@ -525,6 +525,8 @@ class Executor:
     def statistics(self) -> Statistics:
         """Return the counts since this executor was created."""
         workers = self._workers
+        if self._remote is not None and not self._closed:
+            self._remote.count_at_the_edge()
         tables = {} if self._remote is None else self._remote.loads()
         return Statistics(
             steps=self.step,

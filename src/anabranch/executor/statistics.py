@@ -20,6 +20,9 @@ class TableLoads:
         misses: rows that came over for the cache; 0 without one.
         evictions: rows that left the cache for others.
         wait_seconds: seconds spent waiting for the servers, those of a message about several shared between them.
+        unadmitted: of a table with ``capacity``, ids of all workers' pushes that found no room, counted in each step:
+            their gradients were dropped.
+        evicted: of such a table, rows that the servers dropped for others, for all workers.
     """
 
     pulls: int = 0
@@ -29,6 +32,8 @@ class TableLoads:
     misses: int = 0
     evictions: int = 0
     wait_seconds: float = 0.0
+    unadmitted: int = 0
+    evicted: int = 0
 
     def since(self, earlier: TableLoads) -> TableLoads:
         """Return the difference between this record and ``earlier``."""

@@ -38,6 +38,7 @@ __all__ = [
     "PullReply",
     "PushMessage",
     "PushPart",
+    "PushReply",
     "ReleaseMessage",
     "RestoreMessage",
     "check_kinds",
@@ -164,6 +165,8 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The shard's generation, and of each part the step of its rows, and the number of known ones that have changed.
 
+    ``pushed`` is the number of steps that every worker of the job has pushed.
+
     Tensors: if any ids were known, the places of those that have changed among the known ones of their part, int32,
     ascending. Then numbers: of each part with any, the rows that come with their state; then of each part the rows that
     come without, in the order of their ids, or the parameter.
@@ -172,6 +175,14 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
     generation: _Count
     steps: list[_Count]
     changed: list[_Count]
+    pushed: _Count = 0
+
+
+class PushReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The push's place in the shard's log, and those of its tables that have had no room for an id so far."""
+
+    place: _Count
+    full: list[str] = []
 
 
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -85,6 +85,8 @@ class RowTable:
         self.spec = spec
         self.shard = shard
         self.step = 0
+        self.unadmitted = 0
+        """Ids of pushes that found no room, counted in each step: their gradients were dropped."""
         self._located: Array = _NONE  # the rows of the last pull
         self._rule = rule
         self._kernels = kernels(kernels_kind)
@@ -330,6 +332,9 @@ class RowTable:
         wanted = self._ids(ids)
         memory, apart = self._gradients(grads, wanted.size)
         rows = self._locate(wanted, training=True)
+        if self._may_miss(rows):
+            missed = np.unique(wanted[rows < 0])
+            self.unadmitted += int(self._vocabulary.admits(missed, step=self.step).sum())
         unique, merged, first, inverse = self._merging.merge(rows, memory, apart)
         with self._storage.resident(unique) as (storage, where):
             self._prepare(storage, where, wanted[first])

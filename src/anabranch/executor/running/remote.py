@@ -10,7 +10,9 @@ The clock counts pushes, over all training steps of the executor: every worker m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -145,7 +147,9 @@ class RemotePart:
         self.consistency = Consistency.parse(consistency)
         self.clock = 0
         self.torn = False
-        self._read_at = 0
+        self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
+        self._full: set[str] = set()  # tables without room for an id, of which a warning was given
+        self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.stages = stages
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
@@ -320,17 +324,53 @@ class RemotePart:
                 f"the servers hold {', '.join(sorted(self._replaced_later))} of an earlier Executor, which the first "
                 "training run or save replaces; evaluate after it"
             )
-        due = self._refresh_due(fresh)
+        self.client.check_whole()
+        due = self._refresh_due(fresh and not (training and self._recent))
         if due or (training and fresh):
             self.check_unchanged()
         self.tables.begin(self.clock, training=training, between=between)
         if due:
-            self.whole.refresh(self.clock)
-            self._read_at = self.clock
+            self._refresh(waits=training)
             if training and not self.whole.names and not self.consistency.merges and self.consistency.lag is not None:
                 self.client.wait_for_turn(self.clock)  # all that the step reads may be cached
         if expected:
             self.tables.expect(expected)
+
+    def read_applied(self) -> None:
+        """After a run, read the copies that its step has changed, so that the model shows the state after the step.
+
+        Raises:
+            LostUpdate: the run itself has changed a copy.
+        """
+        if self._read_at != self.clock:
+            self.check_unchanged()
+            self._refresh(waits=False)
+        if len(self._full) < len(self.client.full):
+            self._warn_of_full_tables()
+
+    def _warn_of_full_tables(self) -> None:
+        """Warn of each table once, on one worker."""
+        full, self._full = self.client.full - self._full, set(self.client.full)
+        limits = {spec.name: spec.capacity for spec, _ in self.client.made}
+        for name in sorted(full) if self.client.rank == 0 else ():
+            warnings.warn(
+                f"table {name} has no room for all ids of a step: its capacity={limits.get(name)} is shared out over "
+                f"{self.client.shards} servers; ids without a row read as first values, and their gradients are "
+                f"dropped. Raise capacity; executor.statistics().tables[{name!r}].unadmitted counts them",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _refresh(self, *, waits: bool) -> None:
+        """Read the copies as of the clock; under ssp and asp only a step waits for workers that are behind."""
+        self.whole.refresh(self.clock if waits or self.consistency.merges else 0)
+        self._read_at, self._as_of = self.clock, self.client.pushed
+
+    @property
+    def _recent(self) -> bool:
+        """True if a step may use the copies as they are, although other workers may have pushed since."""
+        lag = self.consistency.lag
+        return lag is None or self._as_of >= self.clock - lag
 
     def _refresh_due(self, fresh: bool) -> bool:
         return self._read_at != self.clock or (fresh and not self.consistency.merges)
@@ -381,6 +421,15 @@ class RemotePart:
                     f"servers; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
                 )
 
+    def count_at_the_edge(self) -> None:
+        """Ask the servers what the capacity of tables has cost; the last answer stays if they are gone."""
+        limited = {spec.name for spec, _ in self.client.made if spec.capacity is not None}
+        with suppress(BoundaryError):
+            shards = self.client.statistics() if limited else []
+            for name in limited:
+                found = [shard.tables[name] for shard in shards if name in shard.tables]
+                self._edges[name] = sum(one.unadmitted for one in found), sum(one.evictions for one in found)
+
     def loads(self) -> dict[str, TableLoads]:
         """Count of this worker's requests so far."""
         caches = self.tables.statistics()
@@ -394,6 +443,7 @@ class RemotePart:
                 caches.get(name, none).misses,
                 caches.get(name, none).evictions,
                 traffic.wait_seconds,
+                *self._edges.get(name, (0, 0)),
             )
             for name, traffic in self.client.traffic().items()
         }
@@ -442,6 +492,7 @@ class RemotePart:
         if self.is_open:
             self.client.join(clock)
         self._meet()
+        self.tables.end(clock)
         self.whole.refresh(None)
         self._read_at = clock
 
@@ -457,6 +508,7 @@ class RemotePart:
             if clean:
                 lost = self._lost_at_the_end()
                 self.tables.close()
+                self.count_at_the_edge()
                 if lost is not None or self._refresh_due(fresh=True):
                     self.whole.refresh(None if self.torn else self.clock)
                 if self.client.in_process and self.is_open:

@@ -78,26 +78,31 @@ class StepRuns:
         if not step.model.training:
             step.model.train()
         ran = None
-        while ran is None:
-            bound = batch is None
-            found = self.batches.next(name, runner.end_epoch) if bound else batch
-            length = self.batches.length(name) if bound else None
-            if self.before is not None:
-                self._look_first(name, found, fetch)
-            if self.remote is not None:
-                self.remote.open()
-            if found is None:
-                with runner.in_epoch(length):
-                    ran = runner.run_idle()
-                if ran is None:
-                    runner.end_epoch()
-                    self.batches.start_epoch(name)
-                continue
-            found = as_tensors(found, self.devices[name])
-            rows = rows_of(step, found)
-            with runner.in_epoch(length) if bound else nullcontext():
-                ran = runner.run(found, rows, fetch)
-            self.rows += rows
+        try:
+            while ran is None:
+                bound = batch is None
+                found = self.batches.next(name, runner.end_epoch) if bound else batch
+                length = self.batches.length(name) if bound else None
+                if self.before is not None:
+                    self._look_first(name, found, fetch)
+                if self.remote is not None:
+                    self.remote.open()
+                if found is None:
+                    with runner.in_epoch(length):
+                        ran = runner.run_idle()
+                    if ran is None:
+                        runner.end_epoch()
+                        self.batches.start_epoch(name)
+                    continue
+                found = as_tensors(found, self.devices[name])
+                rows = rows_of(step, found)
+                with runner.in_epoch(length) if bound else nullcontext():
+                    ran = runner.run(found, rows, fetch)
+                self.rows += rows
+        finally:
+            self._end_reads()
+        if self.remote is not None:
+            self.remote.read_applied()
         if fetch.names is not None:
             fetch.rows = torch.tensor(rows if step.rows is not None else int(rows), device="cpu")
             fetch.rates = torch.tensor(rates, dtype=torch.float64, device="cpu")
@@ -119,14 +124,21 @@ class StepRuns:
         if self.remote is not None:
             self.remote.check_fetch(fetch.names or (), self.runners[name].step.model)
 
+    def _end_reads(self) -> None:
+        if self.remote is not None:
+            self.remote.tables.end(self.remote.clock)
+
     def evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         """Return the values of an evaluation."""
         found = self.batches.next_to_evaluate(name) if batch is None else batch
         found = as_tensors(found, self.devices[name])
         if self.remote is not None:
             self.remote.begin(training=False)
-        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
-            returned = self.evaluators[name].run(found, fetch)
+        try:
+            with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
+                returned = self.evaluators[name].run(found, fetch)
+        finally:
+            self._end_reads()
         if fetch.names is not None and "rows" in fetch.names:
             fetch.rows = torch.tensor(count_rows(found), device="cpu")
         return cast("dict[str, Tensor]", fetch.collect(returned))

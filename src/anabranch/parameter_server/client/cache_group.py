@@ -108,6 +108,7 @@ class CachesOneByOne:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._step = 0  # of the last call, in which own writes are applied
         self._caches: dict[str, tuple[RowCache, _FetchedRows]] = {}
 
     def add(
@@ -117,15 +118,14 @@ class CachesOneByOne:
         dtype: torch.dtype,
         *,
         rule: Callable[[], RowOptimizer],
-        step: Callable[[], int],
         kind: Literal["compiled", "plain"] | None = None,
     ) -> None:
-        """Add a table. ``rule`` gives its optimizer and ``step`` the step in which own writes are applied."""
+        """Add a table, whose optimizer ``rule`` gives."""
         held = rule().row_width(width) if self._cache.push_bound else width
         far = _FetchedRows()
 
         def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
-            return move_rows(rows, grads, rule(), step() + 1, squares)
+            return move_rows(rows, grads, rule(), self._step + 1, squares)
 
         move = own if self._cache.push_bound else None
         self._caches[name] = RowCache(self._cache, width, dtype, far, move=move, held=held, kind=kind), far
@@ -141,12 +141,12 @@ class CachesOneByOne:
         )
 
     def answer(self, query: CacheQuery, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        wanted, step, training = cast("tuple[Ids, int, bool]", query.state)
+        wanted, self._step, training = cast("tuple[Ids, int, bool]", query.state)
         rows = {}
         for name, ids in wanted.items():
             cache, far = self._caches[name]
             far.answer = found.get(name)
-            rows[name] = cache.read(ids, step, training=training)
+            rows[name] = cache.read(ids, self._step, training=training)
             far.answer = None
         return rows, self._left(wanted)
 
@@ -163,19 +163,19 @@ class CachesOneByOne:
         return CacheQuery(ids, {name: known for name, (_, known) in asked.items()}, {}, (wanted, step, training))
 
     def finish_prefetch(self, query: CacheQuery, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        wanted, step, training = cast("tuple[Ids, int, bool]", query.state)
+        wanted, self._step, training = cast("tuple[Ids, int, bool]", query.state)
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         for name, ids in wanted.items():
             cache = self._caches[name][0]
             asked, known = query.ids.get(name, nothing), query.known.get(name, nothing)
             came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held, device="cpu"))
             cache.finish_prefetch(
-                ids if training else asked, asked, known, came.positions, came.versions, came.rows, step
+                ids if training else asked, asked, known, came.positions, came.versions, came.rows, self._step
             )
         return self._left(wanted)
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        due = {}
+        due, self._step = {}, step
         for name, (cache, _) in self._caches.items():
             if name in given or self._cache.push_bound:
                 due[name] = cache.write(*(given.get(name) or cache.nothing()), step)
@@ -305,7 +305,7 @@ class CacheGroup:
         rows, leaving = torch.empty(count, self._width, dtype=self._dtype, device="cpu"), self._room(count, len(names))
         self._kernels.ask(
             self._held, *self._policy, self._width, members, ids.numpy(), starts, step,
-            self._cache.pull_bound if training else 0, training, slots, known, asks, asked, ask_starts, rows.numpy(),
+            self._cache.pull_bound if training else -1, training, slots, known, asks, asked, ask_starts, rows.numpy(),
             leaving,
         )  # fmt: skip
         total = ask_starts[-1]

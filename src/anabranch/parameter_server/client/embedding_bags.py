@@ -12,6 +12,7 @@ Each bag is the module that the user would call alone, so its numbers, modes and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +85,9 @@ class EmbeddingBagCollection(nn.Module):
         if missing:
             raise SchemaError(f"features {missing} are not among {list(given)}")
         wanted = {key: given[key] for key in self.bags}
-        if tracer is None:
-            self._read_together({key: ids for key, (ids, _, _) in wanted.items()})
-        return {key: self._reduce(key, *bag) for key, bag in wanted.items()}
+        lookups = {key: ids for key, (ids, _, _) in wanted.items()}
+        with nullcontext() if tracer is not None else self._read_together(lookups):
+            return {key: self._reduce(key, *bag) for key, bag in wanted.items()}
 
     def _reduce(self, key: str, ids: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
         bag = self.bags[key]
@@ -97,10 +98,9 @@ class EmbeddingBagCollection(nn.Module):
         found: Tensor = bag(ids, starts, per_sample_weights=weights)
         return found
 
-    def _read_together(self, ids: Mapping[str, Tensor]) -> None:
+    def _read_together(self, ids: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         sources = [(source, ids[key]) for key, bag in self.bags.items() if (source := _source_of(bag)) is not None]
-        if len(sources) > 1:
-            read_together(sources)
+        return read_together(sources)
 
 
 def _source_of(bag: nn.Module) -> WeightSource | None:

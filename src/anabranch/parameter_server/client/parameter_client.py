@@ -142,6 +142,7 @@ class ParameterClient:
     Attributes:
         in_process: true if the one shard is in this process, and ends with this client.
         made: the tables that this client has made or found, and their optimizers.
+        pushed: the number of steps that every worker had pushed when the last pull was answered.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
     id, ``SchemaError`` for shapes and dtypes that do not fit and for an endpoint of another shard, ``NonFinite`` for
@@ -180,6 +181,7 @@ class ParameterClient:
             self.in_process = True
         self._clocks = [VersionClock() for _ in found]
         self._torn: int | None = None
+        self.pushed = 0
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -218,6 +220,11 @@ class ParameterClient:
     def timeout(self) -> float:
         """Seconds that a call may take."""
         return self._calls.timeout
+
+    @property
+    def full(self) -> set[str]:
+        """The tables that had no room for an id of a push, as far as their answers have said."""
+        return self._calls.full
 
     @property
     def worker(self) -> Worker | None:
@@ -462,8 +469,10 @@ class ParameterClient:
                 request = self._calls.request(shard, "pull", pack(message), pull.tensors(shard), step=step)
                 requests.append((shard, request, dense))
         answers = self._calls.in_turn([request for _, request, _ in requests], deadline)
-        for answer, (shard, _, dense) in zip(answers, requests, strict=True):
-            reply = unpack(answer.payload, PullReply)
+        replies = [unpack(answer.payload, PullReply) for answer in answers]
+        if not ahead:
+            self.pushed = min((reply.pushed for reply in replies), default=0)
+        for reply, answer, (shard, _, dense) in zip(replies, answers, requests, strict=True):
             with self._counting:
                 base = self._clocks[shard].read(reply.generation, reply.steps)
             pull.take(shard, reply, answer.tensors, base, dense)

@@ -3,7 +3,9 @@
 ::
 
     begin(step) ──> forward: lookups read rows, through the cache ──> backward: gradients are collected
-                ──> push(weight): all of the step's gradients, one message a shard
+                ──> push(weight): all of the step's gradients, one message a shard ──> end
+
+Outside of a step, lookups read the state after the last one: they admit no ids, and a gradient is an error.
 
 With a cache whose gradients may wait (``push_bound``), a step waits for the servers only if it must: its push
 is sent while the next step runs, and the next step's rows are requested while this one runs::
@@ -19,9 +21,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -96,7 +98,7 @@ class RemoteTables:
         self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
         self._weight, self._mean = 1.0, True  # of the last push that had rows
-        self._training = True
+        self._training = False  # in a step, between ``begin`` and ``end``
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
         self._coming: tuple[list[tuple[Caches, CacheQuery]], _Aside[dict[str, Pulled]]] | None = None
@@ -242,9 +244,7 @@ class RemoteTables:
             else:
                 group = single = CachesOneByOne(cache)
                 for source in some:
-                    single.add(
-                        source.name, source.spec.width, source.spec.dtype, rule=source.rule, step=lambda: self._step
-                    )
+                    single.add(source.name, source.spec.width, source.spec.dtype, rule=source.rule)
             self._caches.append((group, names))
         return self._caches
 
@@ -269,19 +269,31 @@ class RemoteTables:
             between: called once the step has read as often as the previous one: a good time to ``prefetch``.
         """
         self._collect()
-        self._step = step
-        if self._training:
-            self._usual_reads = self._reads
-        elif training:
+        self.end(step)
+        if training and self._reads:
             self._uncount_evaluation()
+            self._reads = 0
         self._training = training
         self._between = between
-        self._reads = 0
+
+    def end(self, step: int) -> None:
+        """End the step, if one has begun, and forget what it has read: from now on lookups read as of ``step``.
+
+        The last part of a step calls it: ``push``, or ``release`` of one that was held. Call it after a step that
+        failed.
+        """
+        self._step = step
+        if self._training:
+            self._usual_reads, self._reads = self._reads, 0
+        self._training, self._between = False, None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the rows that lookups have read or were expected to read, and gradients that were not pushed."""
         for source in self._sources.values():
             source.expected = None
             source.seen.clear()
-            if training:
-                source.gradients.clear()
+            source.gradients.clear()
 
     def _uncount_evaluation(self) -> None:
         """Let training request rows that evaluation has just checked, where a request is what keeps a row cached."""
@@ -387,11 +399,11 @@ class RemoteTables:
         asked = {name: ids for _, query in queries for name, ids in query.ids.items()}
         known = {name: versions for _, query in queries for name, versions in query.known.items()}
         if asked:
-            self._coming = (queries, _Aside(partial(self._fetch, asked, known), "anabranch-prefetch"))
+            self._coming = (queries, _Aside(partial(self._fetch, asked, known, self._step), "anabranch-prefetch"))
 
-    def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Pulled]:
+    def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor], step: int) -> dict[str, Pulled]:
         report("tables.prefetch", tables=list(asked))
-        return self._pull_many(asked, known, ahead=True)
+        return self._pull_many(asked, known, ahead_of=step)
 
     def _collect(self) -> None:
         """Put prefetched rows into the caches."""
@@ -502,6 +514,8 @@ class RemoteTables:
             self._leaves = _Aside(send, "anabranch-push")
         else:
             send()
+        if not hold:
+            self.end(self._step + 1)
 
     def _arrive(self) -> None:
         """Wait until the last step's push has arrived, or raise its error."""
@@ -525,6 +539,7 @@ class RemoteTables:
     def release(self, scale: float = 1.0) -> None:
         """Apply the step's held gradients, times ``scale``, the same on all workers."""
         self._client.release(self._step, scale)
+        self.end(self._step + 1)
 
     def flush(self) -> None:
         """Push gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
@@ -560,6 +575,7 @@ class RemoteTables:
         self._leaves = self._coming = None
         for caches, _ in self._caches:
             caches.drop()
+        self.forget()
         for source in self._sources.values():
             source.leaving.clear()
 
@@ -595,15 +611,21 @@ class RemoteTables:
         return {name: self._sources[name].held for name in names}
 
     def _pull_many(
-        self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead: bool = False
+        self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead_of: int | None = None
     ) -> dict[str, Pulled]:
-        worker = self._client.worker
-        if not ahead or worker is None or worker.consistency != "bsp":
+        """Read rows for a step or between two, or for the step after ``ahead_of``, which admits its ids itself."""
+        worker, ahead, step = self._client.worker, ahead_of is not None, None
+        bsp = worker is not None and worker.consistency == "bsp"
+        if not ahead or not bsp:
             self._arrive()  # own writes must be read; bsp's servers ensure it for reads ahead of a step
+        if worker is not None:
+            step = self._step if ahead_of is None else ahead_of
+            if not (bsp or self._training or ahead):
+                step = 0  # what is there now: only a step waits for workers that are behind
         return self._client.pull_many(
             ids,
-            training=self._training,
-            step=None if worker is None else self._step,
+            training=self._training and not ahead,
+            step=step,
             known=known,
             widths=None if known is None else self._widths(ids),
             ahead=ahead,
@@ -638,7 +660,7 @@ class _Source:
                     return rows
             expected = self._expected_rows(ids)
             rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
-            if self.tables.keeps_reads:
+            if self.tables.keeps_reads and self.tables._training:
                 self.seen.append((ids, rows))
             self.tables._count_read()
             return rows
@@ -656,8 +678,14 @@ class _Source:
         return rows[places] if torch.equal(known[places], ids) else None
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
-        if self.tables._training:
-            self.gradients.append((ids, grads))
+        if not self.tables._training:
+            here = f"; or keep it on the workers: routes={{{self.name!r}: 'AllReduce'}}"
+            raise ValueError(
+                f"a gradient reached table {self.name} outside of a training step, where the servers take none; train "
+                "with executor.run, and look rows up under torch.no_grad() elsewhere"
+                + (here if self.name in self.tables._taken else "")
+            )
+        self.gradients.append((ids, grads))
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """Return the step's gradients, one for each row; ``None`` if backward reached none."""
@@ -706,8 +734,9 @@ class _Aside(Generic[_T]):
             report("tables.thread_left_behind", thread=self._thread.name)
 
 
-def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> None:
-    """Read the rows of several upcoming lookups; for the tables of one ``RemoteTables``, in one message per shard.
+@contextmanager
+def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[None]:
+    """Read the rows of the block's lookups; for the tables of one ``RemoteTables``, in one message per shard.
 
     Sources of other kinds are left to the lookups.
     """
@@ -717,6 +746,12 @@ def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> None:
             alike.setdefault(source.tables, {}).setdefault(source.name, []).append(ids)
     for tables, wanted in alike.items():
         tables.read_together({name: torch.cat(parts) for name, parts in wanted.items()})
+    try:
+        yield
+    finally:
+        for tables in alike:
+            if not tables._training:
+                tables.forget()
 
 
 def _without_none(limits: Mapping[str, int | None]) -> dict[str, int]:

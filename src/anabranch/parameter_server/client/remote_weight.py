@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.errors import SchemaError
 from anabranch.events import report
 
 __all__ = ["RemoteWeight", "Table", "WeightSource", "look_up", "look_up_bags"]
@@ -54,6 +55,11 @@ class Table:
     dtype: torch.dtype
 
 
+def _check_ids(table: Table, ids: Tensor) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):  # as torch.nn.functional.embedding takes them
+        raise SchemaError(f"table {table.name}: ids are int64 or int32, got {ids.dtype}; convert them with ids.long()")
+
+
 def look_up(
     source: Callable[[], WeightSource],
     table: Table,
@@ -65,6 +71,7 @@ def look_up(
     """Return the row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does
     not.
     """
+    _check_ids(table, ids)
     report("tables.lookup", table=table.name, ids=ids)
     return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
 
@@ -154,6 +161,7 @@ def look_up_bags(
         count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
         return [Form((count, table.width), table.dtype, ids.device)]
 
+    _check_ids(table, ids)
     report("tables.lookup", table=table.name, ids=ids)
     boundary = RecordedBoundary("table", table.name, crossing, forms)
     return cross(boundary, ids, offsets, per_sample_weights)[0]

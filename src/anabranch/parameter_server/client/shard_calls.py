@@ -13,7 +13,7 @@ from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost, RolledBack
 from anabranch.parameter_server.expected_state import AcknowledgedPushes, ExpectedState
-from anabranch.parameter_server.messages import IN_BODY, ExportMessage
+from anabranch.parameter_server.messages import IN_BODY, ExportMessage, PushReply
 from anabranch.transport import Answer, Client, Request, pack, unpack
 
 __all__ = ["ShardCalls"]
@@ -33,6 +33,7 @@ class ShardCalls:
 
     Attributes:
         acknowledged: for each endpoint, the places of this client's pushes in the shard's log.
+        full: tables that have had no room for an id.
         rolled_back: true once a shard has said that it lost pushes of this client, until it is set back.
     """
 
@@ -48,6 +49,7 @@ class ShardCalls:
         self._watch, self._look_every = watch, look_every
         self.acknowledged = {endpoint: AcknowledgedPushes() for endpoint in endpoints}
         self.rolled_back = False
+        self.full: set[str] = set()
         self._noting = threading.Lock()
 
     @property
@@ -105,8 +107,10 @@ class ShardCalls:
                 continue
             assert outcome is not None
             if request.verb == "push" and outcome.payload:
+                reply = unpack(outcome.payload, PushReply)
                 with self._noting:
-                    self.acknowledged[request.endpoint].add(unpack(outcome.payload, int))
+                    self.acknowledged[request.endpoint].add(reply.place)
+                    self.full.update(reply.full)
             answers.append(outcome)
         return answers, failures
 

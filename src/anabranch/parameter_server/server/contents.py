@@ -245,6 +245,7 @@ class ShardContents:
                 table.step if table else self.dense[name].step,
                 table.hot_hits if table else 0,
                 table.hot_misses if table else 0,
+                table.unadmitted if table else 0,
             )
         return tables
 

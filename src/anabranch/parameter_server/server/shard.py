@@ -182,16 +182,22 @@ class Shard:
             if admits:
                 self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
             try:
-                return read(self._contents, message, ids, ages)
+                reply, answer = read(self._contents, message, ids, ages)
             except BaseException:  # such as no memory for the answer
                 if admits:
                     admit(self._contents, message, ids)  # which is what a replay will do
                 raise
+            if message.rank >= 0:
+                reply = msgspec.structs.replace(reply, pushed=min(self._joined(message.rank).clocks))
+            return reply, answer
 
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
-    ) -> None:
+    ) -> list[str]:
         """Take gradients: applied at once, or under ``bsp`` when every worker's gradients of that step have arrived.
+
+        Returns:
+            Those of its tables that have had no room for an id so far.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
@@ -211,6 +217,8 @@ class Shard:
             except NonFinite:
                 self._count_refused(peer)
                 raise
+            tables = self._contents.tables
+            return [part.name for part in message.parts if part.name in tables and tables[part.name].unadmitted]
 
     def _count_refused(self, peer: str) -> None:
         self._refused_values[peer] = self._refused_values.get(peer, 0) + 1

@@ -34,6 +34,7 @@ from anabranch.parameter_server.messages import (
     NormMessage,
     PullMessage,
     PushMessage,
+    PushReply,
     ReleaseMessage,
     RestoreMessage,
     check_kinds,
@@ -261,9 +262,9 @@ class ParameterServer:
 
     def _verbs(self) -> list[Verb]:
         def done(call: Call) -> None:
-            call.reply(payload=pack(self._persistence.place(call.identity)))
+            call.reply(payload=pack(PushReply(self._persistence.place(call.identity))))
 
-        def changing(name: str, kind: type[_M], run: Callable[[_M, Call], object]) -> Verb:
+        def changing(name: str, kind: type[_M], run: Callable[[_M, Call], list[str] | None]) -> Verb:
             check = self._with_expected_state(self._checks(name))
             return Verb(name, self._changing(kind, run), check=check, once=True, again=done, roles=_WORKERS)
 
@@ -272,8 +273,8 @@ class ParameterServer:
 
         shard = self._shard
 
-        def push(message: PushMessage, call: Call) -> None:
-            shard.push(message, call.tensors, peer=call.peer.name, deadline=call.deadline)
+        def push(message: PushMessage, call: Call) -> list[str]:
+            return shard.push(message, call.tensors, peer=call.peer.name, deadline=call.deadline)
 
         return [
             changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
@@ -318,12 +319,12 @@ class ParameterServer:
             )
         raise SchemaError(f"endpoint {expected.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
-    def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
+    def _changing(self, kind: type[_M], run: Callable[[_M, Call], list[str] | None]) -> Callable[[Call], None]:
         def handle(call: Call) -> None:
             message = unpack(call.payload, kind)
             try:
                 with self._persistence.asked_by(call.identity):
-                    run(message, call)
+                    full = run(message, call)
                     place = self._persistence.place()
             except (NotFound, NonFinite, SchemaError):
                 raise
@@ -332,7 +333,7 @@ class ParameterServer:
             except (MemoryError, OverflowError) as error:
                 raise Overloaded(f"{call.verb}: this shard does not have enough memory for it: {error}") from error
             self._persistence.commit(call.deadline)
-            call.reply(payload=pack(place))
+            call.reply(payload=pack(PushReply(place, full or [])))
 
         return handle
 

@@ -1,0 +1,342 @@
+"""Between two steps the model answers from the applied state, and a look at it changes nothing on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+ROWS = 12
+CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
+
+
+class Model(nn.Module):
+    """A table of one kind and a dense layer; ``SGD`` moves rows that were not looked up, too: they decay."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table: nn.Module = nn.Embedding(ROWS, 3) if kind == "rows" else nn.EmbeddingBag(ROWS, 3, mode="sum")
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids)
+        return self.head(rows if rows.ndim == 2 else rows.sum(1))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()  # type: ignore[no-any-return]
+
+
+def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
+    return ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), **options)
+
+
+BATCHES = [torch.tensor([[0, 5, 5], [3, 1, 0]]), torch.tensor([[5, 2, 7], [1, 1, 9]]), torch.tensor([[3, 3, 2]])]
+EVERY = torch.arange(ROWS)[:, None]
+
+
+def looks(model: nn.Module) -> list[Tensor]:
+    """What a user sees of the model by hand, twice: in evaluation mode, without a graph, and its dense layer."""
+    model.eval()
+    seen = [model(EVERY).detach()]
+    with torch.no_grad():
+        seen += [model(BATCHES[0]), model(EVERY)]
+    model.train()
+    seen += [model(BATCHES[0]).detach()]
+    return [*seen, *(value.detach().clone() for value in model.head.parameters())]  # type: ignore[union-attr]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("kind", ["rows", "bags"])
+@pytest.mark.parametrize(("mode", "options"), [
+    ("Hybrid", {}), ("PS", {}), ("PS", {"consistency": "asp"}), ("PS", {"consistency": "ssp:1"}),
+    ("PS", {"use_sparse_pull": False}),
+])  # fmt: skip
+def test_looks_between_runs_are_those_of_the_plain_loop(
+    mode: str, options: dict[str, Any], kind: str, cache: ab.Cache | None
+) -> None:
+    model, plain = Model(kind), Model(kind)
+    if "use_sparse_pull" in options:
+        cache = None
+    with ab.Executor(step_of(model), mode, cache=cache, **options) as executor, ab.Executor(step_of(plain)) as other:
+        same(looks(model), looks(plain))
+        for ids in BATCHES * 2:
+            for one in (executor, other):
+                one.run(batch=ids)
+            same(looks(model), looks(plain))
+    same(looks(model), looks(plain))
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last_step(
+    mode: str, cache: ab.Cache | None
+) -> None:
+    model, plain, failing = Model("rows"), Model("rows"), [False]
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        value = loss_of(model, ids)
+        if failing[0]:
+            raise KeyboardInterrupt
+        return value
+
+    def step(model: nn.Module) -> ab.TrainStep:
+        return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+
+    with ab.Executor(step(model), mode, cache=cache) as executor, ab.Executor(step(plain)) as other:
+        for ids in BATCHES:
+            for one in (executor, other):
+                one.run(batch=ids)
+            same(looks(model), looks(plain))
+        failing[0] = True
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(batch=BATCHES[1])
+        same(looks(model), looks(plain))
+
+
+class Users(nn.Module):
+    """A table whose rows are made on the servers when training first uses them; there is room for four."""
+
+    def __init__(self, capacity: int | None = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        optimizer = lambda rows: torch.optim.SGD(rows, lr=1.0)  # noqa: E731
+        self.users = ab.RemoteEmbedding("users", None, 2, init=0.0, capacity=capacity, optimizer=optimizer)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.users(ids)  # type: ignore[no-any-return]
+
+
+def sum_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).sum() + 0 * model.head.weight.sum()  # type: ignore[no-any-return,union-attr,operator]
+
+
+def users_step(model: nn.Module, loss: Callable[..., Tensor] = sum_of) -> ab.TrainStep:
+    return ab.TrainStep(model, loss, torch.optim.SGD(model.head.parameters(), lr=0.1))  # type: ignore[union-attr]
+
+
+TRAINED, UNSEEN = torch.tensor([1, 2, 3, 4]), torch.tensor([101, 102, 103, 104, 105])
+
+
+def rows_there(executor: ab.Executor) -> tuple[int, int]:
+    assert executor._remote is not None
+    users = executor._remote.client.statistics()[0].tables["users"]
+    return users.rows, users.evictions
+
+
+@pytest.mark.parametrize("cache", [*CACHES, ab.Cache(capacity=9, pull_bound=3, push_bound=3)], ids=str)
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None) -> None:
+    model = Users()
+    with ab.Executor(users_step(model), mode, cache=cache) as executor:
+        assert torch.equal(model(TRAINED), torch.zeros(4, 2))  # before the first run
+        for runs in range(1, 4):
+            executor.run(batch=TRAINED)
+            assert torch.equal(model(UNSEEN), torch.zeros(5, 2))  # in training mode, with a graph
+            model.eval()
+            assert torch.equal(model(UNSEEN), torch.zeros(5, 2))
+            assert torch.equal(model(TRAINED), torch.full((4, 2), -float(runs)))
+            with torch.no_grad():
+                model(UNSEEN)
+            model.train()
+        assert rows_there(executor) == (4, 0)
+
+
+def test_looks_at_a_collection_of_bags_are_as_of_now() -> None:
+    """It reads its tables together, before their lookups; a load in between leaves nothing of what was read."""
+    torch.manual_seed(0)
+    bags = ab.EmbeddingBagCollection({name: nn.EmbeddingBag(ROWS, 2, mode="sum") for name in ("user", "seen")})
+    model = nn.ModuleDict({"bags": bags, "head": nn.Linear(4, 1)})
+    batch = ab.KeyedJagged.from_lists({"user": [[7], [8]], "seen": [[1, 2, 3], []]})
+
+    def out(model: nn.Module, batch: ab.KeyedJagged) -> Tensor:
+        return model["head"](torch.cat(list(model["bags"](batch).values()), 1)).square().mean()  # type: ignore[index]
+
+    losses = []
+    step = ab.TrainStep(model, out, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, "Hybrid") as executor:
+        for _ in range(3):
+            by_hand = [out(model, batch).item() for _ in range(2)]
+            losses.append(executor.run(batch=batch)["loss"].item())
+            assert by_hand == [losses[-1]] * 2
+    assert len(set(losses)) == 3
+
+
+def test_what_a_run_has_read_is_not_what_a_checkpoint_brought(tmp_path: Any) -> None:
+    model = Model("rows")
+    with ab.Executor(step_of(model), "Hybrid", cache=ab.Cache(capacity=ROWS)) as executor:
+        executor.run(batch=BATCHES[0])
+        executor.save(tmp_path)
+        wanted = looks(model)
+        executor.run(batch=BATCHES[0])
+        assert not torch.equal(looks(model)[0], wanted[0])
+        executor.load(tmp_path)
+        assert all(map(torch.equal, looks(model), wanted))
+
+
+# Asking ahead.
+
+
+def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
+    model, data = Users(), [TRAINED, TRAINED, TRAINED, UNSEEN]
+    with ab.Executor(
+        users_step(model), "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": data}
+    ) as executor:
+        for _ in data[:-1]:
+            executor.run()
+        assert executor._remote is not None
+        executor._remote.tables.wait_until_quiet()
+        assert executor._remote.tables._coming is not None  # the fourth batch's rows have come
+        assert rows_there(executor) == (4, 0)
+        assert torch.equal(model(TRAINED), torch.full((4, 2), -3.0))
+        executor.run()
+        assert rows_there(executor) == (4, 4)
+
+
+@pytest.mark.parametrize("bound", [0, 3])
+def test_ids_asked_for_ahead_are_admitted_by_their_own_step(bound: int) -> None:
+    data = [TRAINED + 10 * k for k in range(5)]
+    found = []
+    for prefetch in (True, False):
+        model = Users(capacity=None)
+        cache = ab.Cache(capacity=100, pull_bound=bound)
+        with ab.Executor(
+            users_step(model), "Hybrid", cache=cache, prefetch=prefetch, dataloaders={"default": data}
+        ) as executor:
+            for _ in data:
+                executor.run()
+            found.append(model(torch.arange(60)).detach())
+            assert rows_there(executor) == (20, 0)
+    assert torch.equal(*found)
+    assert (found[0] == -1).sum() == 40
+
+
+# Gradients.
+
+
+def test_a_gradient_of_a_table_outside_a_run_is_refused_by_name() -> None:
+    model = Model("rows")
+    with ab.Executor(step_of(model), "Hybrid") as executor:
+        executor.run(batch=BATCHES[0])
+        before = [value.clone() for value in looks(model)]
+        with pytest.raises(ValueError, match=r"table\.weight .*outside .*executor\.run.*no_grad"):
+            loss_of(model, BATCHES[0]).backward()
+        same(looks(model), before)
+
+
+def test_a_tensor_kept_from_a_run_takes_no_gradient_to_the_servers_after_it() -> None:
+    model, kept = Users(), list[Tensor]()
+
+    def keeping(model: nn.Module, ids: Tensor) -> Tensor:
+        kept.append(model(ids))
+        return kept[-1].sum() + 0 * model.head.weight.sum()  # type: ignore[union-attr,operator]
+
+    with ab.Executor(users_step(model, keeping), "Hybrid", engine="tape") as executor:
+        executor.run(batch=TRAINED)
+        late = model(TRAINED)
+        with pytest.raises(ValueError, match="users.*outside"):
+            late.sum().backward()
+        executor.run(batch=TRAINED)
+        assert torch.equal(model(TRAINED), torch.full((4, 2), -2.0))
+
+
+def test_an_evaluation_trains_nothing_and_a_gradient_in_it_is_refused_too() -> None:
+    model = Users()
+
+    def slope(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            model(ids).sum().backward()
+        return {}
+
+    steps = {"train": users_step(model), "slope": ab.EvalStep(model, slope)}
+    with ab.Executor(steps, "Hybrid", engine="tape") as executor:
+        executor.run("train", TRAINED)
+        with pytest.raises(ValueError, match="users.*outside"):
+            executor.run("slope", TRAINED)
+        executor.run("train", TRAINED)
+        assert torch.equal(model(TRAINED), torch.full((4, 2), -2.0))
+
+
+# Ids.
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["table", "RemoteEmbedding"])
+@pytest.mark.parametrize("kind", ["rows", "bags"])
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([[1.5]]), torch.tensor([[True]]), torch.tensor([[float("nan")]]), torch.tensor([[1]]).byte()]
+)
+def test_ids_that_torch_refuses_are_refused(ids: Tensor, kind: str, moved: bool) -> None:
+    model = Model(kind)
+    with pytest.raises(RuntimeError):
+        model.table(ids)
+    if not moved:
+        model.table = ab.RemoteEmbedding("table.weight", ROWS, 3, mode="sum" if kind == "bags" else None)
+    with ab.Executor(step_of(model), "Hybrid") as executor:
+        executor.run(batch=BATCHES[0])
+        before = looks(model)
+        for look in (lambda: executor.run(batch=ids), lambda: model(ids)):
+            with pytest.raises(ab.SchemaError, match=rf"table\.weight.*{ids.dtype}.*ids\.long"):
+                look()
+        same(looks(model), before)
+        executor.run(batch=BATCHES[0].int())
+
+
+# Two workers.
+
+TWO = """
+import json, sys
+import torch
+from torch import nn
+import anabranch as ab
+
+rank, mode, cached = ab.job().rank, sys.argv[1], sys.argv[2] == "cached"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(12, 3), nn.Flatten(), nn.Linear(9, 2)).double()
+plain = nn.Sequential(nn.Embedding(12, 3), nn.Flatten(), nn.Linear(9, 2)).double()
+plain.load_state_dict(model.state_dict())
+
+def loss(model, ids):
+    return model(ids).square().mean()
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+own, worst = adam(plain), 0.0
+generator = torch.Generator().manual_seed(1)
+cache = ab.Cache(capacity=4) if cached else None
+with ab.Executor(ab.TrainStep(model, loss, adam(model)), mode, cache=cache, timeout=100) as executor:
+    for step in range(6):
+        ids = torch.randint(0, 12, (4, 3), generator=generator)
+        executor.run(batch=ids[rank::2])
+        own.zero_grad()
+        loss(plain, ids).backward()
+        own.step()
+        if rank == step % 2 or step > 3:  # one looks, while the other goes on
+            for _ in range(2):
+                with torch.no_grad():
+                    every = torch.arange(12).view(4, 3)
+                    worst = max(worst, (model.eval()(every) - plain(every)).abs().max().item())
+            model.train()
+print(json.dumps({"worst": worst}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", ["cached", "uncached"])
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_one_of_two_workers_looks_at_the_state_that_both_have_made(mode: str, cached: str) -> None:
+    for result in LocalJob(2, servers=2).run_source(TWO, mode, cached).check().results:
+        assert result["worst"] < 1e-11

@@ -1,0 +1,143 @@
+"""What a table's capacity costs is counted and said: ids that find no room, and rows that leave for others."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.parameter_server import ParameterServer
+from anabranch.testing import LocalJob
+
+
+class Users(nn.Module):
+    def __init__(self, capacity: int | None, **options: Any) -> None:
+        super().__init__()
+        optimizer = lambda rows: torch.optim.SGD(rows, lr=1.0)  # noqa: E731
+        self.users = ab.RemoteEmbedding("users", None, 2, init=0.0, capacity=capacity, optimizer=optimizer, **options)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.users(ids)  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).sum() + 0 * model.head.weight.sum()  # type: ignore[no-any-return,union-attr,operator]
+
+
+def executor_of(model: Users, **options: Any) -> ab.Executor:
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.head.parameters(), lr=0.1))
+    return ab.Executor(step, "Hybrid", **options)
+
+
+def counts(executor: ab.Executor) -> tuple[int, int]:
+    users = executor.statistics().tables["users"]
+    return users.unadmitted, users.evicted
+
+
+@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=3), ab.Cache(capacity=99, pull_bound=5)], ids=str)
+def test_ids_without_room_are_counted_and_said_once(cache: ab.Cache | None) -> None:
+    model = Users(capacity=4)
+    with executor_of(model, cache=cache) as executor:
+        executor.run(batch=torch.tensor([1, 2, 3, 4]))
+        assert counts(executor) == (0, 0)
+        with pytest.warns(RuntimeWarning, match=r"table users has no room .* capacity=4 .* 1 servers") as given:
+            executor.run(batch=torch.tensor([1, 2, 3, 4, 5, 5, 6]))
+        assert given[0].filename == __file__
+        assert counts(executor) == (2, 0)
+        executor.run(batch=torch.tensor([6, 4, 3, 2, 1, 7, 8]))
+        assert counts(executor) == (5, 0)
+        assert torch.equal(model(torch.arange(1, 9))[:, 0], torch.tensor([-3.0, -3, -3, -3, 0, 0, 0, 0]))
+        first = executor.record_loads().tables["users"]
+        executor.run(batch=torch.tensor([11, 12]))
+        assert counts(executor) == (5, 2)
+        later = executor.record_loads().tables["users"]
+    assert [(first.unadmitted, first.evicted), (later.unadmitted, later.evicted)] == [(5, 0), (0, 2)]
+    assert counts(executor) == (5, 2)  # after the end
+
+
+def test_ids_that_admission_leaves_out_and_tables_without_capacity_are_not_at_an_edge() -> None:
+    model = Users(None, admission=0.5)
+    with executor_of(model) as executor:
+        executor.run(batch=torch.arange(100))
+        assert counts(executor) == (0, 0)
+        assert 0 < executor._remote.client.statistics()[0].tables["users"].rows < 100  # type: ignore[union-attr]
+
+
+def test_gradients_that_wait_are_counted_when_they_are_pushed() -> None:
+    model = Users(capacity=2)
+    cache = ab.Cache(capacity=99, pull_bound=9, push_bound=9)
+    with executor_of(model, cache=cache) as executor, warnings.catch_warnings(action="ignore"):
+        for _ in range(2):
+            executor.run(batch=torch.tensor([1, 2, 3]))
+    assert counts(executor)[0] >= 1
+
+
+def test_the_shards_of_a_table_count_together_and_one_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity is divided between them, and ids are not spread quite evenly."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(ParameterServer(shard, 3)) for shard in range(3)]
+        monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))
+        model, ids = Users(capacity=300), torch.arange(300)
+        with executor_of(model) as executor:
+            with pytest.warns(RuntimeWarning, match="capacity=300 is shared out over 3 servers"):
+                executor.run(batch=ids)
+            executor.run(batch=ids)
+            untrained = int((model(ids)[:, 0] == 0).sum())
+            assert untrained > 0
+            assert counts(executor) == (2 * untrained, 0)
+
+
+def test_servers_that_are_gone_leave_the_last_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Users(capacity=2)
+    with executor_of(model) as executor:
+        with pytest.warns(RuntimeWarning, match="no room"):
+            executor.run(batch=torch.tensor([1, 2, 3]))
+        assert counts(executor) == (1, 0)
+        assert executor._remote is not None
+
+        def gone() -> None:
+            raise ab.PeerLost("gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor._remote.client, "statistics", gone)
+            assert counts(executor) == (1, 0)
+
+
+TWO = """
+import json
+import torch
+from torch import nn
+import anabranch as ab
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sgd = lambda rows: torch.optim.SGD(rows, lr=1.0)
+        self.users = ab.RemoteEmbedding("users", None, 2, capacity=4, optimizer=sgd)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, ids):
+        return self.head(self.users(ids))
+
+model = Model()
+step = ab.TrainStep(model, lambda m, ids: m(ids).sum(), torch.optim.SGD(model.head.parameters(), lr=0.1))
+with ab.Executor(step, "Hybrid", timeout=100) as executor:
+    for _ in range(3):
+        executor.run(batch=torch.tensor([1, 2, 3, 4]) + ab.job().rank)
+    executor.run(batch=torch.tensor([1, 2]))
+users = executor.statistics().tables["users"]
+print(json.dumps({"unadmitted": users.unadmitted}))
+"""
+
+
+@pytest.mark.slow
+def test_two_workers_count_the_same_and_one_of_them_warns() -> None:
+    found = LocalJob(2, servers=1).run_source(TWO).check()
+    assert list(found.results[:2]) == [{"unadmitted": 3}] * 2
+    assert ["table users has no room" in log for log in found.logs[:2]] == [True, False]
