@@ -178,7 +178,7 @@ class Executor:
             check_auto(self._models.values(), consistency)
         self._routes = self._routes_in(self.comm_mode)
         self._log_path = check_log_path(log_path)
-        self._closed, self._timeout = False, timeout
+        self._closed, self._timeout, self._process = False, timeout, os.getpid()
         self._started = time.monotonic()
         self._placement: DevicePlacement | None = None
         self._remote: RemotePart | None = None
@@ -242,8 +242,8 @@ class Executor:
             for step in self._steps.values():
                 if isinstance(step, TrainStep) and not step.model.training:
                     step.model.train()
-        except BaseException:
-            self._end(clean=False)
+        except BaseException as error:
+            self._end(error)
             raise
         everyone = self._grid or self._workers
         self._rank = rank = job().rank if everyone is None else everyone.rank
@@ -292,7 +292,7 @@ class Executor:
         """Move parameters to the servers according to the routes, before any step has run."""
         remote = self._make_remote(self._routes)
         for runner in self._runners.values():
-            runner.remote = RemoteWindow(remote, runner.step)
+            runner.take_to_servers(RemoteWindow(remote, runner.step))
             if remote.tables.names and not isinstance(runner, PipeRunner):
                 runner.upcoming = UpcomingIds()
         return remote
@@ -784,28 +784,38 @@ class Executor:
         """Stop everything started by this executor: loaders' threads, monitoring of the other workers, its process
         group.
 
-        Then the model holds the trained dense parameters from servers, and the tables of servers in this process;
-        tables of other servers stay there. Every worker calls it.
+        Then the model is plain PyTorch again: every worker reads the parameters on servers back, in blocks, with their
+        optimizers' state. Every worker calls it. Leaving the ``with`` block by an exception does the same, with the
+        state that was last applied, and lets the exception pass; in a forked child neither does anything. If the
+        servers are gone, tables stay placeholders, whose errors say so.
         """
-        self._end(clean=True)
+        self._end(None)
 
-    def _end(self, *, clean: bool) -> None:
+    def _end(self, failed: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:  # in reverse order, also where one of them fails
-            for part in (self._workers, self._grid, self._placement):
-                if part is not None:
-                    stack.callback(part.close)
-            if self._remote is not None:
-                stack.callback(self._remote.close, clean=clean)
-            stack.callback(self._batches.close)
-            stack.callback(self._watching.close)
-            stack.callback(self._end_trace, clean=clean)
-            if self._end_saves is not None:
-                stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
-                if clean:
-                    stack.callback(self._settle_saves)
+        if os.getpid() != self._process:
+            return  # everything here is the parent's
+        clean = failed is None
+        try:
+            with ExitStack() as stack:  # in reverse order, also where one of them fails
+                for part in (self._workers, self._grid, self._placement):
+                    if part is not None:
+                        stack.callback(part.close)
+                if self._remote is not None:
+                    stack.callback(self._remote.close, failed)
+                stack.callback(self._batches.close)
+                stack.callback(self._watching.close)
+                stack.callback(self._end_trace, clean=clean)
+                if self._end_saves is not None:
+                    stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
+                    if clean:
+                        stack.callback(self._settle_saves)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
 
     def __enter__(self) -> Self:
         return self
@@ -813,7 +823,7 @@ class Executor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end(clean=kind is None)
+        self._end(error)
 
 
 def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> DevicePlacement:

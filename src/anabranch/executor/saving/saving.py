@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch import checkpoint
+from anabranch.autodiff.moved_parameter import MovedParameter, from_within
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
 from anabranch.checkpoint.storage import Place
@@ -402,12 +403,13 @@ class Saver:
 
         def change() -> None:
             load_objects()  # which may fail
-            for prefix, model in self._models.items():
-                names = model.state_dict().keys()
-                values = {**tensors, **extra}
-                model.load_state_dict({name: values[prefix + name] for name in names})
-            for optimizer, plan in plans:
-                optimizer.load_state_dict(plan)
+            with from_within():
+                for prefix, model in self._models.items():
+                    here = [name for name, value in model.state_dict().items() if not isinstance(value, MovedParameter)]
+                    values = {**tensors, **extra}
+                    model.load_state_dict({name: values[prefix + name] for name in here}, strict=False)
+                for optimizer, plan in plans:
+                    optimizer.load_state_dict(plan)
             for name, step in self._steps.items():
                 for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
                     scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -109,6 +109,23 @@ class RemoteEmbedding(nn.Module):
         self.close()
         self._link.source = source
 
+    def put_back(self, client: ParameterClient) -> None:
+        """Set the rows that were kept here, where they are to be read from now on."""
+        if self._link.kept is not None and client.in_process:
+            state, groups = self._link.kept
+            client.restore_some(state, groups.__getitem__)
+            self._link.kept = None
+
+    def leave(self, client: ParameterClient, rule: RowOptimizer) -> None:
+        """Read no longer through ``client``, which is closed next: rows that end with it are kept here."""
+        self._link.source, self._link.rule = None, rule
+        self._keep(client)
+
+    def _keep(self, client: ParameterClient) -> None:
+        if client.in_process and not client.forked:
+            state, groups = client.collect([self.name])
+            self._link.kept = state, {key: dict(group() if callable(group) else group) for key, group in groups.items()}
+
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
         if torch.compiler.is_dynamo_compiling():
@@ -135,11 +152,12 @@ class RemoteEmbedding(nn.Module):
         return link.source or self._alone()
 
     def _alone(self) -> WeightSource:
-        if self._rule is None:
+        rule = self._rule or self._link.rule
+        if rule is None:
             raise ValueError(
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
             )
-        client = self._link.client or self._connect(self._rule)
+        client = self._link.client or self._connect(rule)
         source = self._link.source = _DirectSource(self.name, client, self)
         return source
 
@@ -152,14 +170,16 @@ class RemoteEmbedding(nn.Module):
                 "modules that go to other processes need a job with servers"
             )
         client.init_table(self.spec, rule)
+        self.put_back(client)
         self._link.client, self._link.owned = client, True
         return client
 
     def close(self) -> None:
-        """Close the client that the module made for itself, if any."""
+        """Close the client that the module made for itself, if any; rows that end with it are kept here."""
         link = self._link
         client, link.client, link.source = link.client, None, None
         if client is not None and link.owned:
+            self._keep(client)
             client.close()
 
     def extra_repr(self) -> str:
@@ -174,6 +194,8 @@ class _Link:
         source: where rows are read: an executor's, or that of ``client``.
         client: created by the module for itself, or by the module that it was copied from.
         owned: the module created the client, and so closes it.
+        rule: the optimizer of the executor that it was in.
+        kept: rows that were in this process's memory, as ``ParameterClient.collect`` returns them.
         lost: the rows were in the memory of another process.
     """
 
@@ -181,12 +203,14 @@ class _Link:
         self.source: WeightSource | None = None
         self.client: ParameterClient | None = None
         self.owned = False
+        self.rule: RowOptimizer | None = None
+        self.kept: tuple[Mapping[str, object], dict[str, Mapping[str, Tensor]]] | None = None
         self.lost = lost
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Link:
         """Return a link to the same table."""
         copied = _Link(lost=self.lost)
-        copied.client = self.client
+        copied.client, copied.rule, copied.kept = self.client, self.rule, self.kept
         if self.client is None:
             copied.source = self.source
         return copied
