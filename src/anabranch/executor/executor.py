@@ -43,6 +43,7 @@ from anabranch.executor.plan.pipe_survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.remote_window import RemoteWindow
@@ -624,6 +625,35 @@ class Executor:
         with self._reporting_failures():
             self._saver.load(folder)
         self._watching.loaded(self.step, folder)
+
+    def state_dict(self, name: str | None = None) -> dict[str, Tensor]:
+        """Return a copy of the model's state as plain PyTorch has it, tables on servers included.
+
+        ::
+
+            state = executor.state_dict()  # every worker calls it
+            if state:
+                torch.save(state, "model.pt")
+
+        Every worker calls it; rank 0 gets the state, the others ``{}`` (with ``comm_mode=None`` each process its own).
+        A tied parameter has all its names. A ``RemoteEmbedding`` of fixed size is ``<module>.weight``, one with a
+        dynamic vocabulary ``<module>.ids`` and ``<module>.weight``. Parameters of a loss that is a module, and experts,
+        are not in it.
+
+        Args:
+            name: of a step with the model; ``None`` where all steps have the same.
+
+        Raises:
+            ValueError: no such step, or several models and no name.
+            CheckpointError: it could not be read; on every worker.
+        """
+        self._check_open()
+        steps = [self._step(name)] if name is not None else list(self._steps.values())
+        models = {model_of(step.model) for step in steps}
+        if len(models) > 1:
+            raise ValueError(f"the steps have {len(models)} models; name one of the steps {sorted(self._steps)}")
+        with self._reporting_failures():
+            return self._saver.state_dict(models.pop())
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.

@@ -336,6 +336,26 @@ class ParameterClient:
             states = [state.reshape(holding.shape) for state in states]
         return ParameterState(values.reshape(holding.shape), states, step)
 
+    def read_values(self, name: str) -> tuple[Tensor | None, Tensor]:
+        """Return the ids of a dynamic vocabulary, ascending, else ``None``, and the exact values of all rows."""
+        holding = self._tables.holding(name)
+        if holding.placement is None:
+            return None, self.pull(name)
+        if holding.shape[0] >= 0:
+            values = torch.empty(holding.shape[0], holding.width, dtype=holding.dtype, device="cpu")
+            for ids in self._tables.every_id(name, holding).split(CHUNK):
+                values[ids] = self.pull_many({name: ids}, exact=True)[name].rows
+            return None, values.reshape(holding.shape)
+        ids, values = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, holding.width, device="cpu")
+        for group in self.collect([name])[1].values():
+            tensors = group() if callable(group) else group
+            for key, some in tensors.items():
+                if key.endswith(".ids"):
+                    ids = torch.cat([ids, some])
+                    values = torch.cat([values, tensors[f"{key[:-4]}.values"][:, : holding.width]])
+        order = ids.argsort()
+        return ids[order], values[order].to(holding.dtype)
+
     def _end_by(self, until: Deadline | None) -> None:
         if until is not None:
             self._calls.timeout = max(until.remaining(), 1e-3)

@@ -191,7 +191,7 @@ class RemoteTables:
                 if rule is None:
                     raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
                 module.attach(self._add(module.spec, rule))
-                module.put_back(self._client)
+                module.put_back(self._client, rule())
 
     def release_modules(self, model: nn.Module) -> None:
         """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
