@@ -182,7 +182,9 @@ def test_the_state_of_an_optimizer_that_the_servers_have_is_neither_saved_nor_lo
     with ab.Executor(ab.TrainStep(model, loss_of, optimizer), mode) as executor:
         executor.run(batch=IDS)
         for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(other.state_dict())):
-            with pytest.raises(ValueError, match=r"state of Adam for table\.weight.*executor\.save.*routes={'table\.weight'"):
+            with pytest.raises(
+                ValueError, match=r"state of Adam for table\.weight.*executor\.save.*routes={'table\.weight'"
+            ):
                 use()
         executor.run(batch=IDS)
     with ab.Executor(ab.TrainStep(plain, loss_of, other)) as executor:

@@ -316,9 +316,12 @@ def hooked(module: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
 
 def before_load(module: nn.Module, call: Callable[..., object]) -> RemovableHandle:
     """Call with the arguments of the module's ``_load_from_state_dict`` before anything below it is loaded."""
-    return module.register_load_state_dict_pre_hook(call)  # type: ignore[no-any-return]
+    return module.register_load_state_dict_pre_hook(call)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def before_state(optimizer: Optimizer, call: Callable[..., object]) -> list[RemovableHandle]:
+def before_state(optimizer: Optimizer, call: Callable[[Optimizer], None]) -> list[RemovableHandle]:
     """Call with the optimizer before its state is returned or loaded."""
-    return [optimizer.register_state_dict_pre_hook(call), optimizer.register_load_state_dict_pre_hook(call)]
+    return [
+        optimizer.register_state_dict_pre_hook(call),
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: call(optimizer)),
+    ]

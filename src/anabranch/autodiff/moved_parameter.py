@@ -48,13 +48,29 @@ class Lookups(Protocol):
         """In place of ``F.embedding_bag``."""
 
 
-_plain = nn.Parameter.__torch_function__  # calls a function as for any other Parameter
-_data, _grad, _version = Tensor.data.__get__, Tensor.grad.__get__, Tensor._version.__get__
+_plain: Callable[..., Any] = nn.Parameter.__torch_function__  # calls a function as for any other Parameter
+
+
+def _reads(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+def _sets(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
+_data, _grad, _version, _set_data, _set_grad = (
+    _reads("data"),
+    _reads("grad"),
+    _reads("_version"),
+    _sets("data"),
+    _sets("grad"),
+)
 # True of a table wherever it is. Not among them: stride, is_contiguous, data_ptr, which would tell of the one NaN.
 _FACTS = frozenset(
-    [value.__get__ for name in dir(Tensor) if name.startswith("is_") and not callable(value := getattr(Tensor, name))]
+    [_reads(name) for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))]
     + [
-        getattr(Tensor, name).__get__
+        _reads(name)
         for name in (
             "shape", "dtype", "device", "layout", "requires_grad", "ndim", "itemsize", "nbytes", "grad_fn",
             "retains_grad", "output_nr",
@@ -66,7 +82,7 @@ _FACTS = frozenset(
         Tensor.__len__, Tensor.__dir__, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference,
         torch.numel, torch.get_device, torch._has_compatible_shallow_copy_type,
         # Honoured: rows of a frozen table get no gradient.
-        Tensor.requires_grad_, Tensor.requires_grad.__set__,
+        Tensor.requires_grad_, _sets("requires_grad"),
     ]
 )  # fmt: skip
 # A placeholder again: so zero_grad(), state_dict() and `p.grad is None` do as always, and what is done with it is
@@ -74,8 +90,7 @@ _FACTS = frozenset(
 _WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
 # They return the tensor itself where it has the type and the place already: model.to(device) is then no change.
 _CASTS = frozenset(
-    [Tensor.to, Tensor.type, Tensor.type_as, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half]
-    + [Tensor.bfloat16]
+    getattr(Tensor, name) for name in ["to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16"]
 )
 _CURES = {
     "__getitem__": "call the module to look rows up",
@@ -122,9 +137,9 @@ class MovedParameter(nn.Parameter):
             raise ValueError("a table on the servers can only be looked up")
         if torch._guards.TracingContext.try_get() is not None:
             return _plain(func, types, args, kwargs)  # Dynamo itself takes down the layout, for its guards
-        if func == Tensor.grad.__set__ and args[1] is None or func == _grad and args[0].stepped_elsewhere:
+        if (func == _set_grad and args[1] is None) or (func == _grad and args[0].stepped_elsewhere):
             return None
-        if func == Tensor.data.__set__ and getattr(args[1], "lookups", None) is args[0].lookups:
+        if func == _set_data and getattr(args[1], "lookups", None) is args[0].lookups:
             return None  # itself, as model.to(device) does
         if func in _WHOLE:
             # An object of its own: zero_grad(set_to_none=False) sets its requires_grad, not the table's.
@@ -173,7 +188,7 @@ class MovedParameter(nn.Parameter):
 def _looks_up() -> bool:
     """Return False where a lookup would be recorded with its rows as constants, or run without real ids."""
     return torch.compiler.is_dynamo_compiling() or not (
-        torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+        torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
     )
 
 
@@ -187,7 +202,7 @@ def _among(values: Iterable[Any]) -> Iterator[MovedParameter]:
 
 @contextmanager
 def from_within() -> Iterator[None]:
-    """The package itself calls optimizers and modules in the block: they find no gradient, and may load and save."""
+    """Let the package itself call optimizers and modules: they find no gradient, and may load and save."""
     before, MovedParameter.stepped_elsewhere = MovedParameter.stepped_elsewhere, True
     try:
         yield
@@ -225,7 +240,7 @@ class Move:
         parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
         torch.autograd.graph.increment_version(parameter)
         self._version = parameter._version
-        parameter.lookups, parameter.__class__ = lookups, MovedParameter  # type: ignore[attr-defined, assignment]
+        parameter.lookups, parameter.__class__ = lookups, MovedParameter  # type: ignore[attr-defined]
 
     def _find(self, module: nn.Module) -> bool:
         """Note all dict entries on the ways to the parameter: what is replaced differs in one of them."""
@@ -262,7 +277,7 @@ class Move:
         self.parameter.refuse(use)
 
     def lose(self, reason: str) -> None:
-        """The numbers could not be read back: say so in all later errors."""
+        """Say in all later errors why the numbers could not be read back."""
         if isinstance(self.parameter, MovedParameter):
             self.parameter.gone = reason
 

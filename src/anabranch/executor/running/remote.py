@@ -32,7 +32,6 @@ from anabranch.job import job
 from anabranch.parameter_server import (
     Consistency,
     ParameterClient,
-    RemoteEmbedding,
     RemoteTables,
     WholeParameters,
     Worker,
@@ -416,7 +415,7 @@ class RemotePart:
             self.client.wait_for_turn(self.clock)
 
     def _give_back(self, until: Deadline) -> None:
-        """Give parameters and optimizers the servers' values and states, read in blocks; what cannot be read is said."""
+        """Give parameters and optimizers the servers' values and states; what cannot be read says so."""
         moves = {move.parameter: move for move in self.tables.moves}
         try:
             self.client.check_joined()  # or it would be another Executor's values
@@ -453,7 +452,7 @@ def _refuse_load(move: Move, module: nn.Module, state: Mapping[str, object], pre
         move.refuse("load_state_dict")
 
 
-def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
     """Refuse to save or load the state of parameters that the servers have."""
     if not MovedParameter.stepped_elsewhere:
         raise ValueError(

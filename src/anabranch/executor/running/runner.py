@@ -332,7 +332,7 @@ class StepRunner:
                 f"{where}; make a new TrainStep and Executor"
             )
         if added:
-            self._parameters, self._layout = now, None
+            self._parameters, self._layout = [*now], None
             self.engine.follow_model()
         self._held = held
 

@@ -343,7 +343,7 @@ class ParameterClient:
             return None, self.pull(name)
         if holding.shape[0] >= 0:
             values = torch.empty(holding.shape[0], holding.width, dtype=holding.dtype, device="cpu")
-            for ids in self._tables.every_id(name, holding).split(CHUNK):
+            for ids in torch.split(self._tables.every_id(name, holding), CHUNK):
                 values[ids] = self.pull_many({name: ids}, exact=True)[name].rows
             return None, values.reshape(holding.shape)
         ids, values = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, holding.width, device="cpu")

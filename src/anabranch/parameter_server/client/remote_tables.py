@@ -145,7 +145,7 @@ class RemoteTables:
         self._client.barrier()
         self.move([model])
         for move in self.moves:
-            move.parameter.stepped_elsewhere = True  # the caller steps the optimizer by hand
+            vars(move.parameter)["stepped_elsewhere"] = True  # the caller steps the optimizer by hand
 
     def take_over(
         self,
@@ -175,9 +175,9 @@ class RemoteTables:
         self._taken[name] = parameter
 
     def move(self, models: Sequence[nn.Module]) -> None:
-        """Make placeholders of the parameters taken over, in all ``models``, and free their memory: nothing can fail."""
+        """Make placeholders of the parameters taken over, in all ``models``; nothing can fail any more."""
         for name, parameter in self._taken.items():
-            lookups = TableLookups(self._sources[name], *parameter.shape, parameter.dtype)
+            lookups = TableLookups(self._sources[name], parameter.shape, parameter.dtype)
             self.moves.append(Move(parameter, lookups, models))
         self._taken.clear()
 

@@ -215,9 +215,9 @@ class _PulledRows(torch.autograd.Function):
 class TableLookups:
     """``F.embedding`` and ``F.embedding_bag`` on a ``MovedParameter`` whose rows ``source`` reads."""
 
-    def __init__(self, source: WeightSource, rows: int, width: int, dtype: torch.dtype) -> None:
-        self.source, self.name, self._count = source, source.name, rows
-        self._table = Table(source.name, width, dtype)
+    def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.source, self.name, self._count = source, source.name, shape[0]
+        self._table = Table(source.name, shape[1], dtype)
         self._handle = opaque.handle_of(self)
 
     def rows(
@@ -269,7 +269,7 @@ class TableLookups:
         mode: str | None,
         include_last_offset: bool,
     ) -> list[Tensor]:
-        """Return the rows of ``ids``, or with a ``mode`` the bags; those of a table that is not trained are constants."""
+        """Return the rows of ``ids``, or with a ``mode`` the bags; constants if the table is not trained."""
         recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
         with torch.set_grad_enabled(torch.is_grad_enabled() and recorded):
             if mode is None:
