@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import BoundaryError
 from anabranch.graph import StepProgram
 from anabranch.graph.crossings import crossing_of
@@ -78,7 +79,7 @@ def train(start: Model, cache: Cache | None, *, graph: bool) -> tuple[list[Tenso
         tables.wait_until_quiet()
         assert client.statistics()[0].tables["bag.weight"].pushes == STEPS
         tables.flush()
-        return losses, [*(client.pull(name) for name in NAMES), *(p.detach() for p in model.parameters())]  # type: ignore[misc]
+        return losses, [*(client.pull(name) for name in NAMES), *(p.detach() for p in parameters_here(model).values())]  # type: ignore[misc]
 
 
 @pytest.mark.quick_cases(1)

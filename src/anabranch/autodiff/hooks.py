@@ -26,6 +26,7 @@ from typing import Any, Final, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.futures import GradientFuture
@@ -36,6 +37,9 @@ __all__ = [
     "Gradient",
     "OutputRecorder",
     "Sweep",
+    "before_load",
+    "before_state",
+    "foreign_hooks",
     "hooked",
     "hooks_of_node",
     "hooks_registered",
@@ -201,6 +205,13 @@ def hooks_of_node(leaf: Tensor) -> Iterator[Mapping[int, Callable[..., object]]]
         yield hooks
 
 
+def foreign_hooks(leaf: Tensor) -> list[Callable[..., object]]:
+    """Return the hooks that others have set on the gradient of a leaf, at any of the three places."""
+    kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None), *hooks_of_node(leaf))
+    hooks = [hook for kind in kinds for hook in (kind or {}).values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", "") != __name__]
+
+
 def _do_nothing(*_: object) -> None:
     """Leave the gradients of a backward in another thread as they are."""
 
@@ -301,3 +312,16 @@ def hooked(module: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def before_load(module: nn.Module, call: Callable[..., object]) -> RemovableHandle:
+    """Call with the arguments of the module's ``_load_from_state_dict`` before anything below it is loaded."""
+    return module.register_load_state_dict_pre_hook(call)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def before_state(optimizer: Optimizer, call: Callable[[Optimizer], None]) -> list[RemovableHandle]:
+    """Call with the optimizer before its state is returned or loaded."""
+    return [
+        optimizer.register_state_dict_pre_hook(call),
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: call(optimizer)),
+    ]

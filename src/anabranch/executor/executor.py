@@ -44,6 +44,7 @@ from anabranch.executor.plan.pipe_survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
 from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
@@ -187,7 +188,7 @@ class Executor:
             check_auto(self._models.values(), consistency)
         self._routes = self._routes_in(self.comm_mode)
         self._log_path = check_log_path(log_path)
-        self._closed, self._timeout = False, timeout
+        self._closed, self._timeout, self._process = False, timeout, os.getpid()
         self._started = time.monotonic()
         self._placement: DevicePlacement | None = None
         self._remote: RemotePart | None = None
@@ -241,7 +242,7 @@ class Executor:
                 row_compression=row_compression,
                 timeout=timeout,
                 heartbeat=heartbeat,
-                on_move=self._evaluate_anew,
+                on_move=self._follow_move,
             )
             if self._serves_any():
                 self._remote = self._take_to_servers()
@@ -252,8 +253,8 @@ class Executor:
             for step in self._steps.values():
                 if isinstance(step, TrainStep) and not step.model.training:
                     step.model.train()
-        except BaseException:
-            self._end(clean=False)
+        except BaseException as error:
+            self._end(error)
             raise
         everyone = self._grid or self._workers
         self._rank = rank = job().rank if everyone is None else everyone.rank
@@ -298,15 +299,18 @@ class Executor:
         steps = self._steps.items()
         return {name: self._engines.evaluator_for(name, step) for name, step in steps if isinstance(step, EvalStep)}
 
-    def _evaluate_anew(self) -> None:
-        """Capture evaluations again: a graph may hold what has moved."""
+    def _follow_move(self) -> None:
+        """Let runners and evaluations see that parameters have moved to the servers."""
+        for runner in self._runners.values():
+            if runner.remote is not None:
+                runner.take_to_servers(runner.remote)
         self._evaluators |= self._new_evaluators()
 
     def _take_to_servers(self) -> RemotePart:
         """Let the servers hold what the routes say, from the first run on if they hold nothing of these names yet."""
         remote = self._make_remote(self._routes, served=self._served)
         for runner in self._runners.values():
-            runner.remote = RemoteWindow(remote, runner.step)
+            runner.take_to_servers(RemoteWindow(remote, runner.step))
             if remote.rows and not isinstance(runner, PipeRunner):
                 runner.upcoming = UpcomingIds()
         return remote
@@ -643,6 +647,35 @@ class Executor:
         self._served = "replace"
         self._watching.loaded(self.step, folder)
 
+    def state_dict(self, name: str | None = None) -> dict[str, Tensor]:
+        """Return a copy of the model's state as plain PyTorch has it, tables on servers included.
+
+        ::
+
+            state = executor.state_dict()  # every worker calls it
+            if state:
+                torch.save(state, "model.pt")
+
+        Every worker calls it; rank 0 gets the state, the others ``{}`` (with ``comm_mode=None`` each process its own).
+        A tied parameter has all its names. A ``RemoteEmbedding`` of fixed size is ``<module>.weight``, one with a
+        dynamic vocabulary ``<module>.ids`` and ``<module>.weight``. Parameters of a loss that is a module, and experts,
+        are not in it.
+
+        Args:
+            name: of a step with the model; ``None`` where all steps have the same.
+
+        Raises:
+            ValueError: no such step, or several models and no name.
+            CheckpointError: it could not be read; on every worker.
+        """
+        self._check_open()
+        steps = [self._step(name)] if name is not None else list(self._steps.values())
+        models = {model_of(step.model) for step in steps}
+        if len(models) > 1:
+            raise ValueError(f"the steps have {len(models)} models; name one of the steps {sorted(self._steps)}")
+        with self._reporting_failures():
+            return self._saver.state_dict(models.pop())
+
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Load the newest complete checkpoint in or under ``path``; ``False`` if there is none. Every worker calls it.
 
@@ -805,28 +838,38 @@ class Executor:
         """Stop everything started by this executor: loaders' threads, monitoring of the other workers, its process
         group.
 
-        Then the model holds the trained dense parameters from servers, and the tables of servers in this process;
-        tables of other servers stay there. Every worker calls it.
+        Then the model is plain PyTorch again: every worker reads the parameters on servers back, in blocks, with their
+        optimizers' state. Every worker calls it. Leaving the ``with`` block by an exception does the same, with the
+        state that was last applied, and lets the exception pass; in a forked child neither does anything. If the
+        servers are gone, tables stay placeholders, whose errors say so.
         """
-        self._end(clean=True)
+        self._end(None)
 
-    def _end(self, *, clean: bool) -> None:
+    def _end(self, failed: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:  # in reverse order, also where one of them fails
-            for part in (self._workers, self._grid, self._placement):
-                if part is not None:
-                    stack.callback(part.close)
-            if self._remote is not None:
-                stack.callback(self._remote.close, clean=clean)
-            stack.callback(self._batches.close)
-            stack.callback(self._watching.close)
-            stack.callback(self._end_trace, clean=clean)
-            if self._end_saves is not None:
-                stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
-                if clean:
-                    stack.callback(self._settle_saves)
+        if os.getpid() != self._process:
+            return  # everything here is the parent's
+        clean = failed is None
+        try:
+            with ExitStack() as stack:  # in reverse order, also where one of them fails
+                for part in (self._workers, self._grid, self._placement):
+                    if part is not None:
+                        stack.callback(part.close)
+                if self._remote is not None:
+                    stack.callback(self._remote.close, failed)
+                stack.callback(self._batches.close)
+                stack.callback(self._watching.close)
+                stack.callback(self._end_trace, clean=clean)
+                if self._end_saves is not None:
+                    stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
+                    if clean:
+                        stack.callback(self._settle_saves)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
 
     def __enter__(self) -> Self:
         return self
@@ -834,7 +877,7 @@ class Executor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end(clean=kind is None)
+        self._end(error)
 
 
 def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> DevicePlacement:

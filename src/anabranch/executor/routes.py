@@ -21,6 +21,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anabranch.autodiff.hooks import foreign_hooks
+from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
@@ -142,6 +144,8 @@ def plan_routes(
     owners = _owners(steps)
     routes = []
     for name, parameter in named.items():
+        if isinstance(parameter, MovedParameter) and parameter in owners:
+            parameter.refuse("a second Executor")
         users = users_of(parameter, models.values())
         place, why = _place(
             name, parameter, users, mode, overrides.get(name), owned=parameter in owners, tied=parameter in tied
@@ -204,6 +208,8 @@ def _place(
     tied: bool,
 ) -> tuple[Place, str]:
     looked_up = all(isinstance(module, nn.Embedding | nn.EmbeddingBag) and label == "weight" for module, label in users)
+    kept = "it is an nn.Parameter of another class" if type(parameter) is not nn.Parameter else ""
+    kept = kept or ("it has gradient hooks" if looked_up and foreign_hooks(parameter) else "")
     why = "" if override is None else f"routes={{...: {override!r}}}"
     if mode is None:
         return Place.HERE, "comm_mode=None"
@@ -221,6 +227,13 @@ def _place(
         return Place.WORKERS, "shared by stages on several ranks"
     if chosen == "AllReduce":
         return Place.WORKERS, why or "comm_mode='AllReduce'"
+    if looked_up and kept:
+        if override in ("PS", "Hybrid"):
+            raise ValueError(
+                f"routes={{{name!r}: {override!r}}}: {kept}, which rows on servers do not run; leave the route out, or "
+                "make it a plain nn.Parameter"
+            )
+        return Place.WORKERS, kept
     if looked_up:
         return Place.ROWS, why or f"an embedding's table under {mode}"
     if chosen == "PS":

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import OutputRecorder
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.batch_kinds import kind_of
@@ -331,7 +332,7 @@ class StepProgram(StepState):
 
     def up_to_date(self, key: JointKey) -> JointKey:
         """``key`` for the tensors that the model holds now: parameters may have been replaced or added."""
-        now = dict(self.model.named_parameters())
+        now = parameters_here(self.model)
         if now.keys() != self.parameters.keys() or any(now[n] is not p for n, p in self.parameters.items()):
             self._bind()
         else:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.bound_state import BoundState
@@ -81,6 +82,10 @@ class StepState:
         self._group_numbers = GroupNumbers(self.optimizers)
         self._numbers: object = None
         self._updates: dict[object, Graph] = {}
+
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some are elsewhere now."""
+        self._bind()
 
     @property
     def said_of_update(self) -> str:
@@ -165,8 +170,8 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in known and not parameter.numel():
-                    continue  # on the servers, which update it
+                if isinstance(parameter, MovedParameter):
+                    continue  # the servers update it
                 if parameter not in known:
                     raise CaptureError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
@@ -593,7 +594,7 @@ class Pipe(nn.Module):
         if elsewhere is not None:
             total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in self.parameters():
+        for parameter in parameters_here(self).values():
             if parameter.grad is not None:
                 value = _values_of_gradient(parameter)
                 value.mul_(scale.to(value.device))
@@ -603,7 +604,7 @@ class Pipe(nn.Module):
         """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
         with self._engine.turn("clip_grad_norm", self.calls) as turn:
             elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != self._rank}
-            here = [p for p in self.parameters() if p.grad is not None]
+            here = [p for p in parameters_here(self).values() if p.grad is not None]
             values = {p: _values_of_gradient(p) for p in here}
             counted = [values[p] for p in here if id(p) not in elsewhere]
             norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anabranch import spans
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.running.clipping import clip_gradients
@@ -82,7 +83,7 @@ class GraphEngine:
             when_slow=lambda: _say_what_is_captured(step, name, level),
         )
         self.may_trace = True
-        self._parameters = dict(step.model.named_parameters())
+        self._parameters = parameters_here(step.model)
         self._ready: Ready | None = None
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
@@ -108,7 +109,8 @@ class GraphEngine:
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
-        self._parameters = dict(self._step.model.named_parameters())
+        self._program.follow_model()
+        self._parameters = parameters_here(self._step.model)
         if self._errors_to is not None:
             self._errors_to.follow_model()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
 from anabranch.executor.running.clipping import clip_gradients
 from anabranch.executor.running.fetching import Fetch
@@ -54,7 +55,7 @@ class TapeEngine:
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
-        named = dict(self._step.model.named_parameters())
+        named = parameters_here(self._step.model)
         self._names, self._parameters = list(named), list(named.values())
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
+from anabranch.autodiff.moved_parameter import MovedParameter, parameters_here
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.optimizer_contents import Contents
 from anabranch.tensors.memory import shown_once
@@ -60,11 +61,12 @@ class Snapshot:
         found = [*model.parameters(), *model.buffers(), *self._held.tensors]
         found += [value for value in others if isinstance(value, Tensor)]
         # Sparse batches are read only.
-        self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided]
+        here = (t for t in dict.fromkeys(found) if not isinstance(t, MovedParameter))
+        self._tensors = [t for t in here if t.layout is torch.strided]
         with torch.no_grad():
             self._memories = [shown_once(tensor).detach() for tensor in self._tensors]
             self._copies = [memory.clone() for memory in self._memories]
-        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters_here(model).values()]
         kept = [(parameter, gradient) for parameter, gradient in self._gradients if gradient is not None]
         if since is not None:
             kept = [(parameter, gradient) for parameter, gradient in kept if parameter in since._kept]

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
 from anabranch.executor.plan.machine_profile import Profile
 from anabranch.executor.plan.measuring import RowKind, measure
@@ -95,7 +96,7 @@ class Planner:
         tables: dict[Tensor, str] = {
             route.tensor: route.parameter
             for route in everything
-            if route.tensor is not None and route.tensor.numel() and self._looked_up(route)
+            if route.tensor is not None and not isinstance(route.tensor, MovedParameter) and self._looked_up(route)
         }
         survey = None
         if batch is not None and rows_of(step, batch):

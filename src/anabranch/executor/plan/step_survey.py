@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.crossing import traced_by
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.engine import loss_and_returned
 from anabranch.executor.plan.dry_run import DryRun, Lookups
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -127,7 +128,7 @@ def _run(step: TrainStep, batch: Structure, lookups: Lookups, dry_run: DryRun) -
     with torch.enable_grad(), traced_by(dry_run), lookups:
         loss, _ = loss_and_returned(step.loss(step.model, batch))
     forward = time.perf_counter() - began - dry_run.away
-    parameters = [p for p in step.model.parameters() if p.requires_grad and p not in lookups.tables]
+    parameters = [p for p in parameters_here(step.model).values() if p.requires_grad and p not in lookups.tables]
     try:
         torch.autograd.grad(loss, [*parameters, *dry_run.leaves], allow_unused=True)
     except RuntimeError:  # reentrant checkpoints refuse it, and backward would reach .grad and the user's hooks

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch import spans
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
 from anabranch.executor.running.clipping import clip_scale
@@ -81,7 +82,7 @@ class PipeRunner(StepRunner):
         return self.asked_to_stop if self._pipe.process_group is None else self._schedule.asked_to_stop
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
-        here = set(self._pipe.parameters())  # those that have moved to servers are not
+        here = set(parameters_here(self._pipe).values())
         return {name: parameter for parameter, name in self._pipe.first_names().items() if parameter in here}
 
     def _clip(self, max_norm: float) -> Tensor:
@@ -186,8 +187,8 @@ def _nonfinite(pipe: Pipe) -> list[str]:
     """Return the parameters whose gradients are not finite; not empty if there is one on any of the pipe's ranks."""
     if pipe.process_group is not None and math.isfinite(pipe.grad_norm()):
         return []
-    here = {parameter: name for parameter, name in pipe.first_names().items() if parameter.grad is not None}
-    found = nonfinite_names((name, cast(Tensor, parameter.grad)) for parameter, name in here.items())
+    first, here = pipe.first_names(), parameters_here(pipe).values()
+    found = nonfinite_names((first[parameter], parameter.grad) for parameter in here if parameter.grad is not None)
     elsewhere = [] if pipe.process_group is None else ["parameters on another rank (or their norm is too large)"]
     return found or elsewhere
 

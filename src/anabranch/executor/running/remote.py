@@ -11,15 +11,19 @@ The clock counts pushes, over all training steps of the executor: every worker m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.hooks import before_load, before_state
+from anabranch.autodiff.moved_parameter import Move, MovedParameter
+from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
 from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.running.loss_module import model_of
@@ -74,7 +78,7 @@ class ServedParameter:
     Attributes:
         name: on the servers, and in the model.
         names: all that it has in the models' state, if several modules share it.
-        parameter: the optimizer's parameter; without memory if the servers have the only copy.
+        parameter: the optimizer's parameter; a placeholder if the servers have the only copy.
         shape, dtype: of the whole.
         place: where it lives.
         rule: its optimizer's settings, read again at each call.
@@ -155,6 +159,8 @@ class RemotePart:
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
+        self._hooks = ExitStack()
+        self._there: list[ServedParameter] = []  # of ``moved``, once their values are on the servers
         check_served_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
@@ -191,7 +197,9 @@ class RemotePart:
             else:
                 for model in models.values():
                     self.tables.read_modules(model)
-        except BaseException:
+        except BaseException as error:
+            if self._there:
+                self.close(error)  # gives back what has moved
             self.client.close()
             raise
 
@@ -247,6 +255,7 @@ class RemotePart:
             for spec, table_rule in self.client.made:
                 compile_cache_kernels(self._cache, table_rule, spec.dtype)
         self._meet()
+        self._move()
         if adopted:
             self.whole.refresh(None)
         self.torn = False
@@ -263,7 +272,7 @@ class RemotePart:
         for moved in self.moved:
             adopt = moved.name in adopted
             users = users_of(moved.parameter, everyone)
-            state = moved.optimizer.state.pop(moved.parameter, {})
+            state = moved.optimizer.state.get(moved.parameter, {})
             if moved.place is Place.ROWS:
                 self.tables.take_over(moved.name, moved.parameter, users, moved.rule, state, adopt=adopt)
                 continue
@@ -271,6 +280,20 @@ class RemotePart:
             if moved.place is Place.WHOLE_TABLE:
                 sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
             self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
+
+    def _move(self) -> None:
+        """Leave placeholders in the models and no state in the optimizers, once the servers have both."""
+        self._there = self.moved
+        self.tables.move(list(self._models.values()))
+        for move in self.tables.moves:
+            for module in (module for module, holds in move.holders.items() if holds):
+                self._hooks.callback(before_load(module, partial(_refuse_load, move)).remove)
+        for optimizer in {moved.optimizer: None for moved in self.moved}:
+            names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
+            for handle in before_state(optimizer, partial(_refuse_state, names)):
+                self._hooks.callback(handle.remove)
+        for moved in self.moved:
+            moved.optimizer.state.pop(moved.parameter, None)
 
     @property
     def alone(self) -> bool:
@@ -328,6 +351,9 @@ class RemotePart:
         due = self._refresh_due(fresh and not (training and self._recent))
         if due or (training and fresh):
             self.check_unchanged()
+        else:
+            for move in self.tables.moves:
+                move.check()
         self.tables.begin(self.clock, training=training, between=between)
         if due:
             self._refresh(waits=training)
@@ -376,22 +402,17 @@ class RemotePart:
         return self._read_at != self.clock or (fresh and not self.consistency.merges)
 
     def check_unchanged(self) -> None:
-        """Raise ``LostUpdate`` if something was written here that counts on the servers only."""
+        """Raise ``ValueError`` if something was written here that counts on the servers only."""
         if not self.is_open:
             return
+        for move in self.tables.moves:
+            move.check()
         if changed := self.whole.changed():
             raise LostUpdate(
                 f"{', '.join(changed)} was changed by hand and lives on the servers, whose values would overwrite the "
                 f"change; put the old values back before the next step, change it before the Executor is made, or keep "
                 f"it on the workers: routes={{{changed[0]!r}: 'AllReduce'}}"
             )
-        for moved in self.moved:
-            if moved.optimizer.state and moved.optimizer.state.get(moved.parameter):
-                raise LostUpdate(
-                    f"{type(moved.optimizer).__name__} was given a state for {moved.name}, which lives on the servers "
-                    "together with the state that counts; set it before the Executor is made, load a checkpoint with "
-                    f"executor.load, or keep it on the workers: routes={{{moved.name!r}: 'AllReduce'}}"
-                )
 
     def check_whole(self) -> None:
         """Raise ``BoundaryError`` if the servers may be at another step than this worker."""
@@ -464,6 +485,7 @@ class RemotePart:
 
     def read(self) -> dict[Tensor, ParameterState]:
         """Read the parameters on servers with their optimizer states; called by one worker, once all have settled."""
+        self.client.check_whole()
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
     def replace_embeddings(self, state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -498,31 +520,45 @@ class RemotePart:
 
     # The end.
 
-    def close(self, *, clean: bool = True) -> None:
-        """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return.
+    def close(self, failed: BaseException | None = None) -> None:
+        """Flush, give back to the model what the servers have applied last, and close.
+
+        Args:
+            failed: the error that ends the Executor: then nothing waits for the other workers, and nothing is raised.
 
         Raises:
             LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
         """
+        until = Deadline.after(self.client.timeout)
+        errors: list[Exception] = []
         try:
-            if clean:
-                lost = self._lost_at_the_end()
+            if failed is None:
+                with _collecting(errors):
+                    self.check_unchanged()
+            with _collecting(errors):
                 self.tables.close()
                 self.count_at_the_edge()
-                if lost is not None or self._refresh_due(fresh=True):
-                    self.whole.refresh(None if self.torn else self.clock)
-                if self.client.in_process and self.is_open:
-                    self._give_back()
+            if failed is None and self.is_open:
+                with _collecting(errors):
+                    self._wait_for_pushes()
+                until = Deadline.after(self.client.timeout)
+            with _collecting(errors):
+                self._give_back(until)
                 self._note_given_back()
-                for model in self._models.values():
-                    for module in model.modules():
-                        if isinstance(module, RemoteEmbedding) and not self.tables.is_trained_elsewhere(module):
-                            module.close()
-                if lost is not None:
-                    raise lost
+            for model in self._models.values():
+                with _collecting(errors):
+                    self.tables.release_modules(model)
         finally:
+            self._hooks.close()
             self.client.close()  # which ends pending prefetches
             self.tables.abandon()
+        for error in errors:
+            if failed is not None:
+                failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
+                continue
+            if not isinstance(error, BoundaryError):
+                error.add_note("this was seen as the Executor was closed: the model has the values of the servers")
+            raise error
 
     def _note_given_back(self) -> None:
         """Let the next Executor of this process replace what the model has again, unless it changes meanwhile."""
@@ -531,29 +567,67 @@ class RemotePart:
             given_back = steps.keys() & self._served.difference(self.embeddings)
             _given_back.update({(self.client.endpoints, name): steps[name] for name in given_back})
 
-    def _lost_at_the_end(self) -> LostUpdate | None:
-        try:
-            self.check_unchanged()
-        except LostUpdate as error:
-            error.add_note("this was seen as the Executor was closed: the model has the values of the servers")
-            return error
-        return None
+    def _wait_for_pushes(self) -> None:
+        """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
+        if self.consistency.merges and not self.torn:
+            if self.tables.delays:
+                self._meet()  # everyone has flushed
+            self.client.wait_for_turn(self.clock)
 
-    def _give_back(self) -> None:
-        for moved in self.moved:
-            kept = self.client.read_kept(moved.name, moved.rule())
-            if state := to_torch(moved.rule(), kept):
-                moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
-            if moved.place is Place.ROWS:
-                self.tables.give_back(moved.name, kept.values)
+    def _give_back(self, until: Deadline) -> None:
+        """Give parameters and optimizers the servers' values and states; what cannot be read says so."""
+        moves = {move.parameter: move for move in self.tables.moves}
+        try:
+            self.client.check_joined()  # or it would be another Executor's values
+            for moved in sorted(self._there, key=lambda moved: moved.parameter not in moves):
+                kept = self.client.read_kept(moved.name, moved.rule(), until=until)
+                if state := to_torch(moved.rule(), kept):
+                    moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
+                values = kept.values.to(moved.parameter.device)
+                if (move := moves.pop(moved.parameter, None)) is not None:
+                    move.give_back(values)
+                else:
+                    with torch.no_grad():
+                        moved.parameter.copy_(values)
+        except BaseException as error:
+            for move in moves.values():
+                move.lose(f"{type(error).__name__}: {error}")
+            raise
+
+
+@contextmanager
+def _collecting(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - what follows is to be done all the same
+        errors.append(error)
+
+
+def _refuse_load(move: Move, module: nn.Module, state: Mapping[str, object], prefix: str, *_: object) -> None:
+    """Refuse to load numbers of a table that is on the servers, before anything was copied."""
+    names = [
+        name for name, held in module.named_parameters(prefix[:-1], remove_duplicate=False) if held is move.parameter
+    ]
+    if any(name in state for name in names) and not MovedParameter.stepped_elsewhere:
+        move.refuse("load_state_dict")
+
+
+def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to save or load the state of parameters that the servers have."""
+    if not MovedParameter.stepped_elsewhere:
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} for {', '.join(names)} is on the servers while its Executor is "
+            "open; executor.save(path) and executor.load(path) save and load it, or keep them on the workers: "
+            f"routes={{{names[0]!r}: 'AllReduce'}}"
+        )
 
 
 def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
     """Return an optimizer's state as after its ``load_state_dict``: servers keep float32 state for float16."""
-    if moved.dtype != torch.float16 or moved.rule().family is Family.ROW_WISE_ADAGRAD:
-        return dict(state)
+    half = moved.dtype == torch.float16 and moved.rule().family is not Family.ROW_WISE_ADAGRAD
+    dtype, device = moved.dtype if half else None, moved.parameter.device
     return {
-        key: value.to(moved.dtype) if isinstance(value, Tensor) and key != "step" else value
+        key: value.to(device, dtype) if isinstance(value, Tensor) and key != "step" else value
         for key, value in state.items()
     }
 

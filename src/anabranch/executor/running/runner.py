@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anabranch.autodiff.moved_parameter import from_within, parameters_here
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.engines.auto_engine import AutoEngine
@@ -69,7 +70,7 @@ class StepRunner:
         self._window_rows = 0.0
         self._broken = False
         self._started = False
-        self._parameters = list(step.model.parameters())
+        self._parameters: list[Tensor] = list(parameters_here(step.model).values())
         self._held = _optimizer_parameters(step)
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
@@ -89,6 +90,12 @@ class StepRunner:
         self._whole = step.on_gradients is None and step.clip_grad_value is None and step.precision != "float16"
         if isinstance(engine, TapeEngine) and step.precision == "float16":
             self.scale = engine.scale = LossScale()
+
+    def take_to_servers(self, remote: RemoteWindow) -> None:
+        """Run from now on with some of the parameters on servers."""
+        self.remote, self._layout = remote, None
+        self._parameters = list(parameters_here(self.step.model).values())
+        self.engine.follow_model()
 
     def _lay_out(self) -> None:
         """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
@@ -313,7 +320,7 @@ class StepRunner:
         held = _optimizer_parameters(self.step)
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        known, now = set(self._parameters), list(self.step.model.parameters())
+        known, now = set(self._parameters), list(parameters_here(self.step.model).values())
         added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
         foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
         alone = self._workers is None and self.remote is None and self._in_window == 0
@@ -325,7 +332,7 @@ class StepRunner:
                 f"{where}; make a new TrainStep and Executor"
             )
         if added:
-            self._parameters, self._layout = now, None
+            self._parameters, self._layout = [*now], None
             self.engine.follow_model()
         self._held = held
 
@@ -334,7 +341,7 @@ class StepRunner:
         assert self._layout is not None
         for parameter, laid_out in zip(self._parameters, self._layout, strict=True):
             if not laid_out and parameter.grad is not None:
-                names = {value: name for name, value in self.step.model.named_parameters()}
+                names = {value: name for name, value in self._named_parameters().items()}
                 raise ValueError(
                     f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
                     "window; do it between two optimizer steps"
@@ -464,7 +471,8 @@ class StepRunner:
             raise nonfinite_error(names, self.steps)
 
     def _update(self) -> None:
-        self.engine.update()
+        with from_within():
+            self.engine.update()
         self._step_schedulers()
 
     def _clip(self, max_norm: float) -> Tensor:
@@ -478,7 +486,7 @@ class StepRunner:
         return norm_of(self._parameters)
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
-        return dict(self.step.model.named_parameters())
+        return parameters_here(self.step.model)
 
     def _wants_to_stop(self) -> bool:
         return self.asked_to_stop
@@ -553,4 +561,4 @@ def _sparse_tables(model: nn.Module) -> list[str]:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    return [name for name, parameter in model.named_parameters() if parameter in found]
+    return [name for name, parameter in parameters_here(model).items() if parameter in found]

@@ -8,6 +8,7 @@ from typing import cast
 from torch import Tensor
 from torch.optim import Optimizer
 
+from anabranch.autodiff.moved_parameter import from_within
 from anabranch.errors import CheckpointError
 from anabranch.executor.steps import parameters_of
 
@@ -38,7 +39,8 @@ def by_parameter_name(
 
     State under keys of the optimizer's own, which are no parameters, is kept apart: a key may be a parameter's name.
     """
-    state = optimizer.state_dict()
+    with from_within():
+        state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
     states = {name_of[number]: dict(values) for number, values in state["state"].items() if number in name_of}

@@ -16,6 +16,7 @@ Parameters on servers are in "model" and "optimizer" like others, so that a chec
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,10 +26,11 @@ from typing import Any, Protocol, cast
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch import checkpoint
+from anabranch.autodiff.moved_parameter import MovedParameter, from_within
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
 from anabranch.checkpoint.storage import Place
@@ -52,8 +54,10 @@ from anabranch.executor.saving.merged_stages import (
 )
 from anabranch.executor.saving.optimizer_states import by_parameter_name, by_position, parameter_names
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
+from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
+from anabranch.tensors import map_structure
 
 __all__ = ["HasState", "Saver"]
 
@@ -157,6 +161,56 @@ class Saver:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
         if not wait:
             self._started_saves.append(StartedSave(self._steps_taken(), path, began))
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return a copy of the state of ``model`` as it is without servers, on rank 0; every worker calls it.
+
+        Raises:
+            CheckpointError: a rank could not read its part; on every worker.
+        """
+        self._check_known("state_dict")
+        if self.remote is not None:
+            self.remote.settle()
+            self._gather(b"")  # read once all have settled
+        state: dict[str, Any] = {}
+        failure = ""
+        if self._row == 0:  # the stages of one pipeline
+            try:
+                state = self._state_without_servers(model)
+            except Exception as error:  # a server may be lost
+                if self._size == 1:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(self._gather(failure.encode())):
+            if text:
+                raise CheckpointError(f"rank {rank} could not read the state of the model: {text.decode()}")
+        if self._stages > 1:
+            # Cloned: names of one tied tensor would share memory, which the format refuses.
+            sent = {} if self._rank == 0 else map_structure(lambda v: v.clone() if isinstance(v, Tensor) else v, state)
+            for part in self._gather_at_first(_pack(sent))[1 : self._stages]:
+                state |= cast("dict[str, Any]", _unpack(part))
+        return state if self._rank == 0 else {}
+
+    def _state_without_servers(self, model: nn.Module) -> dict[str, Any]:
+        state: dict[str, Any] = model.state_dict()
+        remote, prefix = self.remote, next(prefix for prefix, other in self._models.items() if other is model)
+        if remote is None:
+            return copy.deepcopy(state)
+        served = {name: moved for moved in remote.moved for name in moved.names}
+        served = {name: served[prefix + name] for name in state if prefix + name in served}
+        state.update(dict.fromkeys(served))  # filled below; the order is the model's
+        copied = copy.deepcopy(state)
+        values = {
+            moved.parameter: remote.client.read_values(moved.name)[1].to(moved.parameter.device)
+            for moved in served.values()
+        }
+        copied.update({name: values[moved.parameter] for name, moved in served.items()})
+        for path, module in model.named_modules():
+            if isinstance(module, RemoteEmbedding):
+                ids, rows = remote.client.read_values(module.name)
+                here = f"{path}." if path else ""
+                copied |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
+        return copied
 
     def settle(self, deadline: Deadline, *, leave: int = 0) -> list[StartedSave]:
         """Wait until at most ``leave`` of the started saves are unwritten; return the written ones.
@@ -406,12 +460,13 @@ class Saver:
             load_objects()  # which may fail
             if self.remote is not None:
                 self.remote.open("replace")
-            for prefix, model in self._models.items():
-                names = model.state_dict().keys()
-                values = {**tensors, **extra}
-                model.load_state_dict({name: values[prefix + name] for name in names})
-            for optimizer, plan in plans:
-                optimizer.load_state_dict(plan)
+            with from_within():
+                for prefix, model in self._models.items():
+                    here = [name for name, value in model.state_dict().items() if not isinstance(value, MovedParameter)]
+                    values = {**tensors, **extra}
+                    model.load_state_dict({name: values[prefix + name] for name in here}, strict=False)
+                for optimizer, plan in plans:
+                    optimizer.load_state_dict(plan)
             for name, step in self._steps.items():
                 for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
                     scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import hooks_registered
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.graph.trace.optimizer_code import OptimizerCode
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
@@ -27,7 +28,7 @@ class BoundState:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = list(optimizers)
-        self.parameters = dict(model.named_parameters())
+        self.parameters = parameters_here(model)
         self._tensors = [tensor for tensor in self.parameters.values() if tensor.layout is torch.strided]
         self._forms = list(map(_form, self._tensors))
         self._note_places()

@@ -21,7 +21,7 @@ from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import read_together
-from anabranch.parameter_server.client.remote_weight import RemoteWeight, WeightSource
+from anabranch.parameter_server.client.remote_weight import TableLookups, WeightSource
 from anabranch.tensors import Jagged, bags_of
 
 __all__ = ["EmbeddingBagCollection"]
@@ -107,5 +107,5 @@ def _source_of(bag: nn.Module) -> WeightSource | None:
     """Return where a bag's rows come from, if that is known before they are requested."""
     if isinstance(bag, RemoteEmbedding):
         return bag.source
-    weight = bag.weight
-    return weight.source if isinstance(weight, RemoteWeight) else None
+    lookups = getattr(bag.weight, "lookups", None)
+    return lookups.source if isinstance(lookups, TableLookups) else None

@@ -313,26 +313,64 @@ class ParameterClient:
         if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
-    def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
-        """Return a fixed table or a dense parameter with its optimizer's state, with every row up to date."""
-        self.check_whole()
+    def read_kept(self, name: str, rule: RowOptimizer, *, until: Deadline | None = None) -> ParameterState:
+        """Return a fixed table or a dense parameter with its optimizer's state, with every row up to date.
+
+        Args:
+            name: of the table or parameter.
+            rule: its optimizer.
+            until: ends the last read of this client, whose calls take no longer from now on.
+        """
         holding = self._tables.holding(name)
+        self._end_by(until)
         if holding.placement is None:
             step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
         rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
-        everything = torch.empty(rows, row_width, dtype=state_dtype(holding.dtype), device="cpu")
+        row_wise = rule.family is Family.ROW_WISE_ADAGRAD
+        values = torch.empty(rows, width, dtype=holding.dtype, device="cpu")
+        states = [
+            torch.empty(rows, width, dtype=state_dtype(holding.dtype), device="cpu")
+            for _ in range(0 if row_wise else rule.states)
+        ]
         for first in range(0, rows, CHUNK):
+            self._end_by(until)
             ids = torch.arange(first, min(first + CHUNK, rows), device="cpu")
             with_state = torch.full((len(ids),), WITH_STATE, device="cpu")
             found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
-            everything[first + found.positions] = found.rows
+            for number, part in enumerate((values, *states)):
+                part[first + found.positions] = found.rows[:, width * number : width * (number + 1)].to(part.dtype)
+        self._end_by(until)
         step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
-        values = everything[:, :width].to(holding.dtype).reshape(holding.shape)
-        if rule.family is Family.ROW_WISE_ADAGRAD:
-            return ParameterState(values, [sums_of(self._tables, name, rows, rule)], step)
-        states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
-        return ParameterState(values, [state.reshape(holding.shape) for state in states], step)
+        if row_wise:
+            states = [sums_of(self._tables, name, rows, rule)]
+        else:
+            states = [state.reshape(holding.shape) for state in states]
+        return ParameterState(values.reshape(holding.shape), states, step)
+
+    def read_values(self, name: str) -> tuple[Tensor | None, Tensor]:
+        """Return the ids of a dynamic vocabulary, ascending, else ``None``, and the exact values of all rows."""
+        holding = self._tables.holding(name)
+        if holding.placement is None:
+            return None, self.pull(name)
+        if holding.shape[0] >= 0:
+            values = torch.empty(holding.shape[0], holding.width, dtype=holding.dtype, device="cpu")
+            for ids in torch.split(self._tables.every_id(name, holding), CHUNK):
+                values[ids] = self.pull_many({name: ids}, exact=True)[name].rows
+            return None, values.reshape(holding.shape)
+        ids, values = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, holding.width, device="cpu")
+        for group in self.collect([name])[1].values():
+            tensors = group() if callable(group) else group
+            for key, some in tensors.items():
+                if key.endswith(".ids"):
+                    ids = torch.cat([ids, some])
+                    values = torch.cat([values, tensors[f"{key[:-4]}.values"][:, : holding.width]])
+        order = ids.argsort()
+        return ids[order], values[order].to(holding.dtype)
+
+    def _end_by(self, until: Deadline | None) -> None:
+        if until is not None:
+            self._calls.timeout = max(until.remaining(), 1e-3)
 
     def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
         """Set all rows of a fixed table that has not been trained here yet, a few at a time."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff import opaque
 from anabranch.choices import choice
+from anabranch.job import job
 from anabranch.parameter_server.client.distinct_ids import unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_weight import Table, WeightSource, look_up, look_up_bags
+from anabranch.parameter_server.client.saved_tables import for_optimizer
 from anabranch.tables.initial import Constant, Initial, Normal
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.tables.table_spec import Eviction, TableSpec
@@ -109,6 +111,24 @@ class RemoteEmbedding(nn.Module):
         self.close()
         self._link.source = source
 
+    def put_back(self, client: ParameterClient, rule: RowOptimizer) -> None:
+        """Set the rows that were kept here, where they are to be read from now on."""
+        if self._link.kept is None or not client.in_process:
+            return
+        (entry,), groups = self._link.kept
+        if not RowOptimizer.from_dict(entry["rule"]).same_layout(rule):
+            groups = {key: for_optimizer(entry, tensors, rule) for key, tensors in groups.items()}
+            entry = {**entry, "rule": rule.to_dict(), "step": 0}
+        client.restore_some({"tables": [entry], "dense": []}, groups.__getitem__)
+        self._link.kept = None
+
+    def leave(self, client: ParameterClient, rule: RowOptimizer | None) -> None:
+        """Read no longer through ``client``, which is closed next: rows that end with it are kept here."""
+        kept, source = _rows_of(self.name, client), self._link.source
+        for link in (self._link, *self._link.copies):
+            if link.source is source:
+                link.source, link.rule, link.kept = None, rule, kept
+
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
         if torch.compiler.is_dynamo_compiling():
@@ -135,11 +155,12 @@ class RemoteEmbedding(nn.Module):
         return link.source or self._alone()
 
     def _alone(self) -> WeightSource:
-        if self._rule is None:
+        rule = self._rule or self._link.rule
+        if rule is None:
             raise ValueError(
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
             )
-        client = self._link.client or self._connect(self._rule)
+        client = self._link.client or self._connect(rule)
         source = self._link.source = _DirectSource(self.name, client, self)
         return source
 
@@ -152,19 +173,34 @@ class RemoteEmbedding(nn.Module):
                 "modules that go to other processes need a job with servers"
             )
         client.init_table(self.spec, rule)
+        self.put_back(client, rule)
         self._link.client, self._link.owned = client, True
         return client
 
     def close(self) -> None:
-        """Close the client that the module made for itself, if any."""
+        """Close the client that the module made for itself, if any; rows that end with it are kept here."""
         link = self._link
         client, link.client, link.source = link.client, None, None
         if client is not None and link.owned:
+            link.kept = _rows_of(self.name, client)
             client.close()
 
     def extra_repr(self) -> str:
         """Return the table, for ``repr``."""
         return f"{self.name!r}, {self.spec.rows}, {self.spec.width}, mode={self.mode!r}"
+
+
+_Rows = tuple[list[dict[str, Any]], dict[str, dict[str, Tensor]]]
+"""What ``ParameterClient.collect`` tells of one table, and its groups."""
+
+
+def _rows_of(name: str, client: ParameterClient) -> _Rows | None:
+    """Return the rows that end with ``client``, if they are in this process's memory."""
+    if not client.in_process or client.forked:
+        return None
+    state, groups = client.collect([name])
+    tables = cast("list[dict[str, Any]]", state["tables"])
+    return tables, {key: dict(group() if callable(group) else group) for key, group in groups.items()}
 
 
 class _Link:
@@ -174,6 +210,9 @@ class _Link:
         source: where rows are read: an executor's, or that of ``client``.
         client: created by the module for itself, or by the module that it was copied from.
         owned: the module created the client, and so closes it.
+        rule: the optimizer of the executor that it was in.
+        kept: rows that were in this process's memory, until they are looked up again.
+        copies: links of copied modules.
         lost: the rows were in the memory of another process.
     """
 
@@ -181,31 +220,37 @@ class _Link:
         self.source: WeightSource | None = None
         self.client: ParameterClient | None = None
         self.owned = False
+        self.rule: RowOptimizer | None = None
+        self.kept: _Rows | None = None
+        self.copies: weakref.WeakSet[_Link] = weakref.WeakSet()
         self.lost = lost
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Link:
         """Return a link to the same table."""
         copied = _Link(lost=self.lost)
-        copied.client = self.client
+        copied.client, copied.rule, copied.kept = self.client, self.rule, self.kept
         if self.client is None:
             copied.source = self.source
+            self.copies.add(copied)
         return copied
 
-    def __reduce__(self) -> tuple[Callable[[str | None], _Link], tuple[str | None]]:
+    def __reduce__(self) -> tuple[Callable[..., _Link], tuple[object, ...]]:
         if self.client is None or not self.client.in_process:
-            return _link_again, ("" if self.lost else None,)
+            lost = self.lost or (self.source is not None and not job().servers)
+            return _link_again, ("" if lost else None, self.rule, self.kept)
         token = uuid.uuid4().hex
         _clients[token] = self.client
-        return _link_again, (token,)
+        return _link_again, (token, self.rule)
 
 
 _clients: weakref.WeakValueDictionary[str, ParameterClient] = weakref.WeakValueDictionary()
 """The clients whose table is in this process's memory, of modules that were pickled."""
 
 
-def _link_again(token: str | None) -> _Link:
+def _link_again(token: str | None, rule: RowOptimizer | None = None, kept: _Rows | None = None) -> _Link:
     """Return the link of an unpickled module, to the same table if that is in this process's memory."""
     link = _Link()
+    link.rule, link.kept = rule, kept
     if token is not None:
         link.client = _clients.get(token)
         link.lost = link.client is None

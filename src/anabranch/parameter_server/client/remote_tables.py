@@ -32,13 +32,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
 from anabranch.events import report
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery, Caches, CachesOneByOne
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_weight import RemoteWeight, WeightSource
+from anabranch.parameter_server.client.remote_weight import TableLookups, WeightSource
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -79,6 +80,7 @@ class RemoteTables:
 
     Attributes:
         trains: they are an executor's that is open, and are not only read.
+        moves: the parameters of models that are placeholders now.
         keeps_reads: a step's lookups read the rows of the same ids once: for layers that run again before their
             backward, which are to see the rows that they saw.
 
@@ -95,7 +97,8 @@ class RemoteTables:
         self._caches: list[tuple[Caches, list[str]]] = []
         self._uncached: list[_Source] = []
         self._ahead: dict[str, Distinct] = {}  # of the next step
-        self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
+        self._taken: dict[str, nn.Parameter] = {}
+        self.moves: list[Move] = []
         self._step = 0
         self._weight, self._mean = 1.0, True  # of the last push that had rows
         self._training = False  # in a step, between ``begin`` and ``end``
@@ -109,6 +112,11 @@ class RemoteTables:
         """The tables, in the order in which they were adopted."""
         return list(self._sources)
 
+    @property
+    def delays(self) -> bool:
+        """True if gradients may wait in a cache."""
+        return self._cache is not None and self._cache.push_bound > 0
+
     def spec(self, name: str) -> TableSpec:
         """Return the servers' spec of one table."""
         return self._sources[name].spec
@@ -116,10 +124,10 @@ class RemoteTables:
     # --- adopting parameters ----------------------------------------------------------------------------------------
 
     def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Move parameters of ``model`` to the servers, by their qualified names, and leave placeholders in their place.
+        """Move parameters of ``model`` to the servers, by their qualified names; placeholders stay in their place.
 
-        Every module that shares such a parameter gets the placeholder. Rank 0's values are taken; the memory here is
-        freed. The optimizer, which must have the parameters, determines how the servers update them, with the
+        Each stays the object that it is, a ``MovedParameter`` from now on. Rank 0's values are taken; the memory here
+        is freed. The optimizer, which must have the parameters, determines how the servers update them, with the
         hyperparameters that it has when a step is pushed; its own step skips them, because they have no gradient here.
         A table whose lookups are dense (``sparse=False``) is updated in every step as by a dense optimizer.
 
@@ -139,6 +147,9 @@ class RemoteTables:
         for name, (parameter, rule) in found.items():
             self.take_over(name, parameter, users_of(parameter, [model]), rule)
         self._client.barrier()
+        self.move([model])
+        for move in self.moves:
+            vars(move.parameter)["stepped_elsewhere"] = True  # the caller steps the optimizer by hand
 
     def take_over(
         self,
@@ -150,12 +161,12 @@ class RemoteTables:
         *,
         adopt: bool = False,
     ) -> None:
-        """Move one parameter to the servers, under ``name``: the leading worker's values, available after a barrier.
+        """Copy one parameter to the servers, under ``name``: the leading worker's values, available after a barrier.
 
         Args:
             name: of the table.
-            parameter: two-dimensional; its memory is freed.
-            users: the modules that hold it, and its name in each; each gets the placeholder.
+            parameter: two-dimensional; stays as it is until ``move``.
+            users: the modules that hold it, and its name in each.
             rule: its optimizer, with the hyperparameters that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
             adopt: the servers hold it, and their values and state count.
@@ -165,23 +176,17 @@ class RemoteTables:
         )
         rows, width = parameter.shape
         spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
-        source = self._add(spec, rule)
+        self._add(spec, rule)
         if self._client.leads and not adopt:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
-        for module, label in users:
-            del module._parameters[label]
-            setattr(module, label, RemoteWeight(source, parameter.shape, parameter.dtype))
-        parameter.data = parameter.data.new_empty(0)
-        parameter.grad = None
-        self._taken[name] = (parameter, list(users))
+        self._taken[name] = parameter
 
-    def give_back(self, name: str, values: Tensor) -> None:
-        """Put the parameter that was taken over as ``name`` back where it was, with these values."""
-        parameter, users = self._taken.pop(name)
-        parameter.data = values.to(parameter.device)
-        for module, label in users:
-            delattr(module, label)
-            module.register_parameter(label, parameter)
+    def move(self, models: Sequence[nn.Module]) -> None:
+        """Make placeholders of the parameters taken over, in all ``models``; nothing can fail any more."""
+        for name, parameter in self._taken.items():
+            lookups = TableLookups(self._sources[name], parameter.shape, parameter.dtype)
+            self.moves.append(Move(parameter, lookups, models))
+        self._taken.clear()
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` updates those without their
@@ -200,6 +205,14 @@ class RemoteTables:
                 if rule is None:
                     raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
                 module.attach(self._add(module.spec, rule))
+                module.put_back(self._client, rule())
+
+    def release_modules(self, model: nn.Module) -> None:
+        """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
+        for module in model.modules():
+            if isinstance(module, RemoteEmbedding) and module.source is self._sources.get(module.name):
+                rule = self._sources[module.name].rule
+                module.leave(self._client, None if rule is _no_rule else rule())
 
     def read_modules(self, model: nn.Module) -> None:
         """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables; none is created."""
@@ -485,7 +498,7 @@ class RemoteTables:
         given = self.take() if given is None else given
         self._arrive()
         due: dict[str, Due] = {}
-        waits = self._cache is not None and self._cache.push_bound > 0
+        waits = self.delays
         rounding = self._client.compression
         dense = [grads for _, grads, _ in (beside or {}).values()]
         if waits and not (all_carried([grads for _, grads in given.values()], rounding) and all_finite(dense)):

@@ -1,7 +1,7 @@
-"""A placeholder for a weight on the servers: it has a shape and dtype but no memory, and can only be looked up.
+"""Lookups in a table on the servers, in place of ``F.embedding`` and ``F.embedding_bag`` on a ``MovedParameter``.
 
-It replaces an embedding's weight, so a model runs unchanged: ``F.embedding`` and ``F.embedding_bag``, from any
-caller, find it among their arguments and return pulled rows::
+A model runs unchanged: from any caller, both find the table's placeholder among their arguments and return pulled
+rows::
 
     ids ──unique──> distinct ids ──pull──> rows [distinct, width] ──F.embedding(inverse, rows)──> output
                           └──────────────── push (ids, gradient of rows) <── backward, duplicates merged by torch
@@ -13,8 +13,7 @@ the ids: the tape, or a captured graph, sees ids that go in and an output whose 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -28,11 +27,11 @@ from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.errors import SchemaError
 from anabranch.events import report
 
-__all__ = ["RemoteWeight", "Table", "WeightSource", "look_up", "look_up_bags"]
+__all__ = ["Table", "TableLookups", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
-    """The source of a placeholder's rows, which also takes their gradients."""
+    """The source of a table's rows, which also takes their gradients."""
 
     name: str
 
@@ -132,13 +131,14 @@ def look_up_bags(
     padding_id: int | None = None,
     scale_grad_by_freq: bool = False,
     include_last_offset: bool = False,
+    trained: bool = True,
 ) -> Tensor:
     """Return a row for each bag of ids, as ``F.embedding_bag`` reduces them."""
 
     def crossing(
         entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> list[Tensor]:
-        rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry)
+        rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry if trained else None)
         # torch's kernels accept no bags of an empty table, and round differently if a table has a padding row.
         if not len(rows) or (padding_id is not None and place is None):
             place = len(rows) if padding_id is not None else None
@@ -220,148 +220,93 @@ class _PulledRows(torch.autograd.Function):
         return None, None, None
 
 
-class RemoteWeight(Tensor):
-    """The placeholder for the weight of the table that ``source`` reads.
+class TableLookups:
+    """``F.embedding`` and ``F.embedding_bag`` on a ``MovedParameter`` whose rows ``source`` reads."""
 
-    Any use but a lookup raises a ``TypeError`` that names the table, because the weight is not in this process.
-    """
+    def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.source, self.name, self._count = source, source.name, shape[0]
+        self._table = Table(source.name, shape[1], dtype)
+        self._handle = opaque.handle_of(self)
 
-    source: WeightSource
-    table: Table
-    rows: _WholeLookup
-    bags: _WholeLookup
-    rows_handle: str
-    bags_handle: str
+    def rows(
+        self,
+        input: Tensor,  # noqa: A002 - the names are those of torch.nn.functional
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        self._refuse_max_norm(max_norm)
+        options = (self._from_the_front(padding_idx), scale_grad_by_freq, weight.requires_grad, None, False)
+        return self._whole(input, None, None, *options)
 
-    @staticmethod
-    def __new__(cls, source: WeightSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
-        made = torch.zeros((), dtype=dtype, device="cpu").expand(tuple(shape)).as_subclass(cls)
-        made.source = source
-        made.table = Table(source.name, shape[1], dtype)
-        made.rows = _WholeLookup(made, _embedding)
-        made.bags = _WholeLookup(made, _embedding_bag)
-        made.rows_handle, made.bags_handle = opaque.handle_of(made.rows), opaque.handle_of(made.bags)
-        return made
+    def bags(
+        self,
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> Tensor:
+        self._refuse_max_norm(max_norm)
+        options = (self._from_the_front(padding_idx), scale_grad_by_freq, weight.requires_grad, mode)
+        return self._whole(input, offsets, per_sample_weights, *options, include_last_offset)
 
-    def read_from(self) -> WeightSource:
-        """Return the source from which rows are read when a step runs."""
+    def _whole(self, *args: Any) -> Tensor:
+        """Return the lookup; where Dynamo reads the code, as one call, of which the weight is no argument."""
+        if torch.compiler.is_dynamo_compiling():
+            return opaque.call(self._handle, args, {})[0]
+        return self.call_whole(*args)[0]
+
+    def call_whole(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        padding_id: int | None,
+        scale_grad_by_freq: bool,
+        trained: bool,
+        mode: str | None,
+        include_last_offset: bool,
+    ) -> list[Tensor]:
+        """Return the rows of ``ids``, or with a ``mode`` the bags; constants if the table is not trained."""
+        recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and recorded):
+            if mode is None:
+                options = {"scale_grad_by_freq": scale_grad_by_freq}
+                return [look_up(self._read_from, self._table, ids, padding_id, **options)]
+            return [
+                look_up_bags(
+                    self._read_from,
+                    self._table,
+                    ids,
+                    offsets,
+                    per_sample_weights,
+                    mode=mode,
+                    padding_id=padding_id,
+                    scale_grad_by_freq=scale_grad_by_freq,
+                    include_last_offset=include_last_offset,
+                    trained=trained,
+                )
+            ]
+
+    def _read_from(self) -> WeightSource:
         return self.source
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() and (func is F.embedding or func is F.embedding_bag):
-            return _left_whole(func, args, kwargs)
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return _embedding_bag(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in _HARMLESS or name.startswith(("is_", "_is_")):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        weight = next(arg for arg in [*args, *kwargs.values()] if isinstance(arg, RemoteWeight))
-        raise TypeError(
-            f"table {weight.source.name} lives on the servers, where {getattr(func, '__name__', func)!r} cannot reach "
-            "it; only lookups can. Keep this parameter on the workers: routes={its name: 'AllReduce'}"
-        )
+    def _refuse_max_norm(self, max_norm: float | None) -> None:
+        if max_norm is not None:
+            raise ValueError(
+                f"table {self.name}: max_norm={max_norm} shrinks rows in place whenever they are looked up, which the "
+                "servers' copy would not see; leave it None"
+            )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"RemoteWeight({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class _WholeLookup:
-    """A lookup in the table of ``weight``, without the weight among its arguments."""
-
-    def __init__(self, weight: RemoteWeight, look_up: Callable[..., Tensor]) -> None:
-        self._weight, self._look_up = weakref.ref(weight), look_up
-
-    def call_whole(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        weight = self._weight()
-        assert weight is not None
-        args = tuple(weight if _stands_for_weight(value) else value for value in args)
-        kwargs = {
-            name: weight if isinstance(value, str) and value == _WEIGHT else value for name, value in kwargs.items()
-        }
-        return [self._look_up(*args, **kwargs)]
-
-
-_WEIGHT = "the weight"
-"""Replaces the weight among the arguments of a call that is left whole."""
-
-
-def _stands_for_weight(value: object) -> bool:
-    return isinstance(value, str) and value == _WEIGHT
-
-
-def _left_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the lookup in a form that Dynamo can read."""
-    weight = kwargs["weight"] if "weight" in kwargs else args[1]
-    handle = weight.rows_handle if func is F.embedding else weight.bags_handle
-    others = tuple(_WEIGHT if index == 1 else value for index, value in enumerate(args))
-    named = {name: _WEIGHT if name == "weight" else value for name, value in kwargs.items()}
-    return opaque.call(handle, others, named)[0]
-
-
-_HARMLESS = frozenset(
-    {"storage_offset", "untyped_storage", "__get__", "__set__", "size", "dim", "numel", "stride", "__hash__"}
-)
-
-
-def _embedding(
-    input: Tensor,  # noqa: A002 - the names are those of torch.nn.functional
-    weight: RemoteWeight,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    _refuse_max_norm(weight, max_norm)
-    padding_id = _from_the_front(weight, padding_idx)
-    return look_up(weight.read_from, weight.table, input, padding_id, scale_grad_by_freq=scale_grad_by_freq)
-
-
-def _embedding_bag(
-    input: Tensor,  # noqa: A002
-    weight: RemoteWeight,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    _refuse_max_norm(weight, max_norm)
-    return look_up_bags(
-        weight.read_from,
-        weight.table,
-        input,
-        offsets,
-        per_sample_weights,
-        mode=mode,
-        padding_id=_from_the_front(weight, padding_idx),
-        scale_grad_by_freq=scale_grad_by_freq,
-        include_last_offset=include_last_offset,
-    )
-
-
-def _refuse_max_norm(weight: RemoteWeight, max_norm: float | None) -> None:
-    if max_norm is not None:
-        raise ValueError(
-            f"table {weight.source.name}: max_norm={max_norm} shrinks rows in place whenever they are looked up, which "
-            "the servers' copy would not see; leave it None"
-        )
-
-
-def _from_the_front(weight: RemoteWeight, padding_idx: int | None) -> int | None:
-    return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + weight.shape[0]
+    def _from_the_front(self, padding_idx: int | None) -> int | None:
+        return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + self._count

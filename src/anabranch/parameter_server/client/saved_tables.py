@@ -20,7 +20,7 @@ from anabranch.tables.optimizers.torch_state import ParameterState
 from anabranch.tables.table_spec import TableSpec, state_dtype
 from anabranch.transport import pack
 
-__all__ = ["CHUNK", "collect", "restore", "restore_some", "sums_of", "write_dense", "write_rows"]
+__all__ = ["CHUNK", "collect", "for_optimizer", "restore", "restore_some", "sums_of", "write_dense", "write_rows"]
 
 CHUNK = 1 << 16  # rows of a whole table in one message
 _AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
@@ -99,6 +99,22 @@ def restore_some(tables: HeldTables, state: Mapping[str, Any], groups: Callable[
         tables.init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
         message = pack(RestoreMessage(entry["name"], entry["step"]))
         tables.calls.call(tables.home(entry["name"]), "restore", message, parts, once=True)
+
+
+def for_optimizer(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], rule: RowOptimizer) -> dict[str, Tensor]:
+    """Return a group of a table of ``collect`` for another optimizer, whose state begins anew."""
+    found, width = dict(tensors), entry["spec"]["width"]
+    kind = sums_dtype(TableSpec.from_dict(entry["spec"]).dtype)
+    for label, part in tensors.items():
+        if label.endswith(".values"):
+            row = (len(part), rule.row_width(width))
+            found[label] = torch.full(row, rule.initial_state, dtype=part.dtype, device="cpu")
+            found[label][:, :width] = part[:, :width]
+            count = len(part) if rule.family is Family.ROW_WISE_ADAGRAD else 0
+            found[f"{label[:-7]}.sums"] = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
+        elif label.endswith(".stamps"):
+            found[label] = part.clamp(max=1)
+    return found
 
 
 def write_rows(tables: HeldTables, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:

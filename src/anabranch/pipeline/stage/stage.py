@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
@@ -380,7 +381,7 @@ def _stand_ins(modules: Sequence[nn.Module], device: torch.device) -> list[_Slot
     slots = []
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
+            if parameter is not None and parameter.requires_grad and not isinstance(parameter, MovedParameter):
                 # A parameter tied to one of another device is copied here; all others share memory and version.
                 slots.append(_Slot(module, name, parameter, nn.Parameter(parameter.detach().to(device))))
     return slots

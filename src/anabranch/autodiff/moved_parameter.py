@@ -1,0 +1,290 @@
+"""``MovedParameter``: a Parameter whose numbers are on servers. It stays the same object wherever it is held.
+
+::
+
+    before         the model's, the optimizer's, the user's references ──> nn.Parameter, 10 M x 64 numbers
+    while moved    the same references ──> the same object: a MovedParameter, one number (NaN) expanded to the shape
+    given back     the same references ──> the same object: an nn.Parameter, the trained numbers
+
+It answers lookups and facts that are true of a table wherever it is; every other use is a ``ValueError`` that names the
+table and the cure. Three things change in place:
+
+- the class, because ``__torch_function__`` belongs to it: every use from Python, through any reference, comes here
+  first;
+- the numbers become NaN, because C++ that Python does not see (``torch.tensor(w)``, ``torch.func.grad``,
+  ``torch.jit.script``, an extension) reads them all the same, and a step with NaN is refused where one with zeros
+  trains on. Stride 0 takes no memory, and kernels refuse to write to it. (An emptied storage, or a wrapper's, ends
+  there in a segmentation fault.)
+- the version counter, so that a graph of before the move that saved the numbers refuses its backward.
+
+``torch.utils.swap_tensors`` keeps the identity, too, but fails if there is a weak reference, a view, or a graph that
+saved the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Lookups", "Move", "MovedParameter", "from_within", "parameters_here"]
+
+
+class Lookups(Protocol):
+    """What is called in place of ``F.embedding`` and ``F.embedding_bag``, with their arguments."""
+
+    @property
+    def name(self) -> str:
+        """The parameter, as routes name it."""
+
+    def rows(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of ``F.embedding``."""
+
+    def bags(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of ``F.embedding_bag``."""
+
+
+_plain: Callable[..., Any] = nn.Parameter.__torch_function__  # calls a function as for any other Parameter
+
+
+def _reads(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+def _sets(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
+_data, _grad, _version, _set_data, _set_grad = (
+    _reads("data"),
+    _reads("grad"),
+    _reads("_version"),
+    _sets("data"),
+    _sets("grad"),
+)
+# True of a table wherever it is. Not among them: stride, is_contiguous, data_ptr, which would tell of the one NaN.
+_FACTS = frozenset(
+    [_reads(name) for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))]
+    + [
+        _reads(name)
+        for name in (
+            "shape", "dtype", "device", "layout", "requires_grad", "ndim", "itemsize", "nbytes", "grad_fn",
+            "retains_grad", "output_nr",
+        )
+    ]
+    + [
+        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size,
+        Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.get_device, Tensor.is_inference,
+        Tensor.__len__, Tensor.__dir__, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference,
+        torch.numel, torch.get_device, torch._has_compatible_shallow_copy_type,
+        # Honoured: rows of a frozen table get no gradient.
+        Tensor.requires_grad_, _sets("requires_grad"),
+    ]
+)  # fmt: skip
+# A placeholder again: so zero_grad(), state_dict() and `p.grad is None` do as always, and what is done with it is
+# refused.
+_WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
+# They return the tensor itself where it has the type and the place already: model.to(device) is then no change.
+_CASTS = frozenset(
+    getattr(Tensor, name) for name in ["to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16"]
+)
+_CURES = {
+    "__getitem__": "call the module to look rows up",
+    "embedding": "look rows up outside of torch.func, vmap and torch.jit",
+    "__deepcopy__": "copy the model before the Executor is made or after it is closed",
+    "a second Executor": "close the one that has it",
+    "load_state_dict": "load before the Executor is made, or with executor.load(path)",
+}
+_CURES |= {"copy_": _CURES["load_state_dict"], "embedding_bag": _CURES["embedding"]}
+_READS = "executor.state_dict() and executor.save(path) read them"
+
+
+class MovedParameter(nn.Parameter):
+    """A Parameter whose numbers are elsewhere. It is never constructed: ``Move`` gives this class to an existing one.
+
+    Attributes:
+        lookups: read its rows.
+        gone: the reason why its numbers could not be read back when they were to return.
+        stepped_elsewhere: whoever moved it lets the optimizer's step pass over it, which finds no gradient.
+    """
+
+    lookups: Lookups
+    gone: str | None = None
+    stepped_elsewhere = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding or func is F.embedding_bag:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if isinstance(weight, MovedParameter) and weight.gone is None and _looks_up():
+                lookups = weight.lookups
+                return (lookups.rows if func is F.embedding else lookups.bags)(*args, **kwargs)
+        if func in _FACTS:
+            return _plain(func, types, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo reads the user's code: it breaks the graph here, and comes again without.
+            raise ValueError("a table on the servers can only be looked up")
+        if torch._guards.TracingContext.try_get() is not None:
+            return _plain(func, types, args, kwargs)  # Dynamo itself takes down the layout, for its guards
+        if (func == _set_grad and args[1] is None) or (func == _grad and args[0].stepped_elsewhere):
+            return None
+        if func == _set_data and getattr(args[1], "lookups", None) is args[0].lookups:
+            return None  # itself, as model.to(device) does
+        if func in _WHOLE:
+            # An object of its own: zero_grad(set_to_none=False) sets its requires_grad, not the table's.
+            whole = _plain(Tensor.detach, (), args[:1], {})
+            whole.__dict__.update(args[0].__dict__)
+            whole.__class__ = MovedParameter
+            return whole
+        if func in _CASTS and isinstance(args[0], MovedParameter):
+            none = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            answer = func(none, *args[1:], **kwargs)
+            if not isinstance(answer, Tensor) or answer is none:
+                return args[0] if answer is none else answer
+        use = getattr(func, "__name__", str(func))
+        if use in ("__get__", "__set__"):
+            use = f".{getattr(getattr(func, '__self__', None), '__name__', '')}{' =' if use == '__set__' else ''}"
+        return next(_among([*args, *kwargs.values()])).refuse(use)
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise the error of a use that is no lookup."""
+        # A ValueError: PyTorch turns a TypeError inside a binary operator into NotImplemented, so that `1 - w` would
+        # say "unsupported operand type(s)", without the name, and `w == w` be True.
+        name = self.lookups.name
+        if self.gone is not None:
+            raise ValueError(
+                f"{name} was on servers that could not be read when its Executor was closed ({self.gone}), so its "
+                f"numbers are not here for {use!r}; make the model again, and load a checkpoint of it"
+            )
+        raise ValueError(
+            f"{name} is on the servers while its Executor is open, and {use!r} cannot reach its numbers there; "
+            f"{_CURES.get(use, _READS)}, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.lookups.name}: {tuple(self.shape)}, {self.dtype}, on the servers>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.refuse("__deepcopy__")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse("__reduce_ex__")
+
+
+def _looks_up() -> bool:
+    """Return False where a lookup would be recorded with its rows as constants, or run without real ids."""
+    return torch.compiler.is_dynamo_compiling() or not (
+        torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _among(values: Iterable[Any]) -> Iterator[MovedParameter]:
+    for value in values:
+        if isinstance(value, MovedParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _among(value)
+
+
+@contextmanager
+def from_within() -> Iterator[None]:
+    """Let the package itself call optimizers and modules: they find no gradient, and may load and save."""
+    before, MovedParameter.stepped_elsewhere = MovedParameter.stepped_elsewhere, True
+    try:
+        yield
+    finally:
+        MovedParameter.stepped_elsewhere = before
+
+
+def parameters_here(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the module's parameters by name, without those whose numbers are elsewhere."""
+    return {name: value for name, value in module.named_parameters() if not isinstance(value, MovedParameter)}
+
+
+class Move:
+    """One parameter's move, which begins at once.
+
+    Args:
+        parameter: a plain ``nn.Parameter``; its numbers have been copied.
+        lookups: read its rows from now on.
+        models: the modules that may hold it.
+
+    Attributes:
+        holders: the modules on the ways to it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, lookups: Lookups, models: Iterable[nn.Module]) -> None:
+        self.parameter, self.name = parameter, lookups.name
+        self._entries: list[tuple[Mapping[str, Any], str, object]] = []
+        self.holders: dict[nn.Module, bool] = {}
+        for model in models:
+            self._find(model)
+        # More than the parameter and the object just made: another tensor's numbers, too, which are to return there.
+        shared = torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+        self._shared = parameter.data.fill_(float("nan")) if shared else None
+        nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
+        torch.autograd.graph.increment_version(parameter)
+        self._version = parameter._version
+        parameter.lookups, parameter.__class__ = lookups, MovedParameter  # type: ignore[attr-defined]
+
+    def _find(self, module: nn.Module) -> bool:
+        """Note all dict entries on the ways to the parameter: what is replaced differs in one of them."""
+        if module not in self.holders:
+            self.holders[module] = False
+            entries = [entry for entry in module._parameters.items() if entry[1] is self.parameter]
+            entries_of = [(module._parameters, *entry) for entry in entries]
+            below = [entry for entry in module._modules.items() if entry[1] is not None and self._find(entry[1])]
+            self._entries += [*entries_of, *((module._modules, *entry) for entry in below)]
+            self.holders[module] = bool(entries or below)
+        return self.holders[module]
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for what did not pass by ``__torch_function__``; takes a microsecond."""
+        parameter = self.parameter
+        changed = next((key for holder, key, held in self._entries if holder.get(key) is not held), None)
+        why = None
+        if changed is not None or type(parameter) is not MovedParameter:
+            why = f"{changed or 'its class'!r} was replaced in the model"
+        elif _plain(_grad, (), (parameter,), {}) is not None:
+            why = "got a gradient from a graph of before the Executor"
+        elif _plain(_version, (), (parameter,), {}) != self._version:
+            why = "was written to"
+        if why is not None:
+            raise ValueError(
+                f"{self.name} is on the servers, and {why}, which they do not see; take it back, do it before the "
+                "Executor is made or after it is closed, or keep it on the workers: "
+                f"routes={{{self.name!r}: 'AllReduce'}}"
+            )
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise the error of a use that is no lookup."""
+        assert isinstance(self.parameter, MovedParameter)
+        self.parameter.refuse(use)
+
+    def lose(self, reason: str) -> None:
+        """Say in all later errors why the numbers could not be read back."""
+        if isinstance(self.parameter, MovedParameter):
+            self.parameter.gone = reason
+
+    def give_back(self, values: Tensor) -> None:
+        """End the move, whatever happened since; a tensor that shares the memory sees the numbers, too."""
+        parameter = self.parameter
+        parameter.__class__ = nn.Parameter
+        parameter.__dict__.pop("lookups", None)
+        parameter.grad, parameter.data = None, values if self._shared is None else self._shared.copy_(values)
+        torch.autograd.graph.increment_version(parameter)
