@@ -129,6 +129,21 @@ def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
             assert [second.run("train", BATCH)["loss"] for _ in range(2)] == losses[2:]
 
 
+def test_a_refused_run_takes_no_batch(servers: str) -> None:
+    step = ab.TrainStep(model := Model(), loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[int] = []
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for number in range(3):
+            seen.append(number)
+            yield BATCH
+
+    with ab.Executor(step, "Hybrid", dataloaders={"default": batches()}, prefetch=False) as executor:
+        with pytest.raises(ValueError, match="already hold"):
+            executor.run()
+        assert seen == []
+
+
 def test_adopting_what_does_not_fit_is_refused_and_changes_nothing(servers: str) -> None:
     before = there()
     model = Model()
@@ -218,23 +233,29 @@ def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace
 ) -> None:
     """As in a notebook, or for each fold of a cross-validation."""
 
-    def linear() -> ab.Executor:
+    def linear(**options: Any) -> ab.Executor:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        return ab.Executor(step, "PS")
+        return ab.Executor(step, "PS", **options)
 
     x = torch.ones(3, 2)
     with ParameterServer() as server:
         monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
         with linear() as first:
             loss = first.run(batch=x)["loss"]
-        with linear() as second:
-            assert second.run(batch=x)["loss"] == loss
+        with linear():  # opening drops nothing
+            pass
+        with ab.ParameterClient() as client:
+            assert client.steps() == {"weight": 1, "bias": 1}
+        with linear(served="adopt") as second:
+            assert second.run(batch=x)["loss"] < loss
+        with linear() as third:
+            assert third.run(batch=x)["loss"] == loss
         with ab.ParameterClient() as client:  # another process has trained it since
             client.push("weight", torch.ones(1, 2))
-        with linear() as third, pytest.raises(ValueError, match=r"weight \(step 2\)"):
-            third.run(batch=x)
+        with linear() as fourth, pytest.raises(ValueError, match=r"weight \(step 2\)"):
+            fourth.run(batch=x)
 
 
 def test_two_open_executors_cannot_train_one_remote_embedding() -> None:

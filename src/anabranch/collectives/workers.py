@@ -304,7 +304,7 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
     now and then find an address that nobody listens at any more.
     """
-    device = torch.cuda.current_device() if "nccl" in backend and torch.cuda.is_available() else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"anabranch/{attempt}/{next(_meetings)}"
 

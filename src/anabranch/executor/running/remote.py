@@ -203,15 +203,16 @@ class RemotePart:
             self.client.close()
             raise
 
-    def _held(self) -> dict[str, int]:
-        """Return what the servers hold under this executor's names, and its steps; every worker calls it."""
+    def _held(self, *, nowhere_else: bool = False) -> dict[str, int]:
+        """Return what the servers hold under this executor's names, and its steps; every worker calls it.
+
+        ``nowhere_else``: but not what an Executor of this process has given back to a model as it is there.
+        """
         steps = self.client.steps() if self._worker.rank == 0 else {}
-        where = self.client.endpoints
-        mine = [
-            [name, str(step)]
-            for name, step in steps.items()
-            if name in self._served and _given_back.get((where, name)) != step
-        ]
+        if nowhere_else:
+            where = self.client.endpoints
+            steps = {name: step for name, step in steps.items() if _given_back.get((where, name)) != step}
+        mine = [[name, str(step)] for name, step in steps.items() if name in self._served]
         return {name: int(step) for name, step in self.gather(mine)[0]}
 
     def check_free(self) -> dict[str, int]:
@@ -220,8 +221,11 @@ class RemotePart:
         Raises:
             ValueError: it is to be neither.
         """
-        held = {} if self.is_open or not self._trains else self._held()
-        if held and self._served_choice == "refuse":
+        if self.is_open or not self._trains:
+            return {}
+        refuses = self._served_choice == "refuse"
+        held = self._held(nowhere_else=refuses)
+        if held and refuses:
             names = [f"{name} (step {step})" for name, step in sorted(held.items())]
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise ValueError(

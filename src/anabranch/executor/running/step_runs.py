@@ -71,6 +71,8 @@ class StepRuns:
         self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch
     ) -> tuple[dict[str, Tensor], StepTaken | None]:
         """Return the values of a run, and the optimizer step that it took if steps are observed."""
+        if self.remote is not None and self.before is None:
+            self.remote.open()  # before a batch is taken: it may be refused
         runner = self.runners[name]
         watched, steps_before = self.watching.of_steps, runner.steps
         rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
@@ -85,8 +87,6 @@ class StepRuns:
                 length = self.batches.length(name) if bound else None
                 if self.before is not None:
                     self._look_first(name, found, fetch)
-                if self.remote is not None:
-                    self.remote.open()
                 if found is None:
                     with runner.in_epoch(length):
                         ran = runner.run_idle()
@@ -122,6 +122,7 @@ class StepRuns:
         self.before(name, None if batch is None else as_tensors(batch, self.devices[name]))
         self.before = None
         if self.remote is not None:
+            self.remote.open()
             self.remote.check_fetch(fetch.names or (), self.runners[name].step.model)
 
     def _end_reads(self) -> None:

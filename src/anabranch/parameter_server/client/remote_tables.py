@@ -713,6 +713,15 @@ class _Source:
         )
 
 
+_awaited: set[threading.Thread] = set()
+
+
+@atexit.register
+def _await_asides() -> None:
+    for thread in list(_awaited):
+        thread.join()
+
+
 class _Aside(Generic[_T]):
     """A call on a thread that ends with it: so tables that are never closed leave no thread behind.
 
@@ -724,8 +733,8 @@ class _Aside(Generic[_T]):
         self.answer: Future[_T] = Future()
         self._call = call
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _awaited.add(self._thread)
         self._thread.start()
-        atexit.register(self._thread.join)
 
     def _run(self) -> None:
         try:
@@ -734,15 +743,18 @@ class _Aside(Generic[_T]):
             self.answer.set_exception(error)
         else:
             self.answer.set_result(answer)
+        finally:
+            self.leave()
 
     def leave(self) -> None:
-        """Let the process end before the call."""
-        atexit.unregister(self._thread.join)
+        """Wait for it no more, neither in ``end`` nor as the process ends."""
+        _awaited.discard(self._thread)
 
     def end(self, seconds: float) -> None:
         """Wait until the thread has ended, whatever the call's outcome; it has its own deadline."""
+        if not self.answer.done() and self._thread not in _awaited:
+            return
         self._thread.join(timeout=seconds)
-        self.leave()
         if self._thread.is_alive():
             report("tables.thread_left_behind", thread=self._thread.name)
 
