@@ -60,6 +60,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("kind", ["rows", "bags"])
 @pytest.mark.parametrize(("mode", "options"), [
@@ -240,7 +241,7 @@ def test_an_answer_says_how_far_all_workers_are() -> None:
 
 
 def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
-    model, data = Users(), [TRAINED, TRAINED, TRAINED, UNSEEN]
+    model, data = Users(), [TRAINED, TRAINED, TRAINED, UNSEEN[:4]]
     with ab.Executor(
         users_step(model), "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": data}
     ) as executor:
