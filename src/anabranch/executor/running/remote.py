@@ -1,11 +1,12 @@
-"""An executor's side of the servers: the reads of a step before and during its forward, and its pushes after backward.
+"""An executor's side of the servers: the reads of a step's forward, its pushes after backward, and what a look then sees.
 
 ::
 
-    begin ──> copies refreshed ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release)
-      └ whose turn it is: bsp, ssp, asp                                            └ sums over accumulated runs
+    begin ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release) ──> copies read
+      └ whose turn it is: bsp, ssp, asp                      └ sums over accumulated runs
 
-The clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
+Between two runs, lookups and copies are those of the state after the last step; a look at them changes nothing. The
+clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """Refresh the local copies if they may have changed, so that the step reads the servers' current state.
+        """Begin a run or an evaluation, with the copies read again if they are not recent enough for it.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
