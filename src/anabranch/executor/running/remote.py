@@ -1,4 +1,4 @@
-"""An executor's side of the servers: the reads of a step's forward, its pushes after backward, and what a look then sees.
+"""An executor's side of the servers: the reads of a step's forward, its pushes, and what is seen of the model after them.
 
 ::
 
