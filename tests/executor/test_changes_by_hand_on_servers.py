@@ -138,6 +138,22 @@ def executor_rows(executor: ab.Executor) -> Tensor:
     return executor._remote.client.sparse_pull("table.weight", IDS)
 
 
+def test_a_change_in_the_run_itself_is_an_error_of_that_run() -> None:
+    """As of a codebook that moves in forward: the read at the end of the run would overwrite it."""
+    model = Model()
+
+    def moving(model: Model, ids: Tensor) -> Tensor:
+        model.head.bias.data.mul_(0.5)
+        return loss_of(model, ids)
+
+    step = ab.TrainStep(model, moving, torch.optim.SGD(model.parameters(), lr=0.1))
+    with (
+        pytest.raises(ab.LostUpdate, match=r"^head\.bias was changed"),
+        ab.Executor(step, "PS", engine="tape") as executor,
+    ):
+        executor.run(batch=IDS)
+
+
 def test_neither_loading_nor_saving_nor_a_step_passed_over_is_a_change(tmp_path: Path) -> None:
     model = Model()
     with executor_of(model) as executor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.testing import LocalJob
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.testing import LocalJob, MemoryTransport
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
@@ -58,6 +60,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("kind", ["rows", "bags"])
 @pytest.mark.parametrize(("mode", "options"), [
@@ -187,11 +190,58 @@ def test_what_a_run_has_read_is_not_what_a_checkpoint_brought(tmp_path: Any) -> 
         assert all(map(torch.equal, looks(model), wanted))
 
 
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missing(
+    consistency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, steps = nn.Linear(2, 2), list[int | None]()
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(
+        {"train": step, "look": ab.EvalStep(model, lambda m, x: {"out": m(x)})}, "PS", consistency=consistency
+    ) as executor:
+        remote = executor._remote
+        assert remote is not None
+        pull_many = remote.client.pull_many
+
+        def counted(wanted: Any, **options: Any) -> Any:
+            steps.append(options["step"])
+            return pull_many(wanted, **options)
+
+        monkeypatch.setattr(remote.client, "pull_many", counted)
+        for _ in range(3):
+            executor.run("train", torch.ones(3, 2))
+        merges, waits = consistency == "bsp", consistency == "ssp:1"
+        assert steps == ([1, 2, 3] if merges else [0, 0, 0])  # 0: without waiting for anyone
+        steps.clear()
+        executor.run("look", torch.ones(3, 2))
+        assert steps == ([] if merges else [0])
+        steps.clear()
+        remote._as_of = 1  # as if another worker had been two steps behind when they were read
+        executor.run("train", torch.ones(3, 2))
+        assert steps == [*([3] if waits else []), 4 if merges else 0]
+
+
+def test_an_answer_says_how_far_all_workers_are() -> None:
+    network, none = MemoryTransport(), torch.empty(0, dtype=torch.int64)
+    with ParameterServer(transport=network) as server, contextlib.ExitStack() as stack:
+        one, other = (
+            stack.enter_context(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2, "ssp:4")))
+            for rank in range(2)
+        )
+        one.init("w", (2,))
+        seen = []
+        for client, step in ((one, 0), (one, 1), (other, 0), (other, 1)):
+            client.push_many({}, step=step)
+            one.pull_many({"w": none}, step=0)
+            seen.append(one.pushed)
+        assert seen == [0, 0, 1, 2]
+
+
 # Asking ahead.
 
 
 def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
-    model, data = Users(), [TRAINED, TRAINED, TRAINED, UNSEEN]
+    model, data = Users(), [TRAINED, TRAINED, TRAINED, UNSEEN[:4]]
     with ab.Executor(
         users_step(model), "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": data}
     ) as executor:

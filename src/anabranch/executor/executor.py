@@ -107,7 +107,7 @@ class Executor:
             ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers, where one
             above 4.5e18 raises ``NonFinite``. Ids and dense parameters are never rounded.
         prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also request its rows.
-        use_sparse_pull: ``False`` keeps whole tables on the workers and refreshes all of them before each step.
+        use_sparse_pull: ``False`` keeps whole tables on the workers and refreshes all of them after each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
         process_group: the workers; the job's by default, initialised if it is not yet.
         devices: places modules, by their qualified names, on devices until the executor is closed:

@@ -206,7 +206,7 @@ class RowCache:
         at = slots.clamp(min=0)
         known = torch.where(here, self._versions.index_select(0, at), -1)
         held = known >= 0
-        bound = self.cache.pull_bound if training else -1
+        bound = self.cache.pull_bound if training else -1  # -1: all, since others may have pushed meanwhile
         ask = torch.nonzero(~held | (step - self._checked.index_select(0, at) > bound))[:, 0]
         out = self._rows.index_select(0, at)  # rows that are not fresh are overwritten
         if len(ask):

@@ -1,11 +1,12 @@
-"""An executor's side of the servers: the reads of a step before and during its forward, and its pushes after backward.
+"""An executor's side of the servers: the reads of a step's forward, its pushes, and what is seen of the model after them.
 
 ::
 
-    begin ──> copies refreshed ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release)
-      └ whose turn it is: bsp, ssp, asp                                            └ sums over accumulated runs
+    begin ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release) ──> copies read
+      └ whose turn it is: bsp, ssp, asp                      └ sums over accumulated runs
 
-The clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
+Between two runs, lookups and copies are those of the state after the last step; a look at them changes nothing. The
+clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -334,7 +335,7 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """Refresh the local copies if they may have changed, so that the step reads the servers' current state.
+        """Begin a run or an evaluation, with the copies read again if they are not recent enough for it.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
@@ -384,9 +385,9 @@ class RemotePart:
         limits = {spec.name: spec.capacity for spec, _ in self.client.made}
         for name in sorted(full) if self.client.rank == 0 else ():
             warnings.warn(
-                f"table {name} has no room for all ids of a step: its capacity={limits.get(name)} is shared out over "
-                f"{self.client.shards} servers; ids without a row read as first values, and their gradients are "
-                f"dropped. Raise capacity; executor.statistics().tables[{name!r}].unadmitted counts them",
+                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each server "
+                f"(there are {self.client.shards}) has its share. Ids without a row read as first values, and their "
+                f"gradients are dropped; raise capacity. executor.statistics().tables[{name!r}].unadmitted counts them",
                 RuntimeWarning,
                 stacklevel=5,
             )
