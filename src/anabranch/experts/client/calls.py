@@ -84,7 +84,6 @@ class Calls(msgspec.Struct, eq=False):
     Attributes:
         client: sends the requests.
         calls: the calls.
-        counts: count them.
         forward_timeout: seconds for all of the forward together.
         backward_timeout: seconds for all of the backward together.
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
@@ -92,11 +91,11 @@ class Calls(msgspec.Struct, eq=False):
         check_backward: called with the calls after the backward; raises if too few gradients arrived.
         finite_only: treats an answer that holds NaN or Inf as missing.
         deadline: the deadline of the forward, if it started before the calls were known.
+        counts: where they are counted.
     """
 
     client: Client
     calls: Sequence[ExpertCall]
-    counts: CallCounts
     forward_timeout: float
     backward_timeout: float
     enough: Callable[[Sequence[ExpertCall]], bool] | None = None
@@ -104,6 +103,7 @@ class Calls(msgspec.Struct, eq=False):
     check_backward: Callable[[Sequence[ExpertCall]], None] | None = None
     finite_only: bool = False
     deadline: Deadline | None = None
+    counts: CallCounts = msgspec.field(default_factory=CallCounts)
 
 
 class _CallsBoundary:
