@@ -268,8 +268,9 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         return
     if kept != call.ticket:
         call.ticket = b""
-    call.changed_by_us = changes_by_us[call.endpoint, call.uid]
-    changes_by_us[call.endpoint, call.uid] += changed
+    ours = call.changed_by_us = changes_by_us.get((call.endpoint, call.uid), 0)
+    if changed:
+        changes_by_us[call.endpoint, call.uid] = ours + 1
     outputs: list[Tensor | None]
     if call.schema.gives_as_is:
         outputs = [*outcome.tensors]
