@@ -20,7 +20,7 @@ __all__ = ["CallCounts", "CallStatistics", "changes_by_us"]
 
 _log = logging.getLogger("anabranch")
 
-changes_by_us = Counter[tuple[str, str]]()
+changes_by_us: dict[tuple[str, str], int] = {}
 """How often this process has changed the expert of an endpoint and a uid: several modules may call one expert."""
 _warned: set[tuple[str, str]] = set()
 _OWN_CHANGE = (
@@ -62,7 +62,8 @@ class CallCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts, self._failed, self._rows = Counter[str](), Counter[str](), Counter[str]()
+        self._calls = self._answered = self._cancelled = self._stale = 0
+        self._failed, self._rows = Counter[str](), Counter[str]()
 
     def __reduce__(self) -> tuple[type[CallCounts], tuple[()]]:
         return CallCounts, ()
@@ -70,18 +71,16 @@ class CallCounts:
     def read(self, avoided: frozenset[str] = frozenset()) -> CallStatistics:
         """Return the counters so far."""
         with self._lock:
-            calls, answered, cancelled, stale = map(
-                self._counts.__getitem__, ("calls", "answered", "cancelled", "stale")
-            )
-            return CallStatistics(calls, answered, dict(self._failed), cancelled, dict(self._rows), stale, avoided)
+            failed, rows = dict(self._failed), dict(self._rows)
+            return CallStatistics(self._calls, self._answered, failed, self._cancelled, rows, self._stale, avoided)
 
     def forward(self, call: ExpertCall) -> None:
         """Count a call whose forward has ended."""
         with self._lock:
-            self._counts["calls"] += 1
+            self._calls += 1
             self._rows[call.uid] += call.rows
-            if call.error is None:
-                self._counts["answered" if call.answered else "cancelled"] += 1
+            self._answered += call.answered
+            self._cancelled += not call.answered and call.error is None
         if call.error is not None:
             self.failure(call.error)
 
@@ -93,12 +92,13 @@ class CallCounts:
     def backward(self, call: ExpertCall, changes: int) -> None:
         """Count a backward whose gradients are those of the expert as it was after so many changes."""
         expert = call.endpoint, call.uid
-        back, by_us = changes < call.changes, changes_by_us[expert] > call.changed_by_us
-        changes_by_us[expert] += 1
+        ours = changes_by_us.get(expert, 0)
+        changes_by_us[expert] = ours + 1
         if changes == call.changes or not call.rows:
             return
         with self._lock:
-            self._counts["stale"] += 1
-        if (back or by_us) and expert not in _warned:
+            self._stale += 1
+        back = changes < call.changes
+        if (back or ours > call.changed_by_us) and expert not in _warned:
             _warned.add(expert)
             _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)

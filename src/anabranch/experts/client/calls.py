@@ -84,7 +84,6 @@ class Calls(msgspec.Struct, eq=False):
     Attributes:
         client: sends the requests.
         calls: the calls.
-        counts: count them.
         forward_timeout: seconds for all of the forward together.
         backward_timeout: seconds for all of the backward together.
         enough: called with the calls after each answer; once it returns true, the others have ``grace`` seconds left.
@@ -92,11 +91,11 @@ class Calls(msgspec.Struct, eq=False):
         check_backward: called with the calls after the backward; raises if too few gradients arrived.
         finite_only: treats an answer that holds NaN or Inf as missing.
         deadline: the deadline of the forward, if it started before the calls were known.
+        counts: where they are counted.
     """
 
     client: Client
     calls: Sequence[ExpertCall]
-    counts: CallCounts
     forward_timeout: float
     backward_timeout: float
     enough: Callable[[Sequence[ExpertCall]], bool] | None = None
@@ -104,6 +103,7 @@ class Calls(msgspec.Struct, eq=False):
     check_backward: Callable[[Sequence[ExpertCall]], None] | None = None
     finite_only: bool = False
     deadline: Deadline | None = None
+    counts: CallCounts = msgspec.field(default_factory=CallCounts)
 
 
 class _CallsBoundary:
@@ -268,8 +268,9 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         return
     if kept != call.ticket:
         call.ticket = b""
-    call.changed_by_us = changes_by_us[call.endpoint, call.uid]
-    changes_by_us[call.endpoint, call.uid] += changed
+    ours = call.changed_by_us = changes_by_us.get((call.endpoint, call.uid), 0)
+    if changed:
+        changes_by_us[call.endpoint, call.uid] = ours + 1
     outputs: list[Tensor | None]
     if call.schema.gives_as_is:
         outputs = [*outcome.tensors]

@@ -286,11 +286,11 @@ class _ExpertBoundary:
         calls = Calls(
             expert.client,
             [call],
-            expert._counts,
             expert.forward_timeout,
             expert.backward_timeout,
             check_backward=_raise_first,
             deadline=deadline,
+            counts=expert._counts,
         )
         crossed = ask(calls, keep=wants is not None)
         error, call.error = call.error, None  # held only by the code that raises it: no cycle

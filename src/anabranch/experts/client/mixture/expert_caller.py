@@ -339,7 +339,6 @@ class ExpertCaller:
             Calls(
                 self.finder.client,
                 calls,
-                self._counts,
                 limits.forward_timeout,
                 limits.backward_timeout,
                 enough=None if limits.timeout_after_k_min is None else enough,
@@ -347,6 +346,7 @@ class ExpertCaller:
                 check_backward=check_backward,
                 finite_only=limits.detect_anomalies,
                 deadline=deadline,
+                counts=self._counts,
             ),
             entry,
         )
