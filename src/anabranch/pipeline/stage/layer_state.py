@@ -13,9 +13,10 @@ side is written to, so frozen weights that no forward changes cost a microsecond
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,36 +61,35 @@ class LayerState:
     def take(self) -> StateValues:
         """Return the current values, as copies on write."""
         copies = _Copies()
+        return [{name: copies.saved(value) for name, value in names.items()} for names in self._names()]
+
+    def _names(self) -> list[dict[str, object]]:
         return [
-            {
-                name: value if type(value) in _PLAIN else copies.saved(value)
-                for name, value in list(mapping.items())
-                if name not in _MODULES_OWN
-            }
-            for mapping in self._mappings()
+            {name: value for name, value in mapping.items() if name not in _MODULES_OWN} for mapping in self._mappings()
         ]
 
     @contextmanager
     def restored(self, values: StateValues) -> Iterator[None]:
         """Let the modules start from ``values`` until the block ends; they get back what they hold now."""
-        left = [dict(mapping.items()) for mapping in self._mappings()]
+        left = self._names()
         copies = _Copies()  # of the copies: another backward, with retain_graph, starts from them again
-        for mapping, before in zip(self._mappings(), values, strict=True):
-            for name in mapping.keys() - before.keys() - _MODULES_OWN:
-                del mapping[name]
-            for name, value in before.items():
-                if isinstance(value, _Saved):
-                    if not value.is_current(mapping.get(name)):
-                        mapping[name] = copies.in_place_of(value)
-                elif value is not _OTHER:
-                    mapping[name] = value
+        for mapping, before, now in zip(self._mappings(), values, left, strict=True):
+            names = {name: value for name, value in before.items() if value is not _OTHER or name in now}
+            _put(mapping, now, {name: copies.restored(value, now.get(name)) for name, value in names.items()})
         try:
             yield
         finally:
-            for mapping, after in zip(self._mappings(), left, strict=True):
-                for name in mapping.keys() - after.keys():
-                    del mapping[name]
-                mapping.update(after)
+            for mapping, now, after in zip(self._mappings(), self._names(), left, strict=True):
+                _put(mapping, now, after)
+
+
+def _put(mapping: MutableMapping[str, object], now: Mapping[str, object], values: Mapping[str, object]) -> None:
+    """Make the names in ``mapping``, which holds ``now``, those of ``values``."""
+    for name in now.keys() - values.keys():
+        del mapping[name]
+    for name, value in values.items():
+        if now.get(name, _OTHER) is not value:
+            mapping[name] = value
 
 
 class _Copies:
@@ -100,11 +100,15 @@ class _Copies:
         self._replacements: dict[int, Tensor] = {}
 
     def saved(self, value: object) -> object:
-        """Return a tensor with its copy; ``_OTHER`` for everything that is not put back.
+        """Return a plain value, a tensor with its copy, or ``_OTHER`` for everything that is not put back.
 
         Tensors with a graph are not: they are results of an earlier forward, which would be kept alive.
         """
-        if not isinstance(value, Tensor) or value.requires_grad:
+        if type(value) in _PLAIN:
+            return value
+        if type(value) is tuple:  # such as the state of an LSTM; what changes inside it is not seen
+            return value if all(type(part) in _PLAIN or _is_constant(part) for part in value) else _OTHER
+        if not _is_constant(value):
             return _OTHER
         copy = self._lazy(value)
         if copy is None:
@@ -113,8 +117,12 @@ class _Copies:
             copy = value.detach().clone()
         return _Saved(value, copy)
 
-    def in_place_of(self, saved: _Saved) -> Tensor:
-        """Return a tensor with the saved values, the same for each place where the saved tensor is."""
+    def restored(self, saved: object, now: object) -> object:
+        """Return a saved value, of a changed tensor a copy, the same for each place where the tensor is."""
+        if saved is _OTHER or (isinstance(saved, _Saved) and saved.is_current(now)):
+            return now
+        if not isinstance(saved, _Saved):
+            return saved
         key = id(saved.tensor)
         if key not in self._replacements:
             copy = self._lazy(saved.copy)
@@ -128,7 +136,7 @@ class _Copies:
     def _lazy(self, tensor: Tensor) -> Tensor | None:
         """Return a copy on write; ``None`` where PyTorch has none that can be trusted."""
         # On CUDA the late copy would run on the default stream, in no order with a stage's own one.
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
         first = self._storages.get(storage)
@@ -140,6 +148,11 @@ class _Copies:
         except RuntimeError:  # memory that is not PyTorch's own: NumPy's, shared, or a mapped file's
             return None
         return copy
+
+
+def _is_constant(value: object) -> TypeGuard[Tensor]:
+    """Return True for a tensor without a graph; of subclasses nobody knows what a copy of them is."""
+    return type(value) in (Tensor, nn.Parameter) and not cast(Tensor, value).requires_grad
 
 
 def _address(tensor: Tensor) -> int:
