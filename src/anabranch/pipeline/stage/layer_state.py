@@ -13,7 +13,7 @@ side is written to, so frozen weights that no forward changes cost a microsecond
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeGuard, cast
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 __all__ = ["LayerState", "StateValues"]
 
-StateValues = list[dict[str, object]]
-"""For each mapping of names in the modules the values to put back, tensors as ``_Saved``, others ``_OTHER``."""
+StateValues = list[object]
+"""What to put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
-_OTHER = object()
+_OTHER, _MISSING = object(), object()
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 """Attributes of every module: dicts of its parts and hooks, and its mode, which a forward leaves alone."""
 
@@ -50,46 +50,52 @@ class LayerState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list({id(module): module for module in modules}.values())
-
-    def _mappings(self) -> Iterator[MutableMapping[str, object]]:
-        for module in self._modules:
-            yield module.__dict__
-            yield module._buffers  # type: ignore[misc]
-            yield module._parameters  # type: ignore[misc]
+        self._modules = modules
+        self._mappings: list[MutableMapping[str, object]] = []
+        self._lengths: list[int] = []
+        self._places: list[tuple[MutableMapping[str, object], str]] = []  # names are added at the end, when they appear
 
     def take(self) -> StateValues:
         """Return the current values, as copies on write."""
         copies = _Copies()
-        return [{name: copies.saved(value) for name, value in names.items()} for names in self._names()]
+        return [copies.saved(value) for value in self._now()]
 
-    def _names(self) -> list[dict[str, object]]:
-        return [
-            {name: value for name, value in mapping.items() if name not in _MODULES_OWN} for mapping in self._mappings()
-        ]
+    def _now(self) -> list[object]:
+        if not self._mappings:
+            for module in dict.fromkeys(self._modules):
+                self._mappings += [module.__dict__, module._buffers, module._parameters]  # type: ignore[list-item]
+        lengths = [len(mapping) for mapping in self._mappings]
+        if lengths != self._lengths:
+            known = {(id(mapping), name) for mapping, name in self._places}
+            self._lengths = lengths
+            self._places += [
+                (mapping, name)
+                for mapping in self._mappings
+                for name in list(mapping.keys())
+                if name not in _MODULES_OWN and (id(mapping), name) not in known
+            ]
+        # Not by get(), which TorchScript's mappings do not have.
+        return [mapping[name] if name in mapping else _MISSING for mapping, name in self._places]  # noqa: SIM401
 
     @contextmanager
     def restored(self, values: StateValues) -> Iterator[None]:
         """Let the modules start from ``values`` until the block ends; they get back what they hold now."""
-        left = self._names()
+        left = self._now()
         copies = _Copies()  # of the copies: another backward, with retain_graph, starts from them again
-        for mapping, before, now in zip(self._mappings(), values, left, strict=True):
-            names = {name: value for name, value in before.items() if value is not _OTHER or name in now}
-            _put(mapping, now, {name: copies.restored(value, now.get(name)) for name, value in names.items()})
+        before = [*values, *[_MISSING] * (len(left) - len(values))]
+        self._put(left, [copies.restored(value, now) for value, now in zip(before, left, strict=True)])
         try:
             yield
         finally:
-            for mapping, now, after in zip(self._mappings(), self._names(), left, strict=True):
-                _put(mapping, now, after)
+            now = self._now()
+            self._put(now, [*left, *[_MISSING] * (len(now) - len(left))])
 
-
-def _put(mapping: MutableMapping[str, object], now: Mapping[str, object], values: Mapping[str, object]) -> None:
-    """Make the names in ``mapping``, which holds ``now``, those of ``values``."""
-    for name in now.keys() - values.keys():
-        del mapping[name]
-    for name, value in values.items():
-        if now.get(name, _OTHER) is not value:
-            mapping[name] = value
+    def _put(self, now: Sequence[object], values: Sequence[object]) -> None:
+        for (mapping, name), old, new in zip(self._places, now, values, strict=True):
+            if new is _MISSING and old is not _MISSING:
+                del mapping[name]
+            elif new is not old:
+                mapping[name] = new
 
 
 class _Copies:
@@ -104,7 +110,7 @@ class _Copies:
 
         Tensors with a graph are not: they are results of an earlier forward, which would be kept alive.
         """
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or value is _MISSING:
             return value
         if type(value) is tuple:  # such as the state of an LSTM; what changes inside it is not seen
             return value if all(type(part) in _PLAIN or _is_constant(part) for part in value) else _OTHER
@@ -119,10 +125,12 @@ class _Copies:
 
     def restored(self, saved: object, now: object) -> object:
         """Return a saved value, of a changed tensor a copy, the same for each place where the tensor is."""
-        if saved is _OTHER or (isinstance(saved, _Saved) and saved.is_current(now)):
+        if saved is now or saved is _OTHER:
             return now
         if not isinstance(saved, _Saved):
             return saved
+        if saved.is_current(now):
+            return now
         key = id(saved.tensor)
         if key not in self._replacements:
             copy = self._lazy(saved.copy)
