@@ -24,7 +24,7 @@ from torch import Tensor, nn
 __all__ = ["LayerState", "StateValues"]
 
 StateValues = list[object]
-"""What to put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
+"""To put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 _OTHER, _MISSING = object(), object()
