@@ -38,6 +38,8 @@ class Counts(nn.Module):
                 self.n = 1.0
             case "None":
                 self.n = None
+            case "tuple":
+                self.n = (ONE.clone(), 1)
             case "view":
                 self.register_buffer("both", torch.ones(2, dtype=torch.float64))
                 self.n = self.both[1:]
@@ -49,6 +51,9 @@ class Counts(nn.Module):
             self.both += 1
         elif self.how.endswith(".data"):
             self.n.data += 1
+        elif self.how == "tuple":
+            self.n = (self.n[0] + 1, 1)
+            return x * self.w * self.n[0]
         elif self.how in ("number", "tensor rebound"):
             self.n = self.n + 1
         elif getattr(self, "n", None) is None:
@@ -60,7 +65,7 @@ class Counts(nn.Module):
 
     @property
     def count(self) -> float:
-        return float(self.n)
+        return float(self.n[0] if self.how == "tuple" else self.n)
 
 
 class Reads(nn.Module):
@@ -91,7 +96,7 @@ def total(y: Tensor, _: Tensor) -> Tensor:
 
 WAYS = (
     *("buffer", "buffer .data", "frozen", "frozen .data", "tensor", "tensor .data", "tensor rebound"),
-    *("number", "None", "missing", "view", "memory"),
+    *("number", "None", "missing", "tuple", "view", "memory"),
 )
 
 

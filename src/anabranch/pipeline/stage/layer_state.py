@@ -13,20 +13,21 @@ side is written to, so frozen weights that no forward changes cost a microsecond
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["LayerState", "StateValues"]
 
-StateValues = list[dict[str, object]]
-"""For each mapping of names in the modules the values to put back, tensors as ``_Saved``, others ``_OTHER``."""
+StateValues = list[object]
+"""To put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
-_OTHER = object()
+_OTHER, _MISSING = object(), object()
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 """Attributes of every module: dicts of its parts and hooks, and its mode, which a forward leaves alone."""
 
@@ -49,47 +50,52 @@ class LayerState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list({id(module): module for module in modules}.values())
-
-    def _mappings(self) -> Iterator[MutableMapping[str, object]]:
-        for module in self._modules:
-            yield module.__dict__
-            yield module._buffers  # type: ignore[misc]
-            yield module._parameters  # type: ignore[misc]
+        self._modules = modules
+        self._mappings: list[MutableMapping[str, object]] = []
+        self._lengths: list[int] = []
+        self._places: list[tuple[MutableMapping[str, object], str]] = []  # names are added at the end, when they appear
 
     def take(self) -> StateValues:
         """Return the current values, as copies on write."""
         copies = _Copies()
-        return [
-            {
-                name: value if type(value) in _PLAIN else copies.saved(value)
-                for name, value in list(mapping.items())
-                if name not in _MODULES_OWN
-            }
-            for mapping in self._mappings()
-        ]
+        return [copies.saved(value) for value in self._now()]
+
+    def _now(self) -> list[object]:
+        if not self._mappings:
+            for module in dict.fromkeys(self._modules):
+                self._mappings += [module.__dict__, module._buffers, module._parameters]  # type: ignore[list-item]
+        lengths = [len(mapping) for mapping in self._mappings]
+        if lengths != self._lengths:
+            known = {(id(mapping), name) for mapping, name in self._places}
+            self._lengths = lengths
+            self._places += [
+                (mapping, name)
+                for mapping in self._mappings
+                for name in list(mapping.keys())
+                if name not in _MODULES_OWN and (id(mapping), name) not in known
+            ]
+        # Not by get(), which TorchScript's mappings do not have.
+        return [mapping[name] if name in mapping else _MISSING for mapping, name in self._places]  # noqa: SIM401
 
     @contextmanager
     def restored(self, values: StateValues) -> Iterator[None]:
         """Let the modules start from ``values`` until the block ends; they get back what they hold now."""
-        left = [dict(mapping.items()) for mapping in self._mappings()]
+        left = self._now()
         copies = _Copies()  # of the copies: another backward, with retain_graph, starts from them again
-        for mapping, before in zip(self._mappings(), values, strict=True):
-            for name in mapping.keys() - before.keys() - _MODULES_OWN:
-                del mapping[name]
-            for name, value in before.items():
-                if isinstance(value, _Saved):
-                    if not value.is_current(mapping.get(name)):
-                        mapping[name] = copies.in_place_of(value)
-                elif value is not _OTHER:
-                    mapping[name] = value
+        before = [*values, *[_MISSING] * (len(left) - len(values))]
+        self._put(left, [copies.restored(value, now) for value, now in zip(before, left, strict=True)])
         try:
             yield
         finally:
-            for mapping, after in zip(self._mappings(), left, strict=True):
-                for name in mapping.keys() - after.keys():
-                    del mapping[name]
-                mapping.update(after)
+            now = self._now()
+            self._put(now, [*left, *[_MISSING] * (len(now) - len(left))])
+
+    def _put(self, now: Sequence[object], values: Sequence[object]) -> None:
+        for (mapping, name), old, new in zip(self._places, now, values, strict=True):
+            if new is _MISSING and old is not _MISSING:
+                del mapping[name]
+            elif new is not old:
+                mapping[name] = new
 
 
 class _Copies:
@@ -100,11 +106,15 @@ class _Copies:
         self._replacements: dict[int, Tensor] = {}
 
     def saved(self, value: object) -> object:
-        """Return a tensor with its copy; ``_OTHER`` for everything that is not put back.
+        """Return a plain value, a tensor with its copy, or ``_OTHER`` for everything that is not put back.
 
         Tensors with a graph are not: they are results of an earlier forward, which would be kept alive.
         """
-        if not isinstance(value, Tensor) or value.requires_grad:
+        if type(value) in _PLAIN or value is _MISSING:
+            return value
+        if type(value) is tuple:  # such as the state of an LSTM; what changes inside it is not seen
+            return value if all(type(part) in _PLAIN or _is_constant(part) for part in value) else _OTHER
+        if not _is_constant(value):
             return _OTHER
         copy = self._lazy(value)
         if copy is None:
@@ -113,8 +123,14 @@ class _Copies:
             copy = value.detach().clone()
         return _Saved(value, copy)
 
-    def in_place_of(self, saved: _Saved) -> Tensor:
-        """Return a tensor with the saved values, the same for each place where the saved tensor is."""
+    def restored(self, saved: object, now: object) -> object:
+        """Return a saved value, of a changed tensor a copy, the same for each place where the tensor is."""
+        if saved is now or saved is _OTHER:
+            return now
+        if not isinstance(saved, _Saved):
+            return saved
+        if saved.is_current(now):
+            return now
         key = id(saved.tensor)
         if key not in self._replacements:
             copy = self._lazy(saved.copy)
@@ -128,7 +144,7 @@ class _Copies:
     def _lazy(self, tensor: Tensor) -> Tensor | None:
         """Return a copy on write; ``None`` where PyTorch has none that can be trusted."""
         # On CUDA the late copy would run on the default stream, in no order with a stage's own one.
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
         first = self._storages.get(storage)
@@ -140,6 +156,11 @@ class _Copies:
         except RuntimeError:  # memory that is not PyTorch's own: NumPy's, shared, or a mapped file's
             return None
         return copy
+
+
+def _is_constant(value: object) -> TypeGuard[Tensor]:
+    """Return True for a tensor without a graph; of subclasses nobody knows what a copy of them is."""
+    return type(value) in (Tensor, nn.Parameter) and not cast(Tensor, value).requires_grad
 
 
 def _address(tensor: Tensor) -> int:
