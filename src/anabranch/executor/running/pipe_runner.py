@@ -140,9 +140,11 @@ class _ScheduleEngine:
     def follow_model(self) -> None:
         """Nothing is kept of the model's parameters."""
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
         """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
-        shared = self._run(batch)
+        shared = self._run(batch, seed)
         begin(shared.loss)
         for parameter in self._handed_over:
             if parameter.grad is not None:
@@ -165,20 +167,22 @@ class _ScheduleEngine:
             for optimizer in self._step.optimizers:
                 optimizer.step()
 
-    def _run(self, batch: Structure) -> Shared:
-        shared = pipe_run(self._step, self._pipe, batch, self.rows, word=self.asks_to_stop)
+    def _run(self, batch: Structure, seed: float = 1.0) -> Shared:
+        shared = pipe_run(self._step, self._pipe, batch, self.rows, word=self.asks_to_stop, seed=seed)
         self.asked_to_stop = self.asked_to_stop or any(shared.words)
         return shared
 
 
-def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object) -> Shared:
+def pipe_run(
+    step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object, seed: float = 1.0
+) -> Shared:
     """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
     args, inputs, target = _split_batch(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
     dtype = step.autocast_dtype
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
         return pipe.step_together(
-            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word
+            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word, seed=seed
         )
 
 

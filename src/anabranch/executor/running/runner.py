@@ -67,6 +67,7 @@ class StepRunner:
         self.steps = 0
         self._in_window = 0
         self._window_rows = 0.0
+        self.mean_rows: float | None = None
         self._broken = False
         self._started = False
         self._parameters = list(step.model.parameters())
@@ -137,7 +138,7 @@ class StepRunner:
 
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
-        self._begin_run()
+        self._begin_run(rows)
         if self.remote is not None:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             self.remote.part.begin(training=True, fresh=self._in_window == 0, expected=expected, between=self.between)
@@ -147,9 +148,12 @@ class StepRunner:
             return ran
         assert self._buckets is not None
         weight = rows if self._averages else 1.0
+        factor = self.mean_rows or weight
         started: list[Totals] = []
         with self._window_kept_whole():
-            ran = self._differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
+            ran = self._differentiate(
+                batch, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), weight / factor
+            )
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
             self._push_early()
@@ -163,16 +167,35 @@ class StepRunner:
         """True if gradients are weighted by rows; the gradient of a single worker is unchanged, bit for bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
-    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def _meet_rows(self, rows: float) -> None:
+        """Exchange the rows before the first run: the mean that backward starts from is not known from an earlier one.
+
+        Where an operation of the loss sums over the workers, a gradient that comes back from another worker has that
+        worker's weight only if its backward started from it. So backward starts from rows / mean rows, and the sums
+        are weighted by the mean: equal shards, as in the run before, start from exactly 1.
+        """
+        if self._workers is None or self.step.reduction != "mean" or self.mean_rows is not None:
+            return
+        share = torch.tensor([rows, float(rows > 0)], dtype=torch.float64, device="cpu")
+        try:
+            total, workers = self._workers.all_reduce(share, operation="all_reduce of rows", step=self._calls).tolist()
+        except BaseException:
+            self._broken = True
+            raise
+        self.mean_rows = total / workers if workers else None
+
+    def _differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float
+    ) -> StepOutput:
         if self.upcoming is None or not self.upcoming.learning:
-            return self.engine.differentiate(batch, fetch, begin)
+            return self.engine.differentiate(batch, fetch, begin, seed)
         if isinstance(self.engine, GraphEngine):
-            ran = self.engine.differentiate(batch, fetch, begin)
+            ran = self.engine.differentiate(batch, fetch, begin, seed)
             self.upcoming.learn_from(self.engine.program.graph)
             return ran
         engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
-            return engine.differentiate(batch, fetch, begin)
+            return engine.differentiate(batch, fetch, begin, seed)
 
     def _push_early(self) -> None:
         """Add the run's gradients to the servers' window, and push once it closes, in parallel with the local sums."""
@@ -187,12 +210,19 @@ class StepRunner:
         assert self._buckets is not None
         return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
 
-    def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
-        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
+    def _start_run(self, loss: Tensor | None, weight: float, factor: float, *, active: bool = True) -> Totals:
+        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them.
+
+        Args:
+            loss: of this worker.
+            weight: the run's, in the mean over runs and workers.
+            factor: what its gradients count, which is the weight but where backward started from another number than 1.
+            active: whether the worker has a batch.
+        """
         assert self._buckets is not None
         last = self._closes_window()
         if self.remote is not None:
-            self.remote.start_run(weight)
+            self.remote.start_run(weight, factor)
         stopping = self._wants_to_stop()
         vote = (False, False)
         if self._workers is not None and isinstance(self.engine, AutoEngine):
@@ -200,20 +230,20 @@ class StepRunner:
         share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
-            self._buckets.start_run(weight, last=last, header=share, step=self.runs)
+            self._buckets.start_run(factor, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
-        self._buckets.start_run(weight, last=last, step=self.runs)
+        self._buckets.start_run(factor, last=last, step=self.runs)
         return Totals.alone(share, self._workers, self._calls)
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             self.engine.decided(total.trying, total.rejecting)
-        self._end_run(total.rows, fetch)
+        self._end_run(total, fetch)
 
     def run_idle(self) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
-        self._begin_run()
+        self._begin_run(0.0)
         if self.remote is not None:
             self.remote.part.tables.begin(self.remote.part.clock)
         return self._add_nothing(active=False)
@@ -221,7 +251,7 @@ class StepRunner:
     def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
         assert self._buckets is not None
         with self._window_kept_whole():
-            total = self._start_run(None, 0.0, active=active).wait_for()
+            total = self._start_run(None, 0.0, 0.0, active=active).wait_for()
             if not total.active:
                 return None
             self._buckets.launch_rest()
@@ -281,10 +311,11 @@ class StepRunner:
         if self.remote is not None and operation != "load":
             self.remote.part.check_whole()
 
-    def _begin_run(self) -> None:
+    def _begin_run(self, rows: float) -> None:
         self._calls += 1
         self.check_known("run")
         self._clear_for_run()
+        self._meet_rows(rows)
 
     def _clear_for_run(self) -> None:
         """Start a window if none is open, and clear the gradients of the last run."""
@@ -369,8 +400,8 @@ class StepRunner:
     def _closes_window(self) -> bool:
         return self._closing or self._in_window + 1 == self.step.accumulate
 
-    def _end_run(self, rows: float, fetch: Fetch | None) -> None:
-        self._window_rows += rows
+    def _end_run(self, total: Total, fetch: Fetch | None) -> None:
+        self._window_rows += total.rows
         self.runs += 1
         if not self._closes_window():
             self._in_window += 1
@@ -381,6 +412,8 @@ class StepRunner:
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
         self._in_window = 0
+        if self.mean_rows is not None and total.rows:
+            self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
             self._update()
 
@@ -510,7 +543,7 @@ class StepRunner:
         if self._in_window and self.step.flush == "step":
             self._closing = True
             try:
-                self._begin_run()
+                self._begin_run(0.0)
                 if self.remote is not None:
                     self.remote.part.tables.begin(self.remote.part.clock)
                 self._add_nothing(active=True)
@@ -527,8 +560,11 @@ class StepRunner:
         sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
         return self._in_window, self._window_rows, sums
 
-    def restore(self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor]) -> None:
+    def restore(
+        self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor], mean_rows: float | None
+    ) -> None:
         """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
+        self.mean_rows = None if self._workers is None else mean_rows
         self.runs = runs
         self.steps = steps
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run

@@ -6,7 +6,7 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
-      1 if it would try a graph in the next run, 1 if it rejects the one that was tried ]
+      1 if it would try a graph in the next run, 1 if it rejects the one that was tried, 1 if it has rows ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
 workers are in the same one: a worker that caught its own error loss and continued is in another.
@@ -26,7 +26,7 @@ from anabranch.errors import BoundaryError
 
 __all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
 
-HEADER_SIZE = 8
+HEADER_SIZE = 9
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -43,6 +43,7 @@ class Total:
         stopping: how many were asked to stop.
         trying: how many would try a graph in the next run.
         rejecting: how many reject the one that was tried.
+        with_rows: how many had rows.
     """
 
     rows: float
@@ -51,6 +52,7 @@ class Total:
     stopping: int
     trying: int = 0
     rejecting: int = 0
+    with_rows: int = 0
 
 
 def header(
@@ -68,6 +70,7 @@ def header(
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
     share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS, *map(float, vote)]
+    share.append(float(rows > 0))
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
         values[_LOSS] = loss.detach() * rows
@@ -103,7 +106,7 @@ class Totals:
         Raises:
             BoundaryError: the workers are not all in the same run.
         """
-        high, low, loss, active, stopping, runs, trying, rejecting = self._arrived().tolist()
+        high, low, loss, active, stopping, runs, trying, rejecting, with_rows = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
                 "the workers are in different runs: a loss that raises on one worker only must end the job, or be "
@@ -112,4 +115,4 @@ class Totals:
                 operation="all_reduce of rows and loss",
                 step=self._run,
             )
-        return Total(high * _PART + low, loss, int(active), int(stopping), int(trying), int(rejecting))
+        return Total(high * _PART + low, loss, int(active), int(stopping), int(trying), int(rejecting), int(with_rows))
