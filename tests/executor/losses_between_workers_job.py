@@ -135,7 +135,8 @@ def main() -> None:
         expected, expected_losses = plain_loop(case)
         actual, losses = with_workers(case)
         distances = [
-            ((actual[name] - value).abs().max() / value.abs().max()).item() for name, value in expected.named_parameters()
+            ((actual[name] - value).abs().max() / value.abs().max()).item()
+            for name, value in expected.named_parameters()
         ]
         worst.append(max(*distances, *(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))))
     dist.destroy_process_group()

@@ -276,9 +276,7 @@ class AutoEngine:
 
         return self._try(batch, fetch, lambda: self._tape.step(batch, fetch), noting, whole=True)
 
-    def _try_backward(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float
-    ) -> StepOutput:
+    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float) -> StepOutput:
         (self._graph or self._make_graph()).program.set_seed(seed)
         return self._try(
             batch,

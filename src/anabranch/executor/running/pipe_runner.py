@@ -173,9 +173,7 @@ class _ScheduleEngine:
         return shared
 
 
-def pipe_run(
-    step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object, seed: float = 1.0
-) -> Shared:
+def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object, seed: float = 1.0) -> Shared:
     """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
     args, inputs, target = _split_batch(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")

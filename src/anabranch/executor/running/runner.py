@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class StepRunner:
         self.step = step
         self.engine = engine
         self._workers = workers if workers is not None and workers.size > 1 else None
+        self._rowless = None if self._workers is None else self._workers.rowless
         self.runs = 0
         self.steps = 0
         self._in_window = 0
@@ -151,9 +152,10 @@ class StepRunner:
         factor = self.mean_rows or weight
         started: list[Totals] = []
         with self._window_kept_whole():
-            ran = self._differentiate(
-                batch, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), weight / factor
-            )
+            with nullcontext() if self._rowless is None else self._rowless.bounded():
+                ran = self._differentiate(
+                    batch, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), weight / factor
+                )
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
             self._push_early()
@@ -250,7 +252,7 @@ class StepRunner:
 
     def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
         assert self._buckets is not None
-        with self._window_kept_whole():
+        with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
             total = self._start_run(None, 0.0, 0.0, active=active).wait_for()
             if not total.active:
                 return None
@@ -275,6 +277,10 @@ class StepRunner:
                 if self._in_window:
                     error.add_note(f"the {self._in_window} runs accumulated before this one are discarded with it")
                 self._in_window = 0
+            named = None if self._rowless is None else self._rowless.explain(error, self._calls)
+            if named is not None:
+                self._broken = True
+                raise named from error
             raise
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:

@@ -161,9 +161,7 @@ def capture_backward(
         rows = [lookup.leaf for lookup in cut.found]
         leaves = [leaf_of[name] for name in [*wanted, *foreign]]
         begin = None if seed is None else values[-1]
-        gradients = torch.autograd.grad(
-            loss.reshape(()), [*leaves, *rows, *recorder.entries], begin, allow_unused=True
-        )
+        gradients = torch.autograd.grad(loss.reshape(()), [*leaves, *rows, *recorder.entries], begin, allow_unused=True)
         for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
             if gradient is not None:
                 raise CaptureError(
