@@ -88,6 +88,7 @@ class Workers:
         heartbeat: seconds between two checks of the other ranks.
 
     Attributes:
+        ranks: the members, by their numbers in the job.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -117,23 +118,21 @@ class Workers:
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
         self.size = dist.get_world_size(self._group)
-        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
-        self._name = _name_of(self._global_ranks)
-        self._others = [rank for rank in self._global_ranks if rank != self._global_ranks[self.rank]]
+        self._name = _name_of(self.ranks)
+        self._others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         self._beats: ProcessHeartbeats | None = None
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
         self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
-            self._beats = ProcessHeartbeats(
-                self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat
-            )
+            self._beats = ProcessHeartbeats(self._meet(), self.ranks[self.rank], store=job_store(), heartbeat=heartbeat)
             store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
             self._own = self._connect(store)
-            self.rowless = Rowless(store, self._global_ranks[self.rank], self._global_ranks, timeout, heartbeat)
+            self.rowless = Rowless(store, self.ranks[self.rank], self.ranks, timeout, heartbeat)
         destroy_group_at_exit()
         atexit.register(self._exit_without_lost_ranks)
 
@@ -144,7 +143,7 @@ class Workers:
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         everyone = self.all_gather(mine.to(self.device), operation="meet")
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        return {rank: Identity.decode(text) for rank, text in zip(self._global_ranks, texts, strict=True)}
+        return {rank: Identity.decode(text) for rank, text in zip(self.ranks, texts, strict=True)}
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
@@ -275,7 +274,7 @@ class Workers:
         """Return those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of
         it.
         """
-        own = self._global_ranks[self.rank]
+        own = self.ranks[self.rank]
         first = lost
         with suppress(RuntimeError):  # the process that held the store is among the lost
             store = job_store()

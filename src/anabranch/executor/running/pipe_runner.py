@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from anabranch import spans
 from anabranch.collectives import Workers
+from anabranch.executor.drift import Drift
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
 from anabranch.executor.running.clipping import clip_scale
 from anabranch.executor.running.fetching import FACTS, Fetch
@@ -42,16 +43,16 @@ _log = logging.getLogger("anabranch.executor")
 
 
 def runner_for(
-    name: str, step: TrainStep, workers: Workers | None, make: Callable[[], Engine], asked: str
+    name: str, step: TrainStep, workers: Workers | None, make: Callable[[], Engine], asked: str, drift: Drift | None
 ) -> StepRunner:
     """Return the runner of the step called ``name``; the engine that was ``asked`` for is made if it can run this
     model.
     """
     if not isinstance(step.model, Pipe):
-        return StepRunner(step, make(), workers)
+        return StepRunner(step, make(), workers, drift)
     if asked == "graph":
         _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
-    return PipeRunner(step, workers)
+    return PipeRunner(step, workers, drift)
 
 
 class PipeRunner(StepRunner):
@@ -60,12 +61,13 @@ class PipeRunner(StepRunner):
     Args:
         step: the step to run; its loss is ``fn(output, target)``.
         workers: the ranks that hold the same stages in other pipelines; ``None`` without any.
+        drift: compares their parameters, if they are to be compared.
     """
 
-    def __init__(self, step: TrainStep, workers: Workers | None) -> None:
+    def __init__(self, step: TrainStep, workers: Workers | None, drift: Drift | None = None) -> None:
         self._pipe = cast(Pipe, step.model)
         self._schedule = _ScheduleEngine(step, self._pipe)
-        super().__init__(step, self._schedule, workers)
+        super().__init__(step, self._schedule, workers, drift)
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this pipeline's share of the batch."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
+from anabranch.executor.drift import Drift
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine, StepOutput
@@ -48,6 +49,7 @@ class StepRunner:
         step: the step to run.
         engine: how its gradients are computed.
         workers: the group to average over; ``None`` trains alone.
+        drift: compares the workers' parameters, if they are to be compared.
 
     Attributes:
         remote: what of the step is on servers, if anything is.
@@ -59,11 +61,15 @@ class StepRunner:
     upcoming: UpcomingIds | None = None
     between: Callable[[], None] | None = None
 
-    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
+    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None, drift: Drift | None = None) -> None:
         self.step = step
         self.engine = engine
         self._workers = workers if workers is not None and workers.size > 1 else None
         self._rowless = None if self._workers is None else self._workers.rowless
+        self._drift = drift
+        self._alike_at = 0  # the step at which the parameters were last seen to be the same on all workers
+        self._digits: list[float] = []
+        self._differing_at: int | None = None
         self.runs = 0
         self.steps = 0
         self._in_window = 0
@@ -161,7 +167,7 @@ class StepRunner:
             self._push_early()
             total = started[0].wait_for()
             self._finish_run(total, fetch)
-        self._raise_nonfinite()
+        self._raise_at_end()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
 
     @property
@@ -229,7 +235,16 @@ class StepRunner:
         vote = (False, False)
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             vote = self.engine.vote()
-        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
+        share = header(
+            loss,
+            weight,
+            run=self._calls,
+            active=active,
+            stopping=stopping,
+            device=self._device,
+            vote=vote,
+            digits=self._digits,
+        )
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(factor, last=last, header=share, step=self.runs)
@@ -241,7 +256,18 @@ class StepRunner:
         self.stopping = self.stopping or total.stopping > 0
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             self.engine.decided(total.trying, total.rejecting)
+        if self._digits and self._drift is not None:
+            if self._drift.differs_anywhere(total.differing):
+                self._differing_at = self.steps
+            else:
+                self._alike_at = self.steps
         self._end_run(total, fetch)
+
+    def compare_workers(self) -> None:
+        """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
+        if self._drift is not None:
+            self._drift.check(self._alike_at, self.steps)
+            self._alike_at = self.steps
 
     def run_idle(self) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
@@ -259,7 +285,7 @@ class StepRunner:
             self._buckets.launch_rest()
             self._push_early()
             self._finish_run(total, fetch)
-        self._raise_nonfinite()
+        self._raise_at_end()
         return StepOutput(self._loss_of(total), {})
 
     @contextmanager
@@ -322,6 +348,8 @@ class StepRunner:
         self.check_known("run")
         self._clear_for_run()
         self._meet_rows(rows)
+        due = self._drift is not None and self.steps - self._alike_at >= self._drift.every
+        self._digits = self._drift.digits() if due and self._drift is not None else []
 
     def _clear_for_run(self) -> None:
         """Start a window if none is open, and clear the gradients of the last run."""
@@ -497,10 +525,17 @@ class StepRunner:
                 named[name].grad = None
 
     def _raise_nonfinite(self) -> None:
-        """Raise the error of the run, once every worker has ended it in the same way."""
         names, self._nonfinite = self._nonfinite, None
         if names is not None:
             raise nonfinite_error(names, self.steps)
+
+    def _raise_at_end(self) -> None:
+        """Raise the error of the run, once every worker has ended it in the same way."""
+        self._raise_nonfinite()
+        step, self._differing_at = self._differing_at, None
+        if step is not None and self._drift is not None:
+            self._drift.settle(self._alike_at, step)
+            self._alike_at = self.steps
 
     def _update(self) -> None:
         self.engine.update()
@@ -571,6 +606,7 @@ class StepRunner:
     ) -> None:
         """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
         self.mean_rows = None if self._workers is None else mean_rows
+        self._alike_at = steps
         self.runs = runs
         self.steps = steps
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run

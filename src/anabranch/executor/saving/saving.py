@@ -128,6 +128,8 @@ class Saver:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
         self._check_known("save")
+        for runner in self._runners.values():
+            runner.compare_workers()
         if self.remote is not None:
             self.remote.settle()
             if self._stages > 1:
