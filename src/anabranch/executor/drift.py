@@ -112,7 +112,9 @@ class Drift:
         if not said:  # all have the same states
             compared |= states
         apart = [self._distance_from_first(tensor) for tensor in compared.values()]
-        table = self._workers.all_gather(torch.tensor(apart, dtype=torch.float64), operation="comparison of parameters")
+        table = self._workers.all_gather(
+            torch.tensor(apart, dtype=torch.float64, device="cpu"), operation="comparison of parameters"
+        )
         differing = {
             name: [rank for rank, far in zip(self._workers.ranks, ranks, strict=True) if far > _ROUNDING]
             for name, ranks in zip(compared, table.t().tolist(), strict=True)
