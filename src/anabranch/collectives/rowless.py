@@ -31,7 +31,7 @@ _SEEN = "seen that it ended"
 
 
 class Rowless:
-    """Who of a group has no rows in the run in progress.
+    """The workers of a group that have no rows in the run in progress.
 
     Args:
         store: of this group alone.
