@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         SchemaError,
         SkipError,
         Unauthorized,
+        WorkersDiffer,
     )
     from anabranch.executor import EvalStep, Executor, TrainStep
     from anabranch.experts import (
@@ -140,6 +141,7 @@ __all__ = [
     "TensorSpec",
     "TrainStep",
     "Unauthorized",
+    "WorkersDiffer",
     "all_reduce",
     "capture",
     "get_grad_managers",

@@ -14,7 +14,8 @@
     │   │   └── RemoteError            the far side raised (remote_type, remote_traceback)
     │   ├── CaptureError               the graph engine cannot represent this step faithfully
     │   ├── CheckpointError            a checkpoint is torn, damaged or of another model
-    │   └── PipelineError              another stage failed (stage, microbatch, phase)
+    │   ├── PipelineError              another stage failed (stage, microbatch, phase)
+    │   └── WorkersDiffer              parameters that are the same on all workers are not (parameters, ranks, steps)
     ├── ValueError                     the caller's value is wrong; the message names it and the cure
     │   ├── ForkedClient               a client of another process, which was forked
     │   ├── LostUpdate                 a change by hand that the servers' values would overwrite
@@ -55,6 +56,7 @@ __all__ = [
     "SessionGone",
     "SkipError",
     "Unauthorized",
+    "WorkersDiffer",
 ]
 
 
@@ -216,6 +218,29 @@ class PipelineError(AnabranchError):
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}\n\nThe failing stage's traceback:\n{self.remote_traceback}" if self.remote_traceback else text
+
+
+class WorkersDiffer(AnabranchError):
+    """All-reduced or frozen parameters have become different on the workers.
+
+    Attributes:
+        parameters: their names.
+        ranks: the workers whose parameters differ from rank 0's.
+        steps: the optimizer steps at which they were last seen to be equal, and first seen to differ.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        parameters: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        steps: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.parameters = parameters
+        self.ranks = ranks
+        self.steps = steps
+        super().__init__(message)
 
 
 class ForkedClient(ValueError):

@@ -5,6 +5,9 @@ heartbeat at a time, checks in between that all ranks are alive, and raises ``Pe
 that was not done when ``work.wait(timeout)`` gave up continues undisturbed (only a point-to-point wait breaks its
 connection). A callback on the operation's future would wake us too, but gloo's thread then needs the interpreter's lock
 to let go of it, and ends the process if the interpreter is gone by then.
+
+Collectives are matched by their order alone. So these have a gloo group of their own: in the model's group they would
+meet those of its forward on a worker that runs none.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -28,6 +32,7 @@ from anabranch import spans
 from anabranch.activity import Activity, during
 from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.collectives.liveness import ended_within, job_store
+from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.events import report
@@ -74,10 +79,14 @@ class Workers:
     """A process group whose waits are bounded and name the missing ranks; a context manager.
 
     Args:
-        group: the process group; ``None`` is the job's, initialised from the usual environment if necessary.
-        device: where the tensors live: gloo serves CPU, NCCL serves CUDA.
+        group: the members; ``None`` is the job's group, initialised from the usual environment if necessary.
+        device: where the gradients live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
         heartbeat: seconds between two checks of the other ranks.
+
+    Attributes:
+        ranks: the members, by their numbers in the job.
+        rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
         ValueError: the environment names no job (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), or this
@@ -106,18 +115,21 @@ class Workers:
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
         self.size = dist.get_world_size(self._group)
-        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
-        self._name = _name_of(self._global_ranks)
-        self._others = [rank for rank in self._global_ranks if rank != self._global_ranks[self.rank]]
+        self._name = _name_of(self.ranks)
+        self._others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         self._beats: ProcessHeartbeats | None = None
+        self._own: dist.ProcessGroup | None = None
+        self.rowless: Rowless | None = None
         self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
-            self._beats = ProcessHeartbeats(
-                self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat
-            )
+            self._beats = ProcessHeartbeats(self._meet(), self.ranks[self.rank], store=job_store(), heartbeat=heartbeat)
+            store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
+            self._own = self._connect(store)
+            self.rowless = Rowless(store, self.ranks[self.rank], self.ranks, timeout, heartbeat)
         destroy_group_at_exit()
         atexit.register(self._exit_without_lost_ranks)
 
@@ -128,7 +140,19 @@ class Workers:
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         everyone = self.all_gather(mine.to(self.device), operation="meet")
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        return {rank: Identity.decode(text) for rank, text in zip(self._global_ranks, texts, strict=True)}
+        return {rank: Identity.decode(text) for rank, text in zip(self.ranks, texts, strict=True)}
+
+    def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
+        """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
+        limit, deadline = timedelta(seconds=self.timeout + _BACKEND_GRACE), Deadline.after(self.timeout)
+        try:
+            group = interruptible(partial(dist.ProcessGroupGloo, store, self.rank, self.size, limit))
+        except RuntimeError as error:
+            raise self._watch.explain(error, self._others, "meet", deadline) from None
+        return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return self._own if self._own is not None and tensor.is_cpu else self._group
 
     # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
 
@@ -136,7 +160,7 @@ class Workers:
         """Start summing ``tensor``, in place, over the workers."""
         self.bytes_sent += tensor.nbytes
         began = spans.begin()
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True)
         return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
 
     def start_all_gather(
@@ -145,14 +169,14 @@ class Workers:
         """Start gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
         self.bytes_sent += tensor.nbytes
         began = spans.begin()
-        work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group, async_op=True)
+        work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group_for(tensor), async_op=True)
         return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
 
     def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
         """Start copying rank 0's ``tensor`` over everyone's."""
         self.bytes_sent += tensor.nbytes
         began = spans.begin()
-        work = dist.broadcast(tensor, src=self._global_ranks[0], group=self._group, async_op=True)
+        work = dist.broadcast(tensor, group=self._group_for(tensor), group_src=0, async_op=True)
         return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
 
     def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
@@ -183,7 +207,7 @@ class Workers:
         self.bytes_sent += mine.nbytes
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
         began = spans.begin()
-        work = dist.gather(mine, into, dst=self._global_ranks[0], group=self._group, async_op=True)
+        work = dist.gather(mine, into, group=self._group_for(mine), group_dst=0, async_op=True)
         Pending(began, cast(dist.Work, work), self, operation, None, mine.nbytes).finish()
         return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
@@ -228,6 +252,8 @@ class Workers:
         began = time.monotonic()
 
         def done(seconds: float) -> bool:
+            if self.rowless is not None:
+                self.rowless.check()
             return ended_within(seconds, work)
 
         try:
@@ -245,7 +271,7 @@ class Workers:
         """Return those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of
         it.
         """
-        own = self._global_ranks[self.rank]
+        own = self.ranks[self.rank]
         first = lost
         with suppress(RuntimeError):  # the process that held the store is among the lost
             store = job_store()
@@ -270,7 +296,9 @@ class Workers:
         if self._has_left_work or self._watch.has_lost:
             return
         atexit.unregister(self._exit_without_lost_ranks)
-        self._group = None  # its threads end with the last reference, see leaving.py
+        if self.rowless is not None:
+            self.rowless.close()
+        self._group = self._own = None  # their threads end with the last reference, see leaving.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
             dist.destroy_process_group()

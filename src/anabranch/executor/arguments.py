@@ -13,12 +13,20 @@ from anabranch.tables import Cache
 __all__ = ["check_arguments", "check_log_path"]
 
 
-def check_arguments(*, seed: object, cache: object, dataloaders: object, state: object, steps: Iterable[str]) -> None:
+def check_arguments(
+    *,
+    seed: object,
+    cache: object,
+    dataloaders: object,
+    state: object,
+    check_workers: object,
+    steps: Iterable[str],
+) -> None:
     """Raise for an argument of the wrong kind.
 
     Raises:
         TypeError: names the argument, its value, and what is accepted.
-        ValueError: a loader for a step that does not exist.
+        ValueError: a loader for a step that does not exist, or a negative number.
     """
     if not isinstance(seed, Integral | None):
         raise TypeError(f"seed is a whole number, or None, got {seed!r}")
@@ -27,6 +35,10 @@ def check_arguments(*, seed: object, cache: object, dataloaders: object, state: 
         raise TypeError(f"cache is an ab.Cache or None, got {cache!r}{rows}")
     if not isinstance(dataloaders, Mapping | None):
         raise TypeError(f"dataloaders is a dict of loaders by the step's name, got {dataloaders!r}")
+    if isinstance(check_workers, bool) or not isinstance(check_workers, Integral):
+        raise TypeError(f"check_workers is a whole number of steps, 0 for never, got {check_workers!r}")
+    if check_workers < 0:
+        raise ValueError(f"check_workers is a whole number of steps, 0 for never, got {check_workers!r}")
     names = sorted(steps)
     for name in dataloaders or {}:
         if name not in names:

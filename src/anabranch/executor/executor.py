@@ -26,6 +26,7 @@ from anabranch.collectives import Workers
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
+from anabranch.executor.drift import Drift
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.choice import EngineChoice
 from anabranch.executor.engines.graph_engine import GraphEngine
@@ -129,6 +130,8 @@ class Executor:
             a ``torch.optim.swa_utils.AveragedModel``.
         sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
             ``PrometheusSink``, or any ``anabranch.observe.Sink``. Closed with the executor.
+        check_workers: after so many optimizer steps the workers compare their all-reduced and frozen parameters, and
+            before each save; 0: never.
 
     Raises:
         ValueError, TypeError: an invalid argument, models or optimizers that differ between the workers, or something
@@ -164,6 +167,7 @@ class Executor:
         state: Mapping[str, HasState] | None = None,
         sinks: Iterable[Sink] = (),
         served: Served = "refuse",
+        check_workers: int = 100,
     ) -> None:
         self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
         self._steps = named_steps(steps)
@@ -173,7 +177,14 @@ class Executor:
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         engines = EngineChoice.parse(engine, compile, capture_after)
-        check_arguments(seed=seed, cache=cache, dataloaders=dataloaders, state=state, steps=self._steps)
+        check_arguments(
+            seed=seed,
+            cache=cache,
+            dataloaders=dataloaders,
+            state=state,
+            check_workers=check_workers,
+            steps=self._steps,
+        )
         sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)
         self._routes_in = partial(
@@ -213,6 +224,9 @@ class Executor:
             merges = Consistency.parse(consistency).merges
             # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
             together = merges or not self._routes.served or self._routes.all_reduces
+            drift = None
+            if together and check_workers and self._workers is not None and self._workers.size > 1:
+                drift = Drift(self._workers, self._grid or self._workers, self._steps, self.routes, check_workers)
             self._runners = {
                 name: runner_for(
                     name,
@@ -220,6 +234,7 @@ class Executor:
                     self._workers if together else None,
                     partial(engines.engine_for, name, step),
                     engines.engine,
+                    drift,
                 )
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
@@ -436,6 +451,8 @@ class Executor:
             NonFinite: a gradient holds NaN or an infinity, and the step does not skip it
                 (``TrainStep(skip_nonfinite=True)``); no parameter has changed, on any worker.
             PeerLost, DeadlineExceeded: another worker died, froze or did not arrive.
+            BoundaryError: a worker had no rows, and the model or the loss of the others waits for all workers.
+            WorkersDiffer: parameters that are the same on all workers are not; see ``check_workers``.
         """
         self._check_open()
         step = self._step(name)
@@ -602,6 +619,7 @@ class Executor:
 
         Raises:
             CheckpointError: it could not be written, or one before it; raised on every worker.
+            WorkersDiffer: as for ``run``; nothing is written.
             DeadlineExceeded: two are still being written after ``timeout`` seconds.
         """
         self._check_open()

@@ -10,7 +10,7 @@ rates of later steps, which are the schedulers' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from numbers import Real
 
@@ -22,7 +22,7 @@ from anabranch.collectives import Workers
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.steps import Step, TrainStep
 
-__all__ = ["check_alike", "share_parameters"]
+__all__ = ["check_alike", "optimizer_lines", "send_first", "share_parameters"]
 
 # The group's parameters, flags that change how an update is computed but not which one, and a worker's own place.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "device", "rank"}
@@ -34,10 +34,11 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
 
     Raises:
         ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or optimizers of what is
-            all-reduced.
+            all-reduced, or if a forward writes each worker's own rows.
     """
+    _check_max_norm(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
-    models, optimizers = list(_model_lines(steps)), list(_optimizer_lines(steps, reduced))
+    models, optimizers = list(_model_lines(steps)), list(optimizer_lines(steps, reduced))
     mine = "\n".join(models) + "\n\n" + "\n".join(optimizers)
     everyone = [text.decode().partition("\n\n") for text in workers.all_gather_bytes(mine.encode(), operation="meet")]
     _compare(
@@ -55,13 +56,18 @@ def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes
     """Copy rank 0's parameters to all workers, except for tables, whose rows come from the servers."""
     by_row = {route.tensor for route in routes.at(Place.ROWS)}
     unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
+    send_first(workers, unique)
+
+
+def send_first(workers: Workers, tensors: Collection[Tensor]) -> None:
+    """Copy rank 0's tensors over everyone's."""
     with torch.no_grad():
-        # Memory is sent, so a parameter with gaps, or in another order, is sent as a copy.
-        sent = [parameter.detach().contiguous() for parameter in unique]
+        # Memory is sent, so a tensor with gaps, or in another order, is sent as a copy.
+        sent = [tensor.detach().contiguous() for tensor in tensors]
         workers.broadcast(sent, operation="broadcast of parameters")
-        for parameter, value in zip(unique, sent, strict=True):
-            if value.data_ptr() != parameter.data_ptr():
-                parameter.copy_(value)
+        for tensor, value in zip(tensors, sent, strict=True):
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
 
 
 def _compare(what: str, everyone: list[str], cure: str) -> None:
@@ -75,6 +81,17 @@ def _compare(what: str, everyone: list[str], cure: str) -> None:
                 )
 
 
+def _check_max_norm(steps: Mapping[str, Step]) -> None:
+    for step in steps.values():
+        for name, module in step.model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                raise ValueError(
+                    f"{name}: max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, each "
+                    "worker those of its own batch, so that several workers would train different tables; leave it "
+                    "None and shrink the looked-up rows in the forward, or all rows after each step"
+                )
+
+
 def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:
     for step_name, step in steps.items():
         for name, parameter in step.model.named_parameters():
@@ -84,7 +101,8 @@ def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:
             )
 
 
-def _optimizer_lines(steps: Mapping[str, Step], reduced: set[nn.Parameter | None]) -> Iterator[str]:
+def optimizer_lines(steps: Mapping[str, Step], reduced: Container[Tensor | None]) -> Iterator[str]:
+    """Describe the optimizers in lines of text, as far as they move the parameters in ``reduced``."""
     for step_name, step in steps.items():
         if isinstance(step, TrainStep):
             names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}

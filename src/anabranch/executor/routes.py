@@ -253,7 +253,7 @@ def _check_served(name: str, parameter: nn.Parameter, users: Iterable[tuple[nn.M
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
                 f"{name}: max_norm={module.max_norm} shrinks rows in place whenever they are looked up, which the "
-                f"servers' copy would not see; leave it None, or {cure}"
+                f"servers' copy would not see; leave it None, or with a single worker {cure}"
             )
 
 

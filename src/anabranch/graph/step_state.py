@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -68,6 +69,8 @@ class StepState:
         self.between, self.passes, self.compile = between, tuple(passes), compile
         self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
         self.refused_update: CaptureError | None = None
+        self._seed = 1.0
+        self._seeds: list[Tensor] = []
         self._bind()
 
     def _bind(self) -> None:
@@ -86,6 +89,20 @@ class StepState:
     def follow_model(self) -> None:
         """Look up the model's parameters again: some are elsewhere now."""
         self._bind()
+    def set_seed(self, seed: float) -> None:
+        """Start the backward of graphs without an update from this gradient of the loss."""
+        if seed != self._seed:
+            self._seed = seed
+            for tensor in self._seeds:
+                tensor.fill_(seed)
+
+    def seed_of(self, loss: Tensor) -> Tensor:
+        """Return the tensor from which the backward of a loss like this starts; ``set_seed`` fills it."""
+        for tensor in self._seeds:
+            if (tensor.dtype, tensor.device) == (loss.dtype, loss.device):
+                return tensor
+        self._seeds.append(torch.full((), self._seed, dtype=loss.dtype, device=loss.device))
+        return self._seeds[-1]
 
     @property
     def said_of_update(self) -> str:

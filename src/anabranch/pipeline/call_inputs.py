@@ -35,8 +35,8 @@ Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
-HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
-"""The loss, its targets, its reduction over the rows, and whether outputs are kept beside it."""
+HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool, float]
+"""The loss, its targets, its reduction over the rows, whether outputs are kept beside it, and its gradient."""
 
 
 def with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
@@ -81,11 +81,11 @@ def make_head(
     parts: HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
 ) -> Head:
     """Return the loss of each microbatch, as the last stage computes it."""
-    loss, target, reduction, keeps_output = parts
+    loss, target, reduction, keeps_output, seed = parts
     check_rows(target, rows, "the target")
     on_device = [
         map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, part)
         for part in scatter(target, sizes)
     ]
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, on_device, weights, keeps_output, finish)
+    return Head(loss, on_device, weights, keeps_output, finish, seed)

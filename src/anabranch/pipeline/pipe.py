@@ -388,7 +388,7 @@ class Pipe(nn.Module):
         """
         with self._turn("step") as turn:
             args, target = split_target(args, target)
-            call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True))
+            call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True, 1.0))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
@@ -405,6 +405,7 @@ class Pipe(nn.Module):
         reduction: Reduction,
         rows: int,
         word: object,
+        seed: float = 1.0,
     ) -> Shared:
         """``step`` for coordinated callers: every rank gets the loss, and a value from each other caller.
 
@@ -416,13 +417,14 @@ class Pipe(nn.Module):
             reduction: as for ``step``.
             rows: the number of rows that this rank's caller expects.
             word: a plain value for the others' callers.
+            seed: the gradient of the loss from which backward starts.
 
         Raises:
             ValueError: as for ``step``, or ranks that disagree in rows.
             BaseException: as for ``step``.
         """
         with self._turn("step") as turn:
-            call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False), rows)
+            call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False, seed), rows)
             mine = call.loss()
             turn.put_note([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
         if call.records:

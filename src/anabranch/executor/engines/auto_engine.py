@@ -154,12 +154,14 @@ class AutoEngine:
         if self._graph is not None:
             self._graph.follow_model()
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         return self._run(
-            lambda graph: graph.differentiate(batch, fetch, begin),
-            lambda: self._tape.differentiate(batch, fetch, begin),
-            lambda: self._try_backward(batch, fetch, begin),
+            lambda graph: graph.differentiate(batch, fetch, begin, seed),
+            lambda: self._tape.differentiate(batch, fetch, begin, seed),
+            lambda: self._try_backward(batch, fetch, begin, seed),
         )
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
@@ -274,12 +276,13 @@ class AutoEngine:
 
         return self._try(batch, fetch, lambda: self._tape.step(batch, fetch), noting, whole=True)
 
-    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float) -> StepOutput:
+        (self._graph or self._make_graph()).program.set_seed(seed)
         return self._try(
             batch,
             fetch,
-            lambda: self._tape.differentiate(batch, fetch, begin),
-            lambda: self._tape.differentiate_noting(batch, fetch, begin),
+            lambda: self._tape.differentiate(batch, fetch, begin, seed),
+            lambda: self._tape.differentiate_noting(batch, fetch, begin, seed),
             whole=False,
         )
 

@@ -53,22 +53,24 @@ class CheckedGraph(GraphEngine):
         """The tape engine, for a run that must use it."""
         return self._tape
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         self._raise_refusal()
         try:
-            return super().differentiate(batch, fetch, begin)
+            return super().differentiate(batch, fetch, begin, seed)
         except GuardMiss:
             pass
         try:
             prepared = self.prepare(batch, fetch, whole=False)
         except (ValueError, TypeError, Raises) as error:
-            return self._from_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin))
+            return self._from_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin, seed))
         if prepared.talks():
-            return self._at_once(prepared, lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
+            return self._at_once(prepared, lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin, seed))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
         with answers.noted():
-            ran, gradients = self._tape.differentiate_noting(batch, fetch, begin)
+            ran, gradients = self._tape.differentiate_noting(batch, fetch, begin, seed)
         self._compare(prepared, before, answers, ran.loss, ran.returned, gradients)
         self._program.finish(prepared)
         return ran

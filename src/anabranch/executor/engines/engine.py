@@ -55,8 +55,12 @@ class Engine(Protocol):
         """Look up the model's parameters again: some were replaced."""
         ...
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
+        """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called before the first
+        gradient is final.
+        """
         ...
 
     def update(self) -> None:

@@ -114,9 +114,12 @@ class GraphEngine:
         if self._errors_to is not None:
             self._errors_to.follow_model()
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
+        self._program.set_seed(seed)
         listener = _RunListener(self._parameters, self._attached, self._ready, begin, fetch)
         try:
             with spans.span("forward and backward", "compute"):
@@ -127,7 +130,7 @@ class GraphEngine:
             found = None
         if found is None:  # out of the handler: the tape's error has no other behind it
             assert self._errors_to is not None
-            return self._errors_to.differentiate(batch, fetch, begin)
+            return self._errors_to.differentiate(batch, fetch, begin, seed)
         for name, lookups in found.sparse.items():
             listener.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)

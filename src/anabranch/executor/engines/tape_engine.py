@@ -58,20 +58,23 @@ class TapeEngine:
         named = parameters_here(self._step.model)
         self._names, self._parameters = list(named), list(named.values())
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Forward and backward; ``begin(loss)`` is called in between."""
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
+        """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called in between."""
+        factor = seed if self.scale is None else seed * self.scale.value
         self._manager.release()  # if an interrupt kept the run before from doing so
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
             began = spans.begin()
-            self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
+            self._manager.backward(loss, None if factor == 1.0 else torch.full_like(loss, factor))
             if began:
                 spans.complete(began, "backward", "compute")
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float
     ) -> tuple[StepOutput, dict[Tensor, Tensor]]:
         """``differentiate``, and a copy of each gradient as it was passed on."""
         assert self._attached is not None
@@ -84,7 +87,7 @@ class TapeEngine:
 
         self.attach(parameters, note)
         try:
-            return self.differentiate(batch, fetch, begin), noted
+            return self.differentiate(batch, fetch, begin, seed), noted
         finally:
             self.attach(parameters, ready)
 

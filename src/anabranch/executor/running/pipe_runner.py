@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
+from anabranch.executor.drift import Drift
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
 from anabranch.executor.running.clipping import clip_scale
 from anabranch.executor.running.fetching import FACTS, Fetch
@@ -43,16 +44,16 @@ _log = logging.getLogger("anabranch.executor")
 
 
 def runner_for(
-    name: str, step: TrainStep, workers: Workers | None, make: Callable[[], Engine], asked: str
+    name: str, step: TrainStep, workers: Workers | None, make: Callable[[], Engine], asked: str, drift: Drift | None
 ) -> StepRunner:
     """Return the runner of the step called ``name``; the engine that was ``asked`` for is made if it can run this
     model.
     """
     if not isinstance(step.model, Pipe):
-        return StepRunner(step, make(), workers)
+        return StepRunner(step, make(), workers, drift)
     if asked == "graph":
         _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
-    return PipeRunner(step, workers)
+    return PipeRunner(step, workers, drift)
 
 
 class PipeRunner(StepRunner):
@@ -61,12 +62,13 @@ class PipeRunner(StepRunner):
     Args:
         step: the step to run; its loss is ``fn(output, target)``.
         workers: the ranks that hold the same stages in other pipelines; ``None`` without any.
+        drift: compares their parameters, if they are to be compared.
     """
 
-    def __init__(self, step: TrainStep, workers: Workers | None) -> None:
+    def __init__(self, step: TrainStep, workers: Workers | None, drift: Drift | None = None) -> None:
         self._pipe = cast(Pipe, step.model)
         self._schedule = _ScheduleEngine(step, self._pipe)
-        super().__init__(step, self._schedule, workers)
+        super().__init__(step, self._schedule, workers, drift)
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this pipeline's share of the batch."""
@@ -141,9 +143,11 @@ class _ScheduleEngine:
     def follow_model(self) -> None:
         """Nothing is kept of the model's parameters."""
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
+    ) -> StepOutput:
         """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
-        shared = self._run(batch)
+        shared = self._run(batch, seed)
         begin(shared.loss)
         for parameter in self._handed_over:
             if parameter.grad is not None:
@@ -166,20 +170,20 @@ class _ScheduleEngine:
             for optimizer in self._step.optimizers:
                 optimizer.step()
 
-    def _run(self, batch: Structure) -> Shared:
-        shared = pipe_run(self._step, self._pipe, batch, self.rows, word=self.asks_to_stop)
+    def _run(self, batch: Structure, seed: float = 1.0) -> Shared:
+        shared = pipe_run(self._step, self._pipe, batch, self.rows, word=self.asks_to_stop, seed=seed)
         self.asked_to_stop = self.asked_to_stop or any(shared.words)
         return shared
 
 
-def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object) -> Shared:
+def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object, seed: float = 1.0) -> Shared:
     """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
     args, inputs, target = _split_batch(batch)
     device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
     dtype = step.autocast_dtype
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
         return pipe.step_together(
-            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word
+            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word, seed=seed
         )
 
 

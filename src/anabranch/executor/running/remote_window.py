@@ -36,7 +36,7 @@ class RemoteWindow:
         mine = set(step.model.parameters())
         self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
         self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
-        self._weight = 1.0
+        self._weight = self._factor = 1.0
         self.start()
 
     def start(self) -> None:
@@ -45,9 +45,11 @@ class RemoteWindow:
         self._dense: dict[str, Tensor] = {}
         self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def start_run(self, weight: float) -> None:
-        """Start a run whose gradients have this ``weight``."""
+    def start_run(self, weight: float, factor: float) -> None:
+        """Start a run of this ``weight`` whose gradients, times ``factor``, are summed to a mean over that weight."""
         self._weight = weight
+        # A window of one run sums nothing: its gradients are sent as the mean that they are.
+        self._factor = factor if self._step.accumulate > 1 else factor / (weight or 1.0)
 
     def holds(self, parameter: Tensor) -> bool:
         """Return True if the gradient of ``parameter`` belongs here."""
@@ -56,23 +58,14 @@ class RemoteWindow:
     def ready(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a final gradient of a copy."""
         name = self._names[parameter]
-        if self._alone:
-            self._dense[name] = gradient
-        elif name in self._dense:
-            self._dense[name] = self._dense[name] + gradient * self._weight
-        else:
-            self._dense[name] = gradient * self._weight
-
-    @property
-    def _alone(self) -> bool:
-        """A window of one run sums nothing, so its gradients are sent unchanged."""
-        return self._step.accumulate == 1
+        gradient = gradient if self._factor == 1.0 else gradient * self._factor
+        self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
 
     def end_run(self) -> None:
         """Take the looked-up tables' gradients after backward."""
         self._total += self._weight
         for name, (ids, grads) in self.part.tables.take().items():
-            self._rows.setdefault(name, []).append((ids, grads if self._alone else grads * self._weight))
+            self._rows.setdefault(name, []).append((ids, grads if self._factor == 1.0 else grads * self._factor))
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -88,7 +81,7 @@ class RemoteWindow:
 
     def _push(self) -> None:
         mean = self._step.reduction == "mean"
-        divisor = self._total if mean and not self._alone and self._total else 1.0
+        divisor = self._total if mean and self._step.accumulate > 1 and self._total else 1.0
         if mean:  # every stage of a pipeline pushes with the weight of its rows, so they count once for each
             divisor /= self.part.stages
         given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}

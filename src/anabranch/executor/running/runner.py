@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import from_within, parameters_here
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
+from anabranch.executor.drift import Drift
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine, StepOutput
@@ -49,6 +50,7 @@ class StepRunner:
         step: the step to run.
         engine: how its gradients are computed.
         workers: the group to average over; ``None`` trains alone.
+        drift: compares the workers' parameters, if they are to be compared.
 
     Attributes:
         remote: what of the step is on servers, if anything is.
@@ -60,14 +62,20 @@ class StepRunner:
     upcoming: UpcomingIds | None = None
     between: Callable[[], None] | None = None
 
-    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
+    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None, drift: Drift | None = None) -> None:
         self.step = step
         self.engine = engine
         self._workers = workers if workers is not None and workers.size > 1 else None
+        self._rowless = None if self._workers is None else self._workers.rowless
+        self._drift = drift
+        self._alike_at = 0  # the step at which the parameters were last seen to be the same on all workers
+        self._digits: list[float] = []
+        self._differing_at: int | None = None
         self.runs = 0
         self.steps = 0
         self._in_window = 0
         self._window_rows = 0.0
+        self.mean_rows: float | None = None
         self._broken = False
         self._started = False
         self._parameters: list[Tensor] = list(parameters_here(step.model).values())
@@ -144,7 +152,7 @@ class StepRunner:
 
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
-        self._begin_run()
+        self._begin_run(rows)
         if self.remote is not None:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             self.remote.part.begin(training=True, fresh=self._in_window == 0, expected=expected, between=self.between)
@@ -154,15 +162,19 @@ class StepRunner:
             return ran
         assert self._buckets is not None
         weight = rows if self._averages else 1.0
+        factor = self.mean_rows or weight
         started: list[Totals] = []
         with self._window_kept_whole():
-            ran = self._differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
+            with nullcontext() if self._rowless is None else self._rowless.bounded():
+                ran = self._differentiate(
+                    batch, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), weight / factor
+                )
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
             self._push_early()
             total = started[0].wait_for()
             self._finish_run(total, fetch)
-        self._raise_nonfinite()
+        self._raise_at_end()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
 
     @property
@@ -170,16 +182,35 @@ class StepRunner:
         """True if gradients are weighted by rows; the gradient of a single worker is unchanged, bit for bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
-    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+    def _meet_rows(self, rows: float) -> None:
+        """Exchange the rows before the first run: the mean that backward starts from is not known from an earlier one.
+
+        Where an operation of the loss sums over the workers, a gradient that comes back from another worker has that
+        worker's weight only if its backward started from it. So backward starts from rows / mean rows, and the sums
+        are weighted by the mean: equal shards, as in the run before, start from exactly 1.
+        """
+        if self._workers is None or self.step.reduction != "mean" or self.mean_rows is not None:
+            return
+        share = torch.tensor([rows, float(rows > 0)], dtype=torch.float64, device="cpu")
+        try:
+            total, workers = self._workers.all_reduce(share, operation="all_reduce of rows", step=self._calls).tolist()
+        except BaseException:
+            self._broken = True
+            raise
+        self.mean_rows = total / workers if workers else None
+
+    def _differentiate(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float
+    ) -> StepOutput:
         if self.upcoming is None or not self.upcoming.learning:
-            return self.engine.differentiate(batch, fetch, begin)
+            return self.engine.differentiate(batch, fetch, begin, seed)
         if isinstance(self.engine, GraphEngine):
-            ran = self.engine.differentiate(batch, fetch, begin)
+            ran = self.engine.differentiate(batch, fetch, begin, seed)
             self.upcoming.learn_from(self.engine.program.graph)
             return ran
         engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
-            return engine.differentiate(batch, fetch, begin)
+            return engine.differentiate(batch, fetch, begin, seed)
 
     def _push_early(self) -> None:
         """Add the run's gradients to the servers' window, and push once it closes, in parallel with the local sums."""
@@ -194,47 +225,74 @@ class StepRunner:
         assert self._buckets is not None
         return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
 
-    def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
-        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
+    def _start_run(self, loss: Tensor | None, weight: float, factor: float, *, active: bool = True) -> Totals:
+        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them.
+
+        Args:
+            loss: of this worker.
+            weight: the run's, in the mean over runs and workers.
+            factor: what its gradients count, which is the weight but where backward started from another number than 1.
+            active: whether the worker has a batch.
+        """
         assert self._buckets is not None
         last = self._closes_window()
         if self.remote is not None:
-            self.remote.start_run(weight)
+            self.remote.start_run(weight, factor)
         stopping = self._wants_to_stop()
         vote = (False, False)
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             vote = self.engine.vote()
-        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
+        share = header(
+            loss,
+            weight,
+            run=self._calls,
+            active=active,
+            stopping=stopping,
+            device=self._device,
+            vote=vote,
+            digits=self._digits,
+        )
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
-            self._buckets.start_run(weight, last=last, header=share, step=self.runs)
+            self._buckets.start_run(factor, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
-        self._buckets.start_run(weight, last=last, step=self.runs)
+        self._buckets.start_run(factor, last=last, step=self.runs)
         return Totals.alone(share, self._workers, self._calls)
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             self.engine.decided(total.trying, total.rejecting)
-        self._end_run(total.rows, fetch)
+        if self._digits and self._drift is not None:
+            if self._drift.differs_anywhere(total.differing):
+                self._differing_at = self.steps
+            else:
+                self._alike_at = self.steps
+        self._end_run(total, fetch)
+
+    def compare_workers(self) -> None:
+        """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
+        if self._drift is not None:
+            self._drift.check(self._alike_at, self.steps)
+            self._alike_at = self.steps
 
     def run_idle(self) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
-        self._begin_run()
+        self._begin_run(0.0)
         if self.remote is not None:
             self.remote.part.tables.begin(self.remote.part.clock)
         return self._add_nothing(active=False)
 
     def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
         assert self._buckets is not None
-        with self._window_kept_whole():
-            total = self._start_run(None, 0.0, active=active).wait_for()
+        with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
+            total = self._start_run(None, 0.0, 0.0, active=active).wait_for()
             if not total.active:
                 return None
             self._buckets.launch_rest()
             self._push_early()
             self._finish_run(total, fetch)
-        self._raise_nonfinite()
+        self._raise_at_end()
         return StepOutput(self._loss_of(total), {})
 
     @contextmanager
@@ -252,6 +310,10 @@ class StepRunner:
                 if self._in_window:
                     error.add_note(f"the {self._in_window} runs accumulated before this one are discarded with it")
                 self._in_window = 0
+            named = None if self._rowless is None else self._rowless.explain(error, self._calls)
+            if named is not None:
+                self._broken = True
+                raise named from error
             raise
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
@@ -288,10 +350,13 @@ class StepRunner:
         if self.remote is not None and operation != "load":
             self.remote.part.check_whole()
 
-    def _begin_run(self) -> None:
+    def _begin_run(self, rows: float) -> None:
         self._calls += 1
         self.check_known("run")
         self._clear_for_run()
+        self._meet_rows(rows)
+        due = self._drift is not None and self.steps - self._alike_at >= self._drift.every
+        self._digits = self._drift.digits() if due and self._drift is not None else []
 
     def _clear_for_run(self) -> None:
         """Start a window if none is open, and clear the gradients of the last run."""
@@ -376,8 +441,8 @@ class StepRunner:
     def _closes_window(self) -> bool:
         return self._closing or self._in_window + 1 == self.step.accumulate
 
-    def _end_run(self, rows: float, fetch: Fetch | None) -> None:
-        self._window_rows += rows
+    def _end_run(self, total: Total, fetch: Fetch | None) -> None:
+        self._window_rows += total.rows
         self.runs += 1
         if not self._closes_window():
             self._in_window += 1
@@ -388,6 +453,8 @@ class StepRunner:
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
         self._in_window = 0
+        if self.mean_rows is not None and total.rows:
+            self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
             self._update()
 
@@ -465,10 +532,17 @@ class StepRunner:
                 named[name].grad = None
 
     def _raise_nonfinite(self) -> None:
-        """Raise the error of the run, once every worker has ended it in the same way."""
         names, self._nonfinite = self._nonfinite, None
         if names is not None:
             raise nonfinite_error(names, self.steps)
+
+    def _raise_at_end(self) -> None:
+        """Raise the error of the run, once every worker has ended it in the same way."""
+        self._raise_nonfinite()
+        step, self._differing_at = self._differing_at, None
+        if step is not None and self._drift is not None:
+            self._drift.settle(self._alike_at, step)
+            self._alike_at = self.steps
 
     def _update(self) -> None:
         with from_within():
@@ -518,7 +592,7 @@ class StepRunner:
         if self._in_window and self.step.flush == "step":
             self._closing = True
             try:
-                self._begin_run()
+                self._begin_run(0.0)
                 if self.remote is not None:
                     self.remote.part.tables.begin(self.remote.part.clock)
                 self._add_nothing(active=True)
@@ -535,8 +609,12 @@ class StepRunner:
         sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
         return self._in_window, self._window_rows, sums
 
-    def restore(self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor]) -> None:
+    def restore(
+        self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor], mean_rows: float | None
+    ) -> None:
         """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
+        self.mean_rows = None if self._workers is None else mean_rows
+        self._alike_at = steps
         self.runs = runs
         self.steps = steps
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run

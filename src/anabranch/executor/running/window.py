@@ -6,7 +6,8 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
-      1 if it would try a graph in the next run, 1 if it rejects the one that was tried ]
+      1 if it would try a graph in the next run, 1 if it rejects the one that was tried, 1 if it has rows,
+      the digits of a checksum of the parameters and their squares, where they are compared ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
 workers are in the same one: a worker that caught its own error loss and continued is in another.
@@ -15,7 +16,7 @@ workers are in the same one: a worker that caught its own error loss and continu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +24,11 @@ from torch import Tensor
 
 from anabranch.collectives import Workers
 from anabranch.errors import BoundaryError
+from anabranch.executor.drift import DIGITS, digits_differ
 
 __all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
 
-HEADER_SIZE = 8
+HEADER_SIZE = 9 + DIGITS
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -43,6 +45,8 @@ class Total:
         stopping: how many were asked to stop.
         trying: how many would try a graph in the next run.
         rejecting: how many reject the one that was tried.
+        with_rows: how many had rows.
+        differing: whether the checksums are not all equal.
     """
 
     rows: float
@@ -51,6 +55,8 @@ class Total:
     stopping: int
     trying: int = 0
     rejecting: int = 0
+    with_rows: int = 0
+    differing: bool = False
 
 
 def header(
@@ -62,12 +68,14 @@ def header(
     stopping: bool,
     device: torch.device,
     vote: tuple[bool, bool] = (False, False),
+    digits: Sequence[float] = (),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
     share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS, *map(float, vote)]
+    share += [float(rows > 0), *(digits or [0.0] * DIGITS)]
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
         values[_LOSS] = loss.detach() * rows
@@ -103,7 +111,7 @@ class Totals:
         Raises:
             BoundaryError: the workers are not all in the same run.
         """
-        high, low, loss, active, stopping, runs, trying, rejecting = self._arrived().tolist()
+        high, low, loss, active, stopping, runs, trying, rejecting, with_rows, *digits = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
                 "the workers are in different runs: a loss that raises on one worker only must end the job, or be "
@@ -112,4 +120,13 @@ class Totals:
                 operation="all_reduce of rows and loss",
                 step=self._run,
             )
-        return Total(high * _PART + low, loss, int(active), int(stopping), int(trying), int(rejecting))
+        return Total(
+            high * _PART + low,
+            loss,
+            active=int(active),
+            stopping=int(stopping),
+            trying=int(trying),
+            rejecting=int(rejecting),
+            with_rows=int(with_rows),
+            differing=digits_differ(digits, self._size),
+        )

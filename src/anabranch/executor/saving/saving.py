@@ -132,6 +132,8 @@ class Saver:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
         self._check_known("save")
+        for runner in self._runners.values():
+            runner.compare_workers()
         if self.remote is not None:
             self.remote.open()
             self.remote.settle()
@@ -349,6 +351,7 @@ class Saver:
                 "steps": runner.steps,
                 "in_window": in_window,
                 "rows": rows,
+                "mean_rows": runner.mean_rows,
                 "epoch_runs": runner.epoch_runs,
                 "loss_scale": None if runner.scale is None else runner.scale.state(),
                 "sums": {key: _sum_to_save(total) for key, total in sums.items()},
@@ -665,7 +668,9 @@ class Saver:
                     part = _saved_sum(saved, parameters[key])
                     sums[key] = part if key not in sums else _add(sums[key], part)
             first = cast("dict[str, int]", windows[0])
-            runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+            # With other workers the mean is another: they exchange their rows again.
+            mean_rows = cast("float | None", windows[0].get("mean_rows")) if self._as_many_rows(state) else None
+            runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums, mean_rows)
             known = name in self.loaders and state["workers"] == self._size
             runner.epoch_runs = first.get("epoch_runs") if known else None  # until the next epoch
             if runner.scale is not None and (scale := windows[0].get("loss_scale")):

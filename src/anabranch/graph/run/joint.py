@@ -27,7 +27,7 @@ from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step_state import SparseGradients, StepState
-from anabranch.graph.trace.backward import GradientListener, capture_backward, output_names
+from anabranch.graph.trace.backward import GradientListener, capture_backward, loss_of, output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
@@ -74,14 +74,15 @@ class Joint:
         self._outputs = output_names(call)
         names = {"0": "", "1": "batch"}
         arguments = arrange(call, args, step.tensors, names)
+        seed = None if key.whole else step.seed_of(loss_of(call))
         try:
-            self.backward = capture_backward(call, arguments, args, self._wanted())
+            self.backward = capture_backward(call, arguments, args, self._wanted(), seed)
         except CaptureError:
             if not call.numbers and not any(isinstance(value, int) for value in args):
                 raise
             # An operation that reads a number's value, like dropout its probability: a graph for each value.
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
-            self.backward = capture_backward(call, arguments, args, self._wanted())
+            self.backward = capture_backward(call, arguments, args, self._wanted(), seed)
         self._binding = Binding(call, arguments, args)
         self._arguments = arguments
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)

@@ -15,12 +15,12 @@ from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake
+from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, free_name
 
 if TYPE_CHECKING:
     from anabranch.graph.run.codegen import Program
 
-__all__ = ["Backward", "GradientListener", "Gradients", "capture_backward", "check_loss", "output_names"]
+__all__ = ["Backward", "GradientListener", "Gradients", "capture_backward", "check_loss", "loss_of", "output_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,9 @@ class Backward:
         return sparse
 
 
-def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[object], wrt: Sequence[str]) -> Backward:
+def capture_backward(
+    call: TracedCall, arguments: Arguments, args: Sequence[object], wrt: Sequence[str], seed: Tensor | None = None
+) -> Backward:
     """Return the graph of a loss and its gradients with respect to the parameters ``wrt``.
 
     Args:
@@ -129,12 +131,15 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
         arguments: the placeholders of ``call``, sorted.
         args: their values in the run in progress.
         wrt: names of parameters, in the order in which gradients are wanted.
+        seed: the gradient of the loss, read in each run; 1 without it.
 
     Raises:
         CaptureError: for what a graph cannot represent faithfully.
     """
     outputs = output_names(call)
     sources = arguments.sources
+    if seed is not None:
+        sources = (*sources, TraceSource(free_name("seed", sources), seed, state=True))
     state = {source.name for source in sources if source.state}
     known = {s.name for s in sources if s.name in state and _requires_grad(s)}
     wanted = [name for name in wrt if name in known]  # in the model's order, in which gradients are clipped together
@@ -155,7 +160,8 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
         recorder.follow_backward(loss)
         rows = [lookup.leaf for lookup in cut.found]
         leaves = [leaf_of[name] for name in [*wanted, *foreign]]
-        gradients = torch.autograd.grad(loss.reshape(()), [*leaves, *rows, *recorder.entries], allow_unused=True)
+        begin = None if seed is None else values[-1]
+        gradients = torch.autograd.grad(loss.reshape(()), [*leaves, *rows, *recorder.entries], begin, allow_unused=True)
         for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
             if gradient is not None:
                 raise CaptureError(
@@ -200,6 +206,11 @@ def _before_detach(node: fx.Node) -> fx.Node:
 
 def _requires_grad(source: TraceSource) -> bool:
     return isinstance(source.value, Tensor) and source.value.requires_grad
+
+
+def loss_of(call: TracedCall) -> Tensor:
+    """Return an example of the loss."""
+    return cast(Tensor, call.marks()["loss"].meta["example_value"])
 
 
 def check_loss(call: TracedCall) -> None:

@@ -91,7 +91,7 @@ class Stage:
 class Head:
     """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
 
-    ``finish`` makes the model's output from the result of the last layer.
+    ``finish`` makes the model's output from the result of the last layer; backward starts from ``seed``.
     """
 
     loss: Callable[[Structure, Structure], Structure]
@@ -99,6 +99,7 @@ class Head:
     weights: Sequence[float]
     keeps_outputs: bool
     finish: Callable[[Structure], Structure] = lambda output: output
+    seed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,8 @@ class StageRun:
                     if edge is not None and grad is not None
                 ]
         if here.loss_edge is not None:
-            roots.append((here.loss_edge, torch.ones_like(self.losses[i])))
+            assert self.head is not None
+            roots.append((here.loss_edge, torch.full_like(self.losses[i], self.head.seed)))
         return [edge for edge, _ in roots], [grad for _, grad in roots]
 
     def _done(self, i: int, keep: bool) -> None:

@@ -1,0 +1,130 @@
+"""Workers without rows, named where the others wait for them.
+
+A worker without rows does not call the model, so a collective in the others' forward waits for it::
+
+    with rows      ── forward: all_reduce of the loss ..... its wait ends ── leaves word of it ──> error
+    without rows   ── leaves word of that ── header ....................... sees that word ──────> error
+
+Gloo's own waits see no word that another rank leaves, and nothing but its timeout ends them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.transport.peer_watch import rank_names
+
+__all__ = ["Rowless"]
+
+_PAUSE = 0.01
+_ENDED = "ended without rows"
+_SEEN = "seen that it ended"
+
+
+class Rowless:
+    """The workers of a group that have no rows in the run in progress.
+
+    Args:
+        store: of this group alone.
+        rank: this process's rank in the job.
+        ranks: the group's ranks in the job.
+        timeout: seconds that a wait may last.
+        heartbeat: seconds; an end is seen by the others within half of it.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout: float, heartbeat: float) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._heartbeat = heartbeat
+        # Before the workers without rows give up, with the time to look for a rank that is lost.
+        self._limit = timedelta(seconds=max(timeout / 2, min(0.9 * timeout, timeout - 3 * heartbeat)))
+        self._is_here = False
+        self._groups: tuple[int, list[tuple[dist.ProcessGroupGloo, timedelta]]] = 0, []
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Let the others know that this worker has no rows, until the block ends without an error."""
+        self._store.set(_key(self._rank), "yes")
+        self._is_here = True
+        yield
+        self._is_here = False
+        self._store.set(_key(self._rank), "")
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """End waits of gloo's groups among these workers in time while the block runs."""
+        count = len(dist.distributed_c10d._world.pg_map)
+        if count != self._groups[0]:
+            found = [(group, group.options._timeout) for group in _gloo_among(self._ranks)]
+            self._groups = count, [(group, old) for group, old in found if old > self._limit]
+        for group, _ in self._groups[1]:
+            group._set_default_timeout(self._limit)
+        try:
+            yield
+        finally:
+            for group, old in self._groups[1]:
+                group._set_default_timeout(old)
+
+    def close(self) -> None:
+        """Let go of the groups, whose threads end with the last reference."""
+        self._groups = 0, []
+
+    def check(self) -> None:
+        """Raise the error of a run that has ended elsewhere, if this worker is one without rows."""
+        if self._is_here and self._store.check([_ENDED]):
+            raise DeadlineExceeded("the others have given up", peer=rank_names(self._ranks), operation="run")
+
+    def explain(self, error: BaseException, step: int) -> BoundaryError | None:
+        """Return the error that names the workers without rows, if a wait for them failed."""
+        if isinstance(error, DeadlineExceeded | PeerLost):
+            waited = (error.peer or "").startswith("rank")  # not for a server or an expert
+        else:
+            waited = isinstance(error, RuntimeError) and "gloo" in str(error)
+        with suppress(RuntimeError):  # the process that held the store has ended
+            if waited and (ranks := self._missed(lost=isinstance(error, PeerLost))):
+                self._leave_word(ranks)
+                return BoundaryError(
+                    f"{rank_names(ranks)} had no rows in this run and did not call the model, whose forward on the "
+                    "others waits for all workers; give every worker rows in each run, or leave out the collective of "
+                    "the loss or the model",
+                    peer=rank_names(ranks),
+                    operation="run",
+                    step=step,
+                )
+        return None
+
+    def _missed(self, *, lost: bool) -> list[int]:
+        """Return the ranks without rows; after the loss of a rank only if that is why the run has ended there."""
+        if lost and not self._store.check([_ENDED]):
+            return []
+        known = [rank for rank in self._ranks if self._store.check([_key(rank)])]
+        return [rank for rank in known if self._store.get(_key(rank)) == b"yes"]
+
+    def _leave_word(self, ranks: Sequence[int]) -> None:
+        """Tell the others why the run has ended, and give them time to see it: the store may end with this process."""
+        self._store.set(_ENDED, "yes")
+        self._store.add(_SEEN, 1)
+        until = Deadline.after(2 * self._heartbeat)
+        while self._store.add(_SEEN, 0) < len(self._ranks) and not until.expired():
+            time.sleep(_PAUSE)
+
+
+def _key(rank: int) -> str:
+    return f"without rows/{rank}"
+
+
+def _gloo_among(ranks: Sequence[int]) -> Iterator[dist.ProcessGroupGloo]:
+    for group in dist.distributed_c10d._world.pg_map:
+        if set(dist.get_process_group_ranks(group)) <= set(ranks):
+            with suppress(RuntimeError):  # a group of NCCL has nothing for the CPU
+                backend = group._get_backend(torch.device("cpu"))
+                if isinstance(backend, dist.ProcessGroupGloo):
+                    yield backend

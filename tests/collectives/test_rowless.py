@@ -1,0 +1,110 @@
+"""Workers without rows: named on all workers where the others' forward waits for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import anabranch as ab
+from anabranch.collectives.rowless import Rowless
+from anabranch.testing import LocalJob
+
+JOB = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+import anabranch as ab
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+EMPTY, HOW, MODE, TIMEOUT = {empty}, {how!r}, {mode!r}, 4.0
+
+def loss(model, batch):
+    output = model(batch)
+    if HOW == "by anabranch":
+        total = ab.all_reduce(output.sum(0))
+    elif HOW == "by torch":
+        total = output.detach().sum(0)
+        dist.all_reduce(total)
+    else:
+        total = 0.0
+    return (output - total).square().mean()
+
+model = nn.Linear(3, 2)
+step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+said, losses = "", []
+default = dist.group.WORLD._get_backend(torch.device("cpu"))
+before = default.options._timeout
+try:
+    with ab.Executor(step, MODE, engine="tape", timeout=TIMEOUT, heartbeat=0.2) as executor:
+        for run in range(3):
+            rows = 0 if run == 1 and rank == EMPTY else 4
+            losses.append(executor.run(batch=torch.ones(rows, 3))["loss"].item())
+except ab.BoundaryError as error:
+    said = f"{{type(error).__name__}} {{error}}"
+assert default.options._timeout == before
+print(json.dumps({{"said": said, "runs": len(losses)}}), flush=True)
+os._exit(0)
+"""
+
+
+def in_a_job(how: str, mode: str = "AllReduce", *, workers: int = 2, empty: int = 1) -> list[dict[str, object]]:
+    servers = 0 if mode == "AllReduce" else 1
+    job = LocalJob(workers, servers)
+    found = job.run_source(JOB.format(empty=empty, how=how, mode=mode)).check().results
+    return [result for result in found if result is not None]
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "workers", "empty"),
+    [
+        ("by torch", "AllReduce", 2, 1),
+        ("by anabranch", "AllReduce", 2, 0),
+        pytest.param("by torch", "AllReduce", 3, 0, marks=pytest.mark.slow),
+        pytest.param("by anabranch", "Hybrid", 2, 1, marks=pytest.mark.slow),
+        pytest.param("by torch", "PS", 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_where_the_loss_waits_for_a_worker_without_rows_all_are_told_which(
+    how: str, mode: str, workers: int, empty: int
+) -> None:
+    for found in in_a_job(how, mode, workers=workers, empty=empty):
+        assert str(found["said"]).startswith(f"BoundaryError rank {empty} had no rows"), found
+        assert found["runs"] == 1
+
+
+def test_a_worker_without_rows_takes_part_where_the_loss_waits_for_nobody() -> None:
+    assert in_a_job("not at all") == [{"said": "", "runs": 3}] * 2
+
+
+def test_only_a_failed_wait_for_a_rank_is_blamed_on_a_worker_without_rows() -> None:
+    store = dist.HashStore()
+    first, second = (Rowless(store, rank, [0, 1], timeout=30.0, heartbeat=0.01) for rank in (0, 1))
+    waits = [
+        ab.DeadlineExceeded("not all ranks arrived", peer="rank 1"),
+        RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 27000ms for recv operation"),
+    ]
+    others = [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ab.BoundaryError("fewer than 2 experts", peer="expert.3"),
+        ab.DeadlineExceeded("no answer", peer="unix:/run/parameters-0"),
+        ab.PeerLost("rank 1 is lost: its process has ended", peer="rank 1"),
+    ]
+    with second.here():
+        assert [first.explain(error, 7) for error in others] == [None] * 4
+        for error in waits:
+            assert str(first.explain(error, 7)).startswith("rank 1 had no rows")
+        with pytest.raises(ab.DeadlineExceeded, match="given up"):
+            second.check()
+        assert first.explain(others[-1], 7) is not None, "the rank has ended because of it"
+    assert [first.explain(error, 8) for error in waits] == [None] * 2
+
+
+def test_a_workers_own_waits_see_what_has_ended_only_while_it_has_no_rows() -> None:
+    store = dist.HashStore()
+    store.set("ended without rows", "yes")
+    one = Rowless(store, 0, [0, 1], timeout=30.0, heartbeat=0.01)
+    one.check()
+    with pytest.raises(ab.DeadlineExceeded), one.here():
+        one.check()
