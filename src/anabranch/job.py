@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
+__all__ = ["JOB_VARIABLE", "DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
 
 Role = Literal["worker", "expert"]
+
+JOB_VARIABLE = "ANABRANCH_JOB"
+"""The environment variable with the name of one start of ``anabranch run``, the same after restarts."""
 
 
 class DirectoryLike(Protocol):

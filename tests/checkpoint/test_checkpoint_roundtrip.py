@@ -9,7 +9,7 @@ import os
 import struct
 import subprocess
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +136,9 @@ scalars = (
     | st.text()
     | st.binary()
     | st.builds(checkpoint.TensorName, st.text())
+    | st.builds(checkpoint_state.Custom, st.text(), st.integers())
+    | st.sampled_from([np.float64(0.1), np.float32("inf"), np.int8(-3), np.bool_(True), np.longdouble(1) / 3])
+    | st.sampled_from([Path("a/b"), Path("/")])
 )
 keys = scalars.filter(lambda key: key == key) | st.tuples(st.integers(), st.text())
 states = st.recursive(
@@ -143,6 +146,10 @@ states = st.recursive(
     lambda children: (
         st.lists(children, max_size=4)
         | st.lists(children, max_size=4).map(tuple)
+        | st.lists(children, max_size=4).map(lambda items: deque(items, 5))
+        | st.sets(keys, max_size=3)
+        | st.frozensets(keys, max_size=3)
+        | st.sampled_from([np.arange(3.0), np.ones((2, 0)), np.array(2, ">i2"), np.ones((2, 3), "F"), np.zeros(1, "?")])
         | st.dictionaries(keys, children, max_size=4)
         | st.dictionaries(st.text(), children, max_size=4)
         | st.dictionaries(st.text(), children, max_size=4).map(OrderedDict)
@@ -158,7 +165,11 @@ def same(a: object, b: object) -> bool:
         return False
     if isinstance(a, float) and isinstance(b, float):
         return struct.pack("<d", a) == struct.pack("<d", b)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b) and b.flags.writeable
+    if isinstance(a, deque) and isinstance(b, deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return len(a) == len(b) and all(same(p, q) for p, q in zip(a.items(), b.items(), strict=True))
@@ -241,11 +252,13 @@ def cycle() -> list[object]:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": [1, {2, 3}]}, r"the state at a\.1 is a builtins\.set"),
+        ({"a": [1, {3j}]}, r"the state at a\.1\.0 is a builtins\.complex"),
+        ({"a": np.array([None])}, r"the state at a is an array of object"),
+        ({"a": np.datetime64(1, "s")}, r"the state at a is a numpy\.datetime64"),
         ({"lr": torch.tensor(1.0)}, r"the state at lr is a torch\.Tensor.*put tensors into a group"),
         ({"n": Number(3)}, r"the state at n is a .*Number"),
         ({"size": torch.Size([1])}, r"the state at size is a torch\.Size"),
-        ({("k", frozenset()): 1}, r"frozenset"),
+        ({("k", range(2)): 1}, r"range"),
         (["\ud800"], r"the state at 0 is a string with half a surrogate pair"),
         ({"\ud800": 1}, r"half a surrogate pair"),
         (object(), r"the state at the top is a builtins\.object"),

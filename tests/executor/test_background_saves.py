@@ -104,8 +104,10 @@ def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_pa
     held.go.set()
     target = executor()
     target.save(tmp_path / "first", wait=False)
-    while not held.begun:
-        pass
+    background = target._saver._background
+    assert background is not None
+    wait_until(lambda: background._writing[0].done())
+    held.failure = None
     calls = {
         "save": lambda: target.save(tmp_path / "second"),
         "save later": lambda: (target.save(tmp_path / "second", wait=False), target.finish_saves()),
@@ -118,7 +120,9 @@ def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_pa
         ab.CheckpointError, match=r"first of step 0 could not be saved in the background: OSError: the disk"
     ):
         calls[call]()
-    held.failure = None
+    if call.startswith("save"):  # which is made all the same
+        target.finish_saves()
+        assert checkpoint.read(tmp_path / "second").step == 0
     target.close()
 
 
@@ -189,11 +193,13 @@ with ab.Executor({"train": step}, comm_mode="AllReduce") as executor:
             raise OSError("the disk is full")
         checkpoint.write = fail
     executor.save(folder, wait=False)
+    while ab.job().rank == 0 and not executor._saver._background._writing[0].done():
+        pass
+    checkpoint.write = write
     try:
         executor.save(folder)
     except ab.CheckpointError as error:
         found.append(str(error))
-    checkpoint.write = write
     executor.load(folder)
     found.append(executor.step)
 print(json.dumps({"found": found}))
@@ -202,9 +208,9 @@ print(json.dumps({"found": found}))
 
 def test_every_worker_hears_of_the_end_and_of_a_failure(tmp_path: Path) -> None:
     for result in LocalJob(2).run_source(WORKERS, str(tmp_path)).check().results:
-        step, failure, loaded = result["found"]
-        assert (step, loaded) == (1, 1)
-        assert "could not be saved in the background: OSError: the disk is full" in failure
+        step, saved, failure, loaded = result["found"]
+        assert (step, saved, loaded) == (1, 2, 2)
+        assert "could not be saved in the background: OSError: the disk is full; step 2 has been saved" in failure
 
 
 def test_rows_on_servers_are_those_of_the_moment(held: Held, tmp_path: Path) -> None:

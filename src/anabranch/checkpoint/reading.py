@@ -3,18 +3,20 @@
 A save that was killed leaves files without a manifest, which are not a checkpoint and are silently skipped. A
 generation that has a manifest and does not match it is damaged: it is skipped with a warning in the log of
 ``anabranch.checkpoint`` that says which and why, and the one before is taken. One that this user may not read is not
-a damaged one: nothing is taken in its place.
+a damaged one: nothing is taken in its place. One that was removed meanwhile, since a running job has saved newer ones,
+is not damaged either: the newest is read anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +24,26 @@ from torch import Tensor
 from anabranch.checkpoint.generations import SET_ASIDE, complete_generations, data_path, manifest_path
 from anabranch.checkpoint.manifest import FileRecord, Manifest
 from anabranch.checkpoint.manifest import load as load_manifest
-from anabranch.checkpoint.regular_file import Unreadable, unreadable
+from anabranch.checkpoint.regular_file import Replaced, Unreadable, unreadable
 from anabranch.checkpoint.storage import Mirror, Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import check, load
 from anabranch.errors import CheckpointError
 
-__all__ = ["Checkpoint", "read", "read_newest"]
+__all__ = ["Checkpoint", "again", "newest_manifest", "read", "read_newest"]
 
 _log = logging.getLogger("anabranch.checkpoint")
+
+_TRIES = 10  # a writer that replaces what is read as often as this keeps fewer generations than a reader needs
+
+_T = TypeVar("_T")
+
+
+def again(read: Callable[[], _T]) -> _T:
+    """Return ``read()``, repeated while what it reads is ``Replaced``."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(Replaced):
+            return read()
+    return read()
 
 
 def _any(state: object) -> bool:
@@ -77,6 +91,28 @@ class Checkpoint:
         except CheckpointError as error:
             raise _damaged(self.path, self.generation, error) from error
 
+    def written(self) -> set[int]:
+        """Return when each complete generation in its directory was written, by which it is known."""
+        return {manifest.written for manifest in _undamaged(self._folder)}
+
+
+def newest_manifest(place: Place) -> Manifest | None:
+    """Return the newest manifest in ``place`` that is not damaged."""
+    if isinstance(place, Storage):
+        mirror = Mirror(place)
+        return newest_manifest(mirror.manifests(below=False)[0])
+    return next(_undamaged(place), None)
+
+
+def _undamaged(directory: Path) -> Iterator[Manifest]:
+    for generation in complete_generations(directory):
+        try:
+            yield _manifest(directory, generation)
+        except Unreadable:
+            raise
+        except CheckpointError:
+            continue
+
 
 def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = None) -> Checkpoint:
     """Return the newest complete checkpoint in the directory ``path`` itself.
@@ -99,13 +135,13 @@ def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = Non
     """
     directory = as_place(path)
     if isinstance(directory, Storage):
-        found = _read_stored(directory, below=False, generation=generation)
+        found = again(lambda: _read_stored(directory, below=False, generation=generation))
         if found is None:
             raise CheckpointError(f"there is no checkpoint in {directory}")
         return found
     if generation is not None:
         return _open(directory, generation, _manifest(directory, generation), data=False)
-    found = _newest_whole([directory])
+    found = again(lambda: _newest_whole([directory]))
     if found is None:
         missing = "" if directory.is_dir() else ": there is no such directory"
         raise CheckpointError(f"there is no checkpoint in {directory}{missing}")
@@ -140,9 +176,10 @@ def read_newest(
     """
     place = as_place(path)
     if isinstance(place, Storage):
-        return _read_stored(place, below=True, wanted=wanted)
+        return again(lambda: _read_stored(place, below=True, wanted=wanted))
     directories = sorted(Path(found) for found, _, _ in os.walk(place, onerror=_refuse_unreadable))
-    return _newest_whole([found for found in directories if found.name != SET_ASIDE or found == place], wanted=wanted)
+    directories = [found for found in directories if found.name != SET_ASIDE or found == place]
+    return again(lambda: _newest_whole(directories, wanted=wanted))
 
 
 def _read_stored(
@@ -152,7 +189,8 @@ def _read_stored(
     folders = mirror.manifests(below=below, generation=generation)
     with mirror.renamed_errors():
         if generation is not None:
-            return _open(folders[0], generation, _manifest(folders[0], generation), data=False, mirror=mirror)
+            manifest = _manifest(folders[0], generation, mirror.place(folders[0]))
+            return _open(folders[0], generation, manifest, data=False, mirror=mirror)
         return _newest_whole(folders, mirror, wanted)
 
 
@@ -178,7 +216,7 @@ def _newest_whole(
         for generation in generations:
             try:
                 manifest = _manifest(directory, generation)
-            except Unreadable:
+            except (Unreadable, Replaced):
                 raise
             except CheckpointError as error:
                 reasons.append(str(error))
@@ -199,7 +237,7 @@ def _newest_whole(
             break
         try:
             checkpoint = _open(directory, generation, manifest, data=True, mirror=mirror)
-        except Unreadable:
+        except (Unreadable, Replaced):
             raise
         except CheckpointError as error:
             reasons.append(str(error))
@@ -214,18 +252,19 @@ def _newest_whole(
     return None
 
 
-def _manifest(directory: Path, generation: int) -> Manifest:
+def _manifest(directory: Path, generation: int, place: Place | None = None) -> Manifest:
     try:
         return load_manifest(manifest_path(directory, generation))
     except Unreadable:
         raise
     except (CheckpointError, OSError) as error:
-        raise _damaged(directory, generation, error) from error
+        raise _damaged(place or directory, generation, error) from error
 
 
 def _open(
     directory: Path, generation: int, manifest: Manifest, *, data: bool, mirror: Mirror | None = None
 ) -> Checkpoint:
+    place = directory if mirror is None else mirror.place(directory)
     if mirror is not None:
         mirror.fetch(directory, generation, manifest)
     try:
@@ -236,10 +275,12 @@ def _open(
     except CheckpointError as error:
         if mirror is not None:
             mirror.drop(directory, generation, manifest)
-        raise _damaged(directory, generation, error) from error
-    place = directory if mirror is None else mirror.place(directory)
+        raise _damaged(place, generation, error) from error
     return Checkpoint(manifest.step, manifest.state, place, generation, manifest.files, directory, mirror)
 
 
 def _damaged(directory: Place, generation: int, error: Exception) -> CheckpointError:
+    complete = directory.complete() if isinstance(directory, Storage) else complete_generations(directory)
+    if complete and generation < min(complete):  # the manifest is removed first
+        return Replaced(f"generation {generation} in {directory} was replaced while it was read; read the newest")
     return CheckpointError(f"generation {generation} in {directory} is damaged: {error}")

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from anabranch.errors import CheckpointError
 
-__all__ = ["Unreadable", "check_regular", "open_regular", "unreadable"]
+__all__ = ["Replaced", "Unreadable", "check_regular", "open_regular", "unreadable"]
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -27,6 +27,10 @@ _KINDS = {
 }
 # With these no user can open a file there; other errors do not concern the file.
 _LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENAMETOOLONG})
+
+
+class Replaced(CheckpointError):
+    """The generation was removed while it was read, after newer ones had been saved."""
 
 
 class Unreadable(CheckpointError):

@@ -8,7 +8,9 @@ as an object with one key that starts with ``$``::
     2**80                   {"$int": "0x100000000000000000000"}  hexadecimal has no limit on digits
     b"ab"                   {"$bytes": "YWI="}
     {1: "a"}                {"$dict": [[1, "a"]]}                also any dict with a key that starts with "$"
+    numpy.float32(1)        {"$numpy": ["<f4", "AACAPw=="]}      an array has its shape, too
     TensorName("model.w")   {"$tensor": "model.w"}
+    Custom("Phase", 2)      {"$custom": ["Phase", 2]}            a value of a class that the reader knows
 
 Types are compared exactly: a subclass would come back as its base, which is a change, so it is refused.
 """
@@ -17,22 +19,26 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from anabranch.errors import CheckpointError
 
-__all__ = ["TensorName", "decode", "encode", "join", "split"]
+__all__ = ["Custom", "TensorName", "decode", "encode", "join", "map_leaves", "split"]
 
 # Far below Python's own recursion limit, which the JSON codec would meet with a less helpful error; also ends cycles.
 _DEEPEST = 100
 _PLAIN_INTS = 2**63
+_NUMPY = re.compile(r"[<>|][biufc]\d{1,2}")  # no objects, and nothing that NumPy would parse as a list of fields
 
 _Path = tuple[object, ...]
 
@@ -44,6 +50,14 @@ class TensorName:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """Stands in a state for a value of a class of the program's own, which no file names a module of."""
+
+    kind: str
+    value: object
+
+
 def encode(state: object) -> object:
     """``state`` as values that JSON can say, for ``decode`` to turn back.
 
@@ -51,8 +65,9 @@ def encode(state: object) -> object:
     {'betas': {'$tuple': [0.9, 0.999]}, 'step': 3}
 
     Args:
-        state: None, bool, int, float, str, bytes and ``TensorName``, in lists, tuples, dicts, ``OrderedDict`` and
-            ``Counter``; keys are anything of these that can be hashed.
+        state: None, bool, int, float, str, bytes, paths, NumPy's numbers and arrays of them, ``TensorName`` and
+            ``Custom``, in lists, tuples, sets, deques, dicts, ``OrderedDict`` and ``Counter``; keys are anything of
+            these that can be hashed.
 
     Raises:
         ValueError: a value of another type, text that is not valid Unicode, or nesting deeper than 100; names its path.
@@ -92,17 +107,19 @@ def split(structure: object) -> tuple[object, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
 
     def name(tensor: object, path: _Path) -> object:
+        if isinstance(tensor, Custom):
+            return Custom(tensor.kind, map_leaves(name, tensor.value, path))
         if not isinstance(tensor, Tensor):
             return tensor
-        plain = name = ".".join(map(str, path)) or "tensor"
+        plain = unique = ".".join(map(str, path)) or "tensor"
         count = 1
-        while name in tensors:  # {"a.b": ..., "a": {"b": ...}}
+        while unique in tensors:  # {"a.b": ..., "a": {"b": ...}}
             count += 1
-            name = f"{plain}#{count}"
-        tensors[name] = tensor
-        return TensorName(name)
+            unique = f"{plain}#{count}"
+        tensors[unique] = tensor
+        return TensorName(unique)
 
-    return _replace(structure, name, ()), tensors
+    return map_leaves(name, structure), tensors
 
 
 def join(state: object, tensors: Mapping[str, Tensor]) -> Any:
@@ -113,26 +130,32 @@ def join(state: object, tensors: Mapping[str, Tensor]) -> Any:
     """
 
     def tensor(value: object, path: _Path) -> object:
+        if isinstance(value, Custom):
+            return Custom(value.kind, map_leaves(tensor, value.value, path))
         if not isinstance(value, TensorName):
             return value
         if value.name not in tensors:
             raise CheckpointError(f"the state at {_show(path)} names the tensor {value.name!r}, which does not exist")
         return tensors[value.name]
 
-    return _replace(state, tensor, ())
+    return map_leaves(tensor, state)
 
 
-def _replace(value: object, function: Callable[[object, _Path], object], path: _Path) -> object:
+def map_leaves(function: Callable[[object, _Path], object], value: object, path: _Path = ()) -> object:
+    """Return the nested structure ``value`` with ``function(leaf, path)`` in place of each leaf, also in keys."""
     if len(path) > _DEEPEST:
         raise ValueError(
             f"the state at {_show(path)} is nested deeper than {_DEEPEST}; flatten it, or remove the cycle"
         )
-    if type(value) in (list, tuple):
-        items = [_replace(item, function, (*path, index)) for index, item in enumerate(_iterable(value))]
-        return items if type(value) is list else tuple(items)
+    if type(value) in (list, tuple, set, frozenset, deque):
+        assert isinstance(value, Iterable)
+        items = [map_leaves(function, item, (*path, index)) for index, item in enumerate(value)]
+        return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)  # type: ignore[call-arg]
     if type(value) in (dict, OrderedDict, Counter):
         assert isinstance(value, dict)
-        return type(value)({key: _replace(item, function, (*path, key)) for key, item in value.items()})
+        return type(value)(
+            {map_leaves(function, key, path): map_leaves(function, item, (*path, key)) for key, item in value.items()}
+        )
     return function(value, path)
 
 
@@ -145,8 +168,8 @@ def _encode(value: object, path: _Path) -> object:
     if encoder is None:
         raise ValueError(
             f"the state at {_show(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-            "does not support; use None, bool, int, float, str, bytes, or a list, tuple or dict of them, and put "
-            "tensors into a group"
+            "does not support; use None, bool, int, float, str, bytes, a path, NumPy's numbers, or a list, tuple, set "
+            "or dict of them, and put tensors into a group"
         )
     return encoder(value, path)
 
@@ -186,8 +209,17 @@ def _encode_tensor_name(value: object, path: _Path) -> object:
     return {"$tensor": _encode_text(value.name, path)}
 
 
+def _encode_numpy(value: object, path: _Path) -> object:
+    assert isinstance(value, np.generic | np.ndarray)
+    if not _NUMPY.fullmatch(value.dtype.str):
+        raise ValueError(f"the state at {_show(path)} is an array of {value.dtype}; use one of numbers")
+    shape = [list(value.shape)] if isinstance(value, np.ndarray) else []
+    return {"$numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
+
+
 def _encode_items(value: object, path: _Path) -> list[object]:
-    return [_encode(item, (*path, index)) for index, item in enumerate(_iterable(value))]
+    assert isinstance(value, Iterable)
+    return [_encode(item, (*path, index)) for index, item in enumerate(value)]
 
 
 def _encode_dict(value: object, path: _Path) -> object:
@@ -210,8 +242,15 @@ _ENCODERS: dict[type, Callable[[object, _Path], object]] = {
     str: _encode_text,
     bytes: _encode_bytes,
     TensorName: _encode_tensor_name,
+    Custom: lambda value, path: {"$custom": _encode_items((value.kind, value.value), path)},  # type: ignore[attr-defined]
+    type(Path()): lambda value, path: {"$path": _encode_text(str(value), path)},
+    np.ndarray: _encode_numpy,
+    **{np.dtype(code).type: _encode_numpy for code in "?bhilqBHILQefdgFDG"},
     list: _encode_items,
     tuple: lambda value, path: {"$tuple": _encode_items(value, path)},
+    set: lambda value, path: {"$set": _encode_items(value, path)},
+    frozenset: lambda value, path: {"$frozenset": _encode_items(value, path)},
+    deque: lambda value, path: {"$deque": [_encode_items(value, path), value.maxlen]},  # type: ignore[attr-defined]
     dict: _encode_dict,
     OrderedDict: lambda value, path: {"$ordered": _encode_pairs(value, path)},
     Counter: lambda value, path: {"$counter": _encode_pairs(value, path)},
@@ -244,6 +283,14 @@ def _decode_pairs(value: object) -> dict[object, object]:
     return found
 
 
+def _decode_numpy(value: object) -> object:
+    dtype, data, *shape = _iterable(value)
+    if not _NUMPY.fullmatch(_text(dtype)):
+        raise ValueError(f"{dtype!r} is no dtype of numbers")
+    flat = np.frombuffer(base64.b64decode(_text(data), validate=True), _text(dtype))
+    return flat.reshape(cast("list[int]", shape[0])).copy() if shape else flat.reshape(())[()]
+
+
 def _iterable(value: object) -> Iterable[object]:
     if not isinstance(value, list | tuple):
         raise TypeError(f"expected a list, got {type(value).__name__}")
@@ -261,7 +308,13 @@ _DECODERS: dict[str, Callable[[object], object]] = {
     "$float": _decode_float,
     "$bytes": lambda value: base64.b64decode(_text(value), validate=True),
     "$tensor": lambda value: TensorName(_text(value)),
-    "$tuple": lambda value: tuple(decode(item) for item in _iterable(value)),
+    "$path": lambda value: Path(_text(value)),
+    "$numpy": _decode_numpy,
+    "$custom": lambda value: Custom(*map(decode, _iterable(value))),  # type: ignore[arg-type]
+    "$deque": lambda value: deque(*map(decode, _iterable(value))),
+    "$tuple": lambda value: tuple(map(decode, _iterable(value))),
+    "$set": lambda value: set(map(decode, _iterable(value))),
+    "$frozenset": lambda value: frozenset(map(decode, _iterable(value))),
     "$dict": _decode_pairs,
     "$ordered": lambda value: OrderedDict(_decode_pairs(value)),
     "$counter": lambda value: Counter(_decode_pairs(value)),

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from anabranch.checkpoint.bounded_call import NoProgress, StoragePatience, bounded
 from anabranch.checkpoint.generations import check_path, data_path, generation_of, is_manifest, manifest_path
 from anabranch.checkpoint.manifest import LONGEST, Manifest
-from anabranch.checkpoint.regular_file import Unreadable
+from anabranch.checkpoint.regular_file import Replaced, Unreadable
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
@@ -268,6 +268,8 @@ class Mirror:
                         (folder / name).touch()  # too long for a manifest: damaged
                     else:
                         place.get(name, folder / name)
+                        if not (folder / name).exists():
+                            raise Replaced(f"{name} in {place} was removed while it was read; read the newest")
         return list(self._places)
 
     def fetch(self, folder: Path, generation: int, manifest: Manifest) -> None:

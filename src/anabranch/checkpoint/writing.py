@@ -35,7 +35,8 @@ from anabranch.checkpoint.generations import (
     sync_directory,
     temporary,
 )
-from anabranch.checkpoint.manifest import FileRecord, check_group, pack
+from anabranch.checkpoint.manifest import FileRecord, Manifest, check_group, pack
+from anabranch.checkpoint.reading import newest_manifest
 from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import lay_out, write_all, write_tensors
@@ -55,6 +56,7 @@ def write(
     *,
     step: int,
     keep: int = 2,
+    check_newest: Callable[[Place, Manifest], None] | None = None,
 ) -> Place:
     """Save a checkpoint into the directory ``path``, whole or not at all; durable once it has returned.
 
@@ -76,6 +78,8 @@ def write(
         state: everything else, as ``encode`` takes it; ``split`` takes tensors out of a nested structure.
         step: how far training was, an int >= 0.
         keep: how many whole generations stay, the new one included. The disk must have room for one more.
+        check_newest: called with the directory and the manifest of the newest generation, if there is one, while
+            nobody else may save there; its error refuses the save.
 
     Returns:
         The manifest's path.
@@ -97,12 +101,14 @@ def write(
     encode(state)
     started = time.monotonic()
     if isinstance(directory, Storage):
+        _check(directory, check_newest)
         uploaded, size = _upload(directory, groups, state, step, keep)
         report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
         return uploaded
     try:
         make_directory(directory)
         with claim(directory):
+            _check(directory, check_newest)
             generation = max(all_generations(directory), default=0) + 1
             manifest, size = _write_generation(directory, generation, groups, state, step)
             _remove_old(directory, keep)
@@ -112,6 +118,11 @@ def write(
         ) from error
     report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
     return manifest
+
+
+def _check(place: Place, check_newest: Callable[[Place, Manifest], None] | None) -> None:
+    if check_newest is not None and (newest := newest_manifest(place)) is not None:
+        check_newest(place, newest)
 
 
 def _upload(storage: Storage, groups: Mapping[str, Group], state: object, step: int, keep: int) -> tuple[Storage, int]:

@@ -24,6 +24,7 @@ from anabranch.checkpoint.storage import as_place
 from anabranch.choices import choice
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline, check_seconds
+from anabranch.errors import CheckpointError
 from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.drift import Drift
@@ -243,6 +244,7 @@ class Executor:
             self._evaluators = self._new_evaluators()
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
             self._end_saves = self._saver.close
+            self._saver.try_encoding()
             if self._workers is not None and self._workers.size > 1:
                 check_alike(self._workers, self._steps, self._routes)
                 share_parameters(self._workers, self._steps, self._routes)
@@ -626,11 +628,18 @@ class Executor:
         folder, began = as_place(path), time.monotonic()
         if not isinstance(wait, bool):
             raise TypeError(f"wait is True or False, got {wait!r}")
-        self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
+        earlier = self._settle_saves(leave=0 if wait else MOST_IN_FLIGHT - 1)
         with self._reporting_failures():
-            self._saver.save(folder, wait=wait)
+            try:
+                self._saver.save(folder, wait=wait)
+            except BaseException as error:
+                if earlier:
+                    error.add_note(f"and before it {earlier}")
+                raise
         if wait:
             self._watching.saved(SaveRecord(self.step, folder, time.monotonic() - began))
+        if earlier:
+            self._raise_unsaved(f"{earlier}; step {self.step} {'has been' if wait else 'is being'} saved")
 
     def finish_saves(self) -> None:
         """Wait until all saves started by ``save(wait=False)`` are written; every worker calls it.
@@ -640,13 +649,23 @@ class Executor:
             DeadlineExceeded: it takes longer than ``timeout`` seconds.
         """
         self._check_open()
-        self._settle_saves()
+        self._finish_saves()
 
-    def _settle_saves(self, leave: int = 0) -> None:
+    def _finish_saves(self) -> None:
+        if failures := self._settle_saves():
+            self._raise_unsaved(failures)
+
+    def _settle_saves(self, leave: int = 0) -> str:
+        """Wait for saves in the background, and return the failures."""
         with self._reporting_failures():
-            done = self._saver.settle(Deadline.after(self._timeout), leave=leave)
+            done, failures = self._saver.settle(Deadline.after(self._timeout), leave=leave)
         for one in done:
             self._watching.saved(SaveRecord(one.step, one.path, time.monotonic() - one.began))
+        return failures
+
+    def _raise_unsaved(self, failures: str) -> None:
+        with self._reporting_failures():
+            raise CheckpointError(failures)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the newest complete checkpoint in ``path``, with any number of workers. Every worker calls it.
@@ -659,7 +678,7 @@ class Executor:
         """
         self._check_open()
         folder = as_place(path)
-        self._settle_saves()
+        self._finish_saves()
         with self._reporting_failures():
             self._saver.load(folder)
         self._served = "replace"
@@ -704,7 +723,7 @@ class Executor:
         """
         self._check_open()
         folder = as_place(path)
-        self._settle_saves()
+        self._finish_saves()
         with self._reporting_failures():
             found = self._saver.resume(folder)
             self._served = "replace"
@@ -883,7 +902,7 @@ class Executor:
                 if self._end_saves is not None:
                     stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
                     if clean:
-                        stack.callback(self._settle_saves)
+                        stack.callback(self._finish_saves)
         except Exception as error:
             if failed is None:
                 raise

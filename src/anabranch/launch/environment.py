@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from anabranch.job import JOB_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 
 __all__ = [
@@ -113,6 +114,7 @@ def worker_environment(
         "GROUP_RANK": "0",
         "ROLE_RANK": str(rank),
         "ROLE_NAME": "worker",
+        JOB_VARIABLE: run_id,
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
         "GROUP_WORLD_SIZE": "1",

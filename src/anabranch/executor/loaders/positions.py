@@ -94,15 +94,18 @@ class StatefulPosition:
     def __init__(self, loader: _Stateful, world_size: int) -> None:
         self._loader = loader
         self._world_size = world_size
+        self._epochs = _Epochs(loader)
         self._begun = False
 
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
         self._begun = True
+        self._epochs.begin()
         return iter(self._loader)
 
     def next_epoch(self) -> None:
-        """Nothing: it is the loader's own business."""
+        """Call every ``set_epoch``; all else is the loader's own business."""
+        self._epochs.next()
 
     def snapshot(self) -> State:
         """Return a copy of the loader's state, which the loader may continue to change."""
@@ -111,7 +114,7 @@ class StatefulPosition:
 
     def state(self, batches: int, snapshot: State) -> State:
         """Return the loader's state at the snapshot."""
-        return snapshot
+        return {**snapshot, "epochs": self._epochs.state()}
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
         """Return this rank's own position; there must be as many as there are workers, once an epoch has begun."""
@@ -126,6 +129,7 @@ class StatefulPosition:
 
     def ready(self, state: State) -> None:
         """Load the loader's state."""
+        self._epochs.restore(state["epochs"])
         if state["state"] is not None:
             self._loader.load_state_dict(state["state"])
             self._begun = True
@@ -139,16 +143,17 @@ class CountedPosition:
     def __init__(self, loader: Iterable[Structure], world_size: int) -> None:
         self._loader = loader
         self._world_size = world_size
-        self._epochs = _Epochs(_samplers(loader))
+        self._epochs = _Epochs(loader)
         self._workers = _PersistentWorkers(loader)
         self._skipped = 0
 
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
+        self._epochs.begin()
         return self._workers.begin()
 
     def next_epoch(self) -> None:
-        """Tells samplers that have a ``set_epoch``."""
+        """Call every ``set_epoch``."""
         self._skipped = 0
         self._epochs.next()
 
@@ -201,7 +206,7 @@ class MapPosition:
         self._world_size = world_size
         samplers = _samplers(loader)
         self._sampler = samplers[-1]
-        self._epochs = _Epochs(samplers)
+        self._epochs = _Epochs(loader)
         self._workers = _PersistentWorkers(loader)
         self._generators = _generators(loader, samplers)
         self._shards = getattr(self._sampler, "num_replicas", None)
@@ -212,10 +217,11 @@ class MapPosition:
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
         self._at_start = self._generator_states()
+        self._epochs.begin()
         return self._workers.begin()
 
     def next_epoch(self) -> None:
-        """Tells samplers that have a ``set_epoch``."""
+        """Call every ``set_epoch``."""
         self._skipped = 0
         self._epochs.next()
 
@@ -425,24 +431,35 @@ def _has_workers(loader: object) -> bool:
 
 
 class _Epochs:
-    """The samplers with ``set_epoch``, such as ``DistributedSampler``."""
+    """Everything of a loader with ``set_epoch``: a ``DistributedSampler``, a dataset of Hugging Face's."""
 
-    def __init__(self, samplers: Sequence[object]) -> None:
-        self._samplers = [sampler for sampler in samplers if callable(getattr(sampler, "set_epoch", None))]
-        self._epochs = [int(getattr(sampler, "epoch", 0)) for sampler in self._samplers]
+    def __init__(self, loader: object) -> None:
+        parts = [*_samplers(loader), loader]
+        while (inner := getattr(parts[-1], "dataset", None)) is not None:  # also what a Subset is of
+            parts.append(inner)
+        self._parts = [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        self._epochs = [0] * len(self._parts)
+        self.begin()
 
     def state(self) -> list[int]:
         return list(self._epochs)
 
+    def begin(self) -> None:
+        self._epochs = self._current()
+
     def next(self) -> None:
-        # A script may have set it itself, to the same number or another.
-        current = [int(getattr(s, "epoch", epoch)) for s, epoch in zip(self._samplers, self._epochs, strict=True)]
-        self.restore([epoch + 1 for epoch in current])
+        # A script that sets it itself, between two epochs, has the last word.
+        now = self._current()
+        self.restore([epoch + (epoch == began) for epoch, began in zip(now, self._epochs, strict=True)])
 
     def restore(self, epochs: object) -> None:
         self._epochs = list(cast("list[int]", epochs))
-        for sampler, epoch in zip(self._samplers, self._epochs, strict=False):
-            sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for part, epoch in zip(self._parts, self._epochs, strict=False):
+            part.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def _current(self) -> list[int]:
+        known = [getattr(part, "epoch", None) for part in self._parts]
+        return [now if isinstance(now, int) else epoch for now, epoch in zip(known, self._epochs, strict=True)]
 
 
 def _samplers(loader: object) -> list[object]:

@@ -119,7 +119,8 @@ class RemotePart:
         clock: the number of pushes so far.
         torn: true from the start of a push until all servers have answered it, and, with clipping, applied it; and
             after a run that failed behind its push.
-        moved: the parameters moved from the model on this rank.
+        moved: the parameters of the models on this rank that belong on the servers.
+        there: those of them that are there.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
         stages: as given.
 
@@ -161,7 +162,7 @@ class RemotePart:
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
         self._hooks = ExitStack()
-        self._there: list[ServedParameter] = []  # of ``moved``, once their values are on the servers
+        self.there: list[ServedParameter] = []
         check_served_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
@@ -199,7 +200,7 @@ class RemotePart:
                 for model in models.values():
                     self.tables.read_modules(model)
         except BaseException as error:
-            if self._there:
+            if self.there:
                 self.close(error)  # gives back what has moved
             self.client.close()
             raise
@@ -288,7 +289,7 @@ class RemotePart:
 
     def _move(self) -> None:
         """Leave placeholders in the models and no state in the optimizers, once the servers have both."""
-        self._there = self.moved
+        self.there = self.moved
         self.tables.move(list(self._models.values()))
         for move in self.tables.moves:
             for module in (module for module, holds in move.holders.items() if holds):
@@ -584,7 +585,7 @@ class RemotePart:
         moves = {move.parameter: move for move in self.tables.moves}
         try:
             self.client.check_joined()  # or it would be another Executor's values
-            for moved in sorted(self._there, key=lambda moved: moved.parameter not in moves):
+            for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):
                     moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from anabranch import checkpoint
+from anabranch.checkpoint.manifest import Manifest
 from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
@@ -46,9 +47,9 @@ class CheckpointContent:
         }
         return CheckpointContent(groups, copy.deepcopy(self.state), self.step)
 
-    def write(self, path: Place) -> None:
+    def write(self, path: Place, check_newest: Callable[[Place, Manifest], None]) -> None:
         """Write it as a checkpoint."""
-        checkpoint.write(path, self.groups, self.state, step=self.step)
+        checkpoint.write(path, self.groups, self.state, step=self.step, check_newest=check_newest)
 
 
 def _tensors_of(group: checkpoint.Group) -> Mapping[str, Tensor]:

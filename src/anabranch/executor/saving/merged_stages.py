@@ -24,6 +24,7 @@ class StagePart(TypedDict):
     model: dict[str, Tensor]
     extra: dict[str, object]
     optimizers: dict[str, list[object]]
+    modes: dict[str, bool]
 
 
 class _OptimizerState(TypedDict):

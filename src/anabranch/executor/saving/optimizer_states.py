@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch.autodiff.moved_parameter import from_within
 from anabranch.errors import CheckpointError
+from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.steps import parameters_of
 
-__all__ = ["by_parameter_name", "by_position", "parameter_names"]
+__all__ = ["by_parameter_name", "by_position", "load_uncast", "parameter_names"]
 
 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
@@ -52,7 +53,7 @@ def by_parameter_name(
         "state": states,
         "own": {key: value for key, value in state["state"].items() if key not in name_of},
         "groups": [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
+            {**{key: to_save(value) for key, value in group.items() if key != "params"}, "params": group_names}
             for group, group_names in zip(state["param_groups"], names, strict=True)
         ],
     }
@@ -77,7 +78,40 @@ def by_position(saved: dict[str, object], optimizer: Optimizer, names: list[list
     return {
         "state": own | numbered,
         "param_groups": [
-            {**group, "params": [position[name] for name in group_names]}
-            for group, group_names in zip(groups, names, strict=True)
+            {
+                **{key: _as_here(value, here.get(key), what) for key, value in group.items()},
+                "params": [position[name] for name in group_names],
+            }
+            for group, here, group_names in zip(groups, optimizer.param_groups, names, strict=True)
         ],
     }
+
+
+def _as_here(saved: object, here: object, what: str) -> object:
+    """Return a group's value, a tensor on the device where the new group's is."""
+    if isinstance(saved, Tensor) and isinstance(here, Tensor):
+        return saved.to(here.device)
+    return restored(saved, here, what, [])
+
+
+def load_uncast(optimizer: Optimizer, plan: dict[str, object]) -> None:
+    """Load ``by_position``'s plan, each tensor of the state in the type in which it was saved.
+
+    ``Optimizer.load_state_dict`` casts them to their parameter's type, such as the float32 master weights of a bfloat16
+    model, and makes nonsense of strings.
+    """
+    optimizer.load_state_dict(plan)
+    saved = cast("dict[int, object]", plan["state"])
+    for position, parameter in enumerate(parameters_of(optimizer)):
+        if position in saved and parameter in optimizer.state:
+            optimizer.state[parameter] = _uncast(optimizer.state[parameter], saved[position])
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype is saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return {key: _uncast(value, saved.get(key)) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(loaded)(map(_uncast, loaded, saved))
+    return saved if isinstance(saved, str) else loaded

@@ -5,9 +5,10 @@
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
     group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as stored on the shards
-    group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
-                          of an accumulation window that is open
-    state                 everything that is not a tensor
+    group "schedulers"    tensors that the schedulers hold
+    group "rank<r>"       tensors of one worker: random number generators, loader positions, buffers that differ from
+                          rank 0's, and its part of the sums of an accumulation window that is open
+    state                 everything that is not a tensor, and which run saved it
 
 Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
 Parameters on servers are in "model" and "optimizer" like others, so that a checkpoint can be loaded with any
@@ -17,21 +18,26 @@ Parameters on servers are in "model" and "optimizer" like others, so that a chec
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch import checkpoint
 from anabranch.autodiff.moved_parameter import MovedParameter, from_within
 from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint.reading import again
+from anabranch.checkpoint.regular_file import Replaced
 from anabranch.checkpoint.state import decode, encode
 from anabranch.checkpoint.storage import Place
 from anabranch.collectives import Workers
@@ -52,7 +58,9 @@ from anabranch.executor.saving.merged_stages import (
     restrict,
     rows_of,
 )
-from anabranch.executor.saving.optimizer_states import by_parameter_name, by_position, parameter_names
+from anabranch.executor.saving.optimizer_states import by_parameter_name, by_position, load_uncast, parameter_names
+from anabranch.executor.saving.program_values import restored, to_save
+from anabranch.executor.saving.run_name import RunName
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
@@ -63,7 +71,13 @@ __all__ = ["HasState", "Saver"]
 
 _log = logging.getLogger("anabranch.executor")
 
-_FORMAT = 1
+_FORMAT = 2
+
+
+_T = TypeVar("_T")
+
+_Ranks = Callable[[int], dict[str, Any]]
+"""The saved state of the worker of a rank."""
 
 
 class HasState(Protocol):
@@ -104,6 +118,7 @@ class Saver:
         # As they are before some move to the servers.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
+        self._run = RunName(shared=workers is not None)
 
     @property
     def _rank(self) -> int:
@@ -141,6 +156,7 @@ class Saver:
                 self._gather(b"")  # stages read their parts once all have settled
         mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
         mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
+        mine["buffers"] = self._own_buffers()
         if self._row == 0 < self._rank:  # another stage's part of the model
             mine |= self._part()
         ranks = self._gather_at_first(_pack(mine))
@@ -149,11 +165,11 @@ class Saver:
             try:
                 snapshot = self._collected(ranks)
                 if wait:
-                    snapshot.write(path)
+                    snapshot.write(path, self._run.check)
                 else:
                     snapshot = snapshot.copied()
                     self._background = self._background or BackgroundSaves()
-                    self._background.begin(lambda: snapshot.write(path))
+                    self._background.begin(lambda: snapshot.write(path, self._run.check))
             except Exception as error:  # a server may be lost, the user's object may fail
                 if self._size == 1:
                     raise
@@ -198,7 +214,7 @@ class Saver:
         remote, prefix = self.remote, next(prefix for prefix, other in self._models.items() if other is model)
         if remote is None:
             return copy.deepcopy(state)
-        served = {name: moved for moved in remote.moved for name in moved.names}
+        served = {name: moved for moved in remote.there for name in moved.names}
         served = {name: served[prefix + name] for name in state if prefix + name in served}
         state.update(dict.fromkeys(served))  # filled below; the order is the model's
         copied = copy.deepcopy(state)
@@ -214,14 +230,15 @@ class Saver:
                 copied |= {f"{here}weight": rows} if ids is None else {f"{here}ids": ids, f"{here}weight": rows}
         return copied
 
-    def settle(self, deadline: Deadline, *, leave: int = 0) -> list[StartedSave]:
-        """Wait until at most ``leave`` of the started saves are unwritten; return the written ones.
+    def settle(self, deadline: Deadline, *, leave: int = 0) -> tuple[list[StartedSave], str]:
+        """Wait until at most ``leave`` of the started saves are unwritten; return the written ones, and the failures of
+        others, the same on every worker.
 
         Raises:
-            CheckpointError: one has failed; on every worker.
+            CheckpointError, DeadlineExceeded: they take longer.
         """
         if not self._started_saves:
-            return []
+            return [], ""
         ended: list[str] = []
         failed = ""
         if self._background is not None:
@@ -234,15 +251,14 @@ class Saver:
         answer = self._gather(msgspec.json.encode([failed, *ended]))[0]
         failed, *ended = msgspec.json.decode(answer, type=list[str])
         done, self._started_saves = self._started_saves[: len(ended)], self._started_saves[len(ended) :]
-        if failures := [
+        if failed:
+            raise CheckpointError(f"rank 0 is still saving in the background: {failed}")
+        failures = [
             f"{started.path} of step {started.step} could not be saved in the background: {failure}"
             for started, failure in zip(done, ended, strict=True)
             if failure
-        ]:
-            raise CheckpointError("; ".join(failures))
-        if failed:
-            raise CheckpointError(f"rank 0 is still saving in the background: {failed}")
-        return done
+        ]
+        return [started for started, failure in zip(done, ended, strict=True) if not failure], "; ".join(failures)
 
     def close(self, deadline: Deadline) -> None:
         """Wait for all saves; log failures that were not reported yet."""
@@ -262,11 +278,13 @@ class Saver:
         tensors = self._model_tensors() | self._remote_tensors(lambda moved: kept[moved.parameter].values)
         # Cloned: names of one tied tensor would share memory, which the format refuses.
         model = {name: tensor.clone() for name, tensor in tensors.items()}
-        return {"part": {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states(kept)}}
+        optimizers = self._optimizer_states(kept)
+        return {"part": {"model": model, "extra": self._extra(), "optimizers": optimizers, "modes": self._modes()}}
 
     def _collected(self, ranks: list[bytes]) -> CheckpointContent:
         kept = {} if self.remote is None else self.remote.read()
         model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
+        modes = self._modes()
         everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
         for rank, stage in enumerate(everyone[1 : self._stages], 1):
             if "failure" in stage:
@@ -274,11 +292,13 @@ class Saver:
             part = cast(StagePart, stage.pop("part"))
             model, extra = {**part["model"], **model}, {**part.get("extra", {}), **extra}
             merge_optimizer_states(optimizer_states, part["optimizers"])
+            modes |= part["modes"]
         optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
         groups: dict[str, checkpoint.Group] = {
             "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
             "optimizer": optimizer_tensors,
         }
+        schedulers, groups["schedulers"] = checkpoint.split(self._scheduler_states())
         saved_extra, groups["extra"] = checkpoint.split(extra)
         saved_objects, groups["objects"] = checkpoint.split({k: o.state_dict() for k, o in self._objects.items()})
         servers: object = None
@@ -293,19 +313,15 @@ class Saver:
                 groups[f"rank{rank}"] = tensors
         state = {
             "format": _FORMAT,
+            "run": self._run.state(),
             "workers": self._size,
             "stages": self._stages,
             "optimizers": optimizers,
-            "schedulers": {
-                name: [
-                    {"scheduler": type(scheduler).__qualname__, "state": scheduler.state_dict()}
-                    for scheduler in step.schedulers
-                ]
-                for name, step in self._steps.items()
-            },
+            "schedulers": schedulers,
             "ranks": rank_states,
             "servers": servers,
             "extra": saved_extra,
+            "modes": modes,
             "objects": saved_objects,
         }
         groups = {name: tensors for name, tensors in groups.items() if tensors or name in ("model", "optimizer")}
@@ -313,6 +329,35 @@ class Saver:
 
     def _model_tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are not those of the rank whose model is saved; every worker calls it."""
+        if self._size == 1:
+            return {}
+        buffers = {
+            prefix + name: value.detach().cpu().contiguous().clone()
+            for prefix, model in self._models.items()
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        }
+        hashes = {name: hashlib.blake2b(_bytes(value)).hexdigest() for name, value in buffers.items()}
+        first = self._gather(msgspec.json.encode(hashes))[self._rank % self._stages]
+        saved = msgspec.json.decode(first, type=dict[str, str])
+        return {name: value for name, value in buffers.items() if hashes[name] != saved.get(name)}
+
+    def _modes(self) -> dict[str, bool]:
+        """Return which parameters require a gradient, and which layers of a model in training mode are in it."""
+        return {key: getattr(target, attribute) for key, (target, attribute, _) in self._switches().items()}
+
+    def _switches(self) -> dict[str, tuple[object, str, str]]:
+        """Return what freezes a layer: an object, its attribute, its name; no layers of a model wholly in eval mode."""
+        switches: dict[str, tuple[object, str, str]] = {}
+        for step, training in self._steps.items():
+            for name, parameter in self._parameters(step).items():
+                switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad", name
+            for name, layer in training.model.named_modules() if training.model.training else ():
+                switches[f"{step}.{name}.training"] = layer, "training", name
+        return switches
 
     def _extra(self) -> dict[str, object]:
         """Return the modules' extra state (``get_extra_state``)."""
@@ -340,6 +385,23 @@ class Saver:
             ]
             for name, step in self._steps.items()
         }
+
+    def _scheduler_states(self) -> dict[str, list[dict[str, object]]]:
+        return {
+            name: [
+                {"scheduler": type(scheduler).__qualname__, "state": to_save(scheduler.state_dict())}
+                for scheduler in step.schedulers
+            ]
+            for name, step in self._steps.items()
+        }
+
+    def try_encoding(self) -> None:
+        """Raise ``ValueError`` for what the optimizers' groups or the schedulers hold and a checkpoint does not."""
+        state, _ = checkpoint.split({"optimizers": self._optimizer_states({}), "schedulers": self._scheduler_states()})
+        try:
+            encode(state)
+        except ValueError as error:
+            raise ValueError(f"{error}; or give the scheduler or optimizer a state_dict() without it") from None
 
     def _windows(self) -> dict[str, dict[str, object]]:
         """Return the open window of every step, with this worker's part of its sums."""
@@ -390,10 +452,13 @@ class Saver:
 
     @torch.inference_mode(False)  # an optimizer's state outlives the caller's mode
     def _load_chosen(self, path: Place, *, search: bool) -> bool:
-        """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         self._check_known("load")
         if self.remote is not None:
             self.remote.tables.wait_until_quiet()  # before any worker replaces what is on the servers
+        return again(lambda: self._load_newest(path, search=search))
+
+    def _load_newest(self, path: Place, *, search: bool) -> bool:
+        """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         chosen: Checkpoint | None = None
         answer: dict[str, object] = {}
         if self._rank == 0:
@@ -415,25 +480,38 @@ class Saver:
                 chosen or checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
             )
         )()
+        if chosen is not None:
+            self._run.take_over(chosen)
         return True
 
-    def _together(self, plan: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Return ``plan()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker."""
+    def _together(self, plan: Callable[[], _T], failed: str = "cannot load the checkpoint, so no rank loads it") -> _T:
+        """Return ``plan()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
+
+        If a generation was replaced while it was read, all raise that, to read the next one.
+        """
+        error: Exception | None = None
         try:
             planned = plan()
-        except (CheckpointError, OSError) as error:
-            self._gather(str(error).encode())
-            raise
-        failures = [text.decode() for text in self._gather(b"")]
-        for rank, failure in enumerate(failures):
-            if failure:
-                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so no rank loads it: {failure}")
-        return planned
+        except (AnabranchError, OSError) as caught:
+            error = caught
+        mine = None if error is None else (isinstance(error, Replaced), str(error))
+        answers = map(msgspec.json.decode, self._gather(msgspec.json.encode(mine)))
+        failures = [(rank, *answer) for rank, answer in enumerate(answers) if answer]
+        if not failures:
+            return planned
+        rank, replaced, text = next((failure for failure in failures if not failure[1]), failures[0])
+        if error is not None and isinstance(error, Replaced) is replaced:
+            raise error
+        raise (Replaced if replaced else CheckpointError)(f"rank {rank} {failed}: {text}")
 
     def _plan(self, found: Checkpoint) -> Callable[[], None]:
         """Read and check everything; return functions that apply it and cannot fail because of the checkpoint."""
         state = _checked_state(found)
+        ranks = cache(partial(self._rank_state, found, state))  # read before anything is changed
         tensors = found.tensors("model")
+        same_ranks = (state["workers"], state["stages"]) == (self._size, self._stages)
+        if same_ranks:
+            tensors |= cast("dict[str, Tensor]", ranks(self._rank)["buffers"])
         for prefix, pipe in self._pipes().items():
             for name in pipe.elsewhere:
                 tensors.pop(prefix + name, None)
@@ -446,10 +524,9 @@ class Saver:
         saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
         plans = self._plan_optimizers(saved)
         replace = self._plan_remote(found, state, tensors, plans)
-        self._check_windows(found, state)
-        schedulers = cast("dict[str, list[dict[str, object]]]", state["schedulers"])
-        self._check_schedulers(schedulers)
-        loaders = self._positions_of(found, state)
+        self._check_windows(ranks, state)
+        schedulers = self._plan_schedulers(checkpoint.join(state["schedulers"], _tensors(found, "schedulers")))
+        loaders = self._positions_of(ranks, state)
         for name, positions in loaders.items():
             self.loaders[name].check(positions)
         for name in self.loaders.keys() - loaders.keys():
@@ -468,21 +545,31 @@ class Saver:
                     here = [name for name, value in model.state_dict().items() if not isinstance(value, MovedParameter)]
                     values = {**tensors, **extra}
                     model.load_state_dict({name: values[prefix + name] for name in here}, strict=False)
+                self._restore_modes(cast("dict[str, bool]", state["modes"]), found.path)
                 for optimizer, plan in plans:
-                    optimizer.load_state_dict(plan)
-            for name, step in self._steps.items():
-                for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
-                    scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
-            self._restore_windows(found, state)
-            self._restore_pipes(found, state)
+                    load_uncast(optimizer, plan)
+            for scheduler, saved_scheduler in schedulers:
+                scheduler.load_state_dict(saved_scheduler)
+            self._restore_windows(ranks, state)
+            self._restore_pipes(ranks, state)
             replace()
             for name, positions in loaders.items():
                 self.loaders[name].restore(positions)
-            if (state["workers"], state.get("stages", 1)) == (self._size, self._stages):
-                mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
-                restore_random_state(cast("dict[str, object]", mine["random"]))
+            if same_ranks:
+                restore_random_state(cast("dict[str, object]", ranks(self._rank)["random"]))
 
         return change
+
+    def _restore_modes(self, modes: dict[str, bool], path: Place) -> None:
+        """Freeze and unfreeze parameters and layers as they were, and log by name what the script had set otherwise."""
+        changed: dict[str, list[str]] = {}
+        for key, (target, attribute, name) in self._switches().items():
+            if (value := modes.get(key, before := getattr(target, attribute))) is not before:
+                setattr(target, attribute, value)
+                changed.setdefault(f"{attribute}={value}", []).append(name)
+        if changed and self._row == 0:
+            told = "; ".join(f"{what} of {', '.join(names)}" for what, names in changed.items())
+            _log.warning("the checkpoint in %s was saved with %s, other than this script has set it", path, told)
 
     def _plan_extra(self, found: Checkpoint, state: Mapping[str, object]) -> dict[str, object]:
         """Return the saved extra state of the modules."""
@@ -576,17 +663,12 @@ class Saver:
 
     def _put_there(self, ranks: Collection[int], put: Callable[[], None]) -> None:
         """Let ``ranks`` load state into the servers while the others wait."""
-        failure = ""
-        if self._rank in ranks:
-            try:
-                put()
-            except AnabranchError as error:
-                failure = f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self._gather(failure.encode())):
-            if text:
-                raise CheckpointError(f"rank {rank} could not load the checkpoint into the servers: {text.decode()}")
+        self._together(lambda: put() if self._rank in ranks else None, "could not load the checkpoint into the servers")
 
-    def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
+    def _plan_schedulers(
+        self, saved: dict[str, list[dict[str, object]]]
+    ) -> list[tuple[LRScheduler, dict[str, object]]]:
+        plans: list[tuple[LRScheduler, Any]] = []
         for name, step in self._steps.items():
             if len(saved[name]) != len(step.schedulers):
                 raise CheckpointError(
@@ -599,30 +681,34 @@ class Saver:
                         f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, but the checkpoint has "
                         f"{entry['scheduler']}; load with the scheduler that was saved"
                     )
+                here = scheduler.state_dict()
+                places, tensors = checkpoint.split(entry["state"])
+                devices = {key: tensor.device for key, tensor in checkpoint.split(to_save(here))[1].items()}
+                there = {key: tensor.to(devices.get(key, "cpu")) for key, tensor in tensors.items()}
+                what = f"scheduler {index} of {name!r}"
+                plans.append((scheduler, restored(checkpoint.join(places, there), here, what, plans)))
+        return plans
 
-    def _rank_state(self, found: Checkpoint, state: dict[str, object], rank: int) -> object:
+    def _rank_state(self, found: Checkpoint, state: dict[str, object], rank: int) -> dict[str, Any]:
         group = f"rank{rank}"
         tensors = found.tensors(group) if group in found.groups else {}
-        return checkpoint.join(cast("list[object]", state["ranks"])[rank], tensors)
+        return checkpoint.join(cast("list[object]", state["ranks"])[rank], tensors)  # type: ignore[no-any-return]
 
-    def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[object]]:
+    def _positions_of(self, ranks: _Ranks, state: dict[str, object]) -> dict[str, list[object]]:
         """By loader, the position of each worker that saved."""
         if not self.loaders:
             return {}
-        ranks = [self._rank_state(found, state, row[0]) for row in rows_of(state)]
-        saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
+        saved = [ranks(row[0])["loaders"] for row in rows_of(state)]
         return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
 
-    def _saved_windows(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
+    def _saved_windows(self, ranks: _Ranks, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
         """Return by step the windows that this worker continues: its own, or with another number of workers all or
         none.
         """
         rows = rows_of(state)
         if self._as_many_rows(state):
             rows = [rows[self._row]]
-        parts = [
-            [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in row] for row in rows
-        ]
+        parts = [[ranks(rank)["windows"] for rank in row] for row in rows]
         return {
             name: [
                 merge_windows([cast("dict[str, dict[str, object]]", part)[name] for part in row], step.model)
@@ -634,9 +720,9 @@ class Saver:
     def _as_many_rows(self, state: dict[str, object]) -> bool:
         return len(rows_of(state)) == self._size // self._stages
 
-    def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+    def _check_windows(self, ranks: _Ranks, state: dict[str, object]) -> None:
         """Raise ``CheckpointError`` for an open window whose sums now belong elsewhere."""
-        for name, windows in self._saved_windows(found, state).items():
+        for name, windows in self._saved_windows(ranks, state).items():
             remote = self._runners[name].remote
             there = set() if remote is None else {*remote.names, *remote.part.embeddings}
             here = set(self._parameters(name)) - there
@@ -657,10 +743,10 @@ class Saver:
                         "load it with the same, or save between two optimizer steps"
                     )
 
-    def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+    def _restore_windows(self, ranks: _Ranks, state: dict[str, object]) -> None:
         """Each worker continues with its own sums; with another number of workers rank 0 continues with all of them."""
         mine = self._as_many_rows(state) or self._row == 0
-        for name, windows in self._saved_windows(found, state).items():
+        for name, windows in self._saved_windows(ranks, state).items():
             runner, parameters = self._runners[name], self._parameters(name)
             sums: dict[str, Tensor] = {}
             for window in windows if mine else ():
@@ -678,17 +764,21 @@ class Saver:
             if runner.remote is not None and first["in_window"]:
                 runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
 
-    def _restore_pipes(self, found: Checkpoint, state: dict[str, object]) -> None:
+    def _restore_pipes(self, ranks: _Ranks, state: dict[str, object]) -> None:
         """Restore the pipes' random streams; another number of pipelines starts new streams."""
         as_many = self._as_many_rows(state)
         row = rows_of(state)[self._row if as_many else 0]
-        saved = cast("dict[str, object]", self._rank_state(found, state, row[0])).get("pipes", {})
+        saved = ranks(row[0]).get("pipes", {})
         for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", saved).items():
             pipe = self._models.get(prefix)
             if isinstance(pipe, Pipe):
                 pipe.calls = calls
                 if as_many:
                     pipe.seed = seed
+
+
+def _bytes(value: Tensor) -> bytes:
+    return f"{value.dtype} {tuple(value.shape)} ".encode() + value.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tensors(found: Checkpoint, group: str) -> Mapping[str, Tensor]:

@@ -1,0 +1,444 @@
+"""A resumed run is the undisturbed one, bit for bit: its optimizers, schedules, frozen layers, buffers and epochs."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(5, 4, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return F.cross_entropy(model(batch[0].to(dtype)).float(), batch[1])
+
+
+class Program:
+    """A script that trains; made anew, it is the restarted script."""
+
+    def __init__(
+        self, make: MakeOptimizer, schedule: MakeScheduler | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+        parameters = [*self.model.parameters()]
+        if make is torch.optim.Muon:
+            parameters = [parameter for parameter in parameters if parameter.ndim == 2]
+        self.optimizer = make(parameters)
+        step = ab.TrainStep(
+            self.model, loss, self.optimizer, scheduler=None if schedule is None else schedule(self.optimizer)
+        )
+        self.executor = ab.Executor(step, engine="tape")
+
+    def run(self, steps: range) -> list[float]:
+        return [self.executor.run(batch=batch_of(step))["loss"].item() for step in steps]
+
+    def types(self) -> list[list[object]]:
+        return [
+            [_type_of(value) for value in state.values()] for state in self.optimizer.state_dict()["state"].values()
+        ]
+
+
+def _type_of(value: object) -> object:
+    return value.dtype if isinstance(value, Tensor) else type(value)
+
+
+def assert_resumes(path: Path, *arguments: Any) -> Program:
+    """A run that is saved after 3 steps ends as one that was not disturbed."""
+    first = Program(*arguments)
+    with first.executor:
+        first.run(range(3))
+        first.executor.save(path)
+        expected = first.run(range(3, 7))
+    second = Program(*arguments)
+    with second.executor:
+        second.executor.load(path)
+        assert second.run(range(3, 7)) == expected, arguments
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name]), (arguments, name)
+    assert first.types() == second.types(), arguments
+    return second
+
+
+# Optimizers.
+
+
+class MasterWeights(Optimizer):
+    """Float32 copies of the weights, a counter of whole numbers and a name, as optimizers of bfloat16 models keep."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.003})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state |= {"master": weight.float(), "count": torch.zeros((), dtype=torch.int64), "rule": "sign"}
+                    state["moments"] = [torch.zeros(2, dtype=torch.float64), {"half": torch.zeros(2).half()}]
+                state["count"] += 2**24 + 1  # which bfloat16 and float32 cannot hold
+                assert state["rule"] == "sign"
+                state["master"] -= group["lr"] * weight.grad.float() * (state["count"] % 7)
+                weight.copy_(state["master"])
+
+
+def every_optimizer() -> list[MakeOptimizer]:
+    """All of this PyTorch, but for those that train other parameters, or with a closure."""
+    classes = [value for value in vars(torch.optim).values() if inspect.isclass(value) and issubclass(value, Optimizer)]
+    unlike = {Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
+    return [MasterWeights, *sorted(set(classes) - unlike, key=lambda one: one.__name__)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_optimizer_of_torch_keeps_the_types_of_its_state(tmp_path: Path, dtype: torch.dtype) -> None:
+    assert len(every_optimizer()) > 12
+    for number, make in enumerate(every_optimizer()):
+        assert_resumes(tmp_path / f"{number}", make, None, dtype)
+
+
+# Schedulers.
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    MAIN = "main"
+
+
+class Curious(LRScheduler):
+    """Holds what people write into schedulers."""
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        self.factor = factor  # code, which is the new program's
+        self.phase = Phase.WARM
+        self.phases = {Phase.WARM}
+        self.starts: dict[Phase, int] = {}
+        self.recent: deque[float] = deque(maxlen=2)
+        self.table = np.linspace(1, 2, 9)
+        self.folder = Path("runs") / "one"
+        self.best: float | None = None
+        self.weights = torch.arange(3.0)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        assert self.folder.name == "one"
+        if self.last_epoch == 2:
+            self.phase = Phase.MAIN
+        self.phases.add(self.phase)
+        self.starts.setdefault(self.phase, self.last_epoch)
+        self.recent.append(self.last_epoch)
+        self.best = np.float32(self.last_epoch)  # a class that the new scheduler has not seen yet
+        self.weights += 1
+        scale = self.factor(self.last_epoch) * self.table[self.last_epoch] * len(self.phases) + sum(self.recent)
+        return [base * (float(scale) + float(self.weights.sum())) / 40 for base in self.base_lrs]
+
+
+class Warmup(LRScheduler):
+    """A scheduler that holds the next, as a popular package has it."""
+
+    def __init__(self, optimizer: Optimizer, after: LRScheduler) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch < 2:
+            return [base * (self.last_epoch + 1) / 2 for base in self.base_lrs]
+        self.after.step()
+        return self.after.get_last_lr()  # type: ignore[return-value]
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
+
+
+def with_tensor_rate(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(0.05))
+
+
+SCHEDULERS: dict[str, MakeScheduler] = {
+    "NumPy": lambda o: lr_scheduler.LambdaLR(o, lambda step: np.cos(step / 9)),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=4),
+    "curious": lambda o: Curious(o, lambda step: 0.9**step),
+    "warmup": lambda o: Warmup(o, lr_scheduler.CosineAnnealingLR(o, 9)),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 9),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, scale_fn=lambda x: 0.9**x),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9, cycle_momentum=False),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.LambdaLR(o, lambda step: np.float32(0.9) ** step)], [4]
+    ),
+}
+
+
+def test_every_scheduler_of_torch_is_among_them() -> None:
+    ours = {name for name in lr_scheduler.__all__ if name not in ("LRScheduler", "ReduceLROnPlateau")}
+    assert ours <= set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("make", [sgd, with_tensor_rate], ids=["float", "tensor"])
+def test_every_schedule_goes_on(tmp_path: Path, make: MakeOptimizer) -> None:
+    for name, schedule in SCHEDULERS.items():
+        if make is with_tensor_rate and name == "CyclicLR":
+            continue  # needs an optimizer with momentum
+        resumed = assert_resumes(tmp_path / name, make, schedule).executor._steps["default"]
+        if name == "curious":
+            found = resumed.schedulers[0]  # type: ignore[union-attr]
+            assert isinstance(found, Curious)
+            assert found.phases == {Phase.WARM, Phase.MAIN}
+            assert found.starts == {Phase.WARM: 0, Phase.MAIN: 2}
+            assert type(found.best) is np.float32
+
+
+def test_what_no_checkpoint_holds_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"schedulers\.default\.0\.state\.folder is a builtins\.object.*state_dict"):
+        Program(sgd, lambda o: _with(Curious(o, float), "folder", object()))
+
+
+def test_an_enum_that_the_new_scheduler_does_not_have_is_named(tmp_path: Path) -> None:
+    first = Program(sgd, lambda o: Curious(o, float))
+    second = Program(sgd, lambda o: _with(_with(Curious(o, float), "phase", "warm"), "phases", {1}))
+    with first.executor, second.executor:
+        first.executor.save(tmp_path)
+        second.optimizer.param_groups[0]["lr"] = 7.0
+        with pytest.raises(ab.CheckpointError, match=r"scheduler 0 of 'default' .* at phase .*enum Phase.*'warm'"):
+            second.executor.load(tmp_path)
+        assert second.optimizer.param_groups[0]["lr"] == 7.0
+
+
+def _with(scheduler: LRScheduler, name: str, value: object) -> LRScheduler:
+    setattr(scheduler, name, value)
+    if name == "phases":
+        scheduler.starts = {}  # type: ignore[attr-defined]
+    return scheduler
+
+
+# Frozen layers and layers in eval mode.
+
+
+@pytest.mark.parametrize("engine", ["tape", pytest.param("graph", marks=pytest.mark.slow)])
+def test_a_layer_that_was_unfrozen_stays_so_and_it_is_said(
+    tmp_path: Path, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> tuple[nn.Module, ab.Executor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        model[0].requires_grad_(False)
+        step = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.05))
+        return model, ab.Executor(step, engine=engine)
+
+    def losses(executor: ab.Executor, steps: range) -> list[float]:
+        return [executor.run(batch=batch_of(step))["loss"].item() for step in steps]
+
+    model, executor = build()
+    with executor:
+        losses(executor, range(2))
+        model[0].requires_grad_(True)
+        model[1].eval()
+        losses(executor, range(2, 3))
+        executor.save(tmp_path / "training")
+        expected = losses(executor, range(3, 6))
+        executor.load(tmp_path / "training")  # as this run has set it: nothing to say
+        model.eval()  # by hand, for a moment
+        executor.save(tmp_path / "evaluating")
+    assert not told(caplog)
+    model, executor = build()
+    with executor:
+        executor.load(tmp_path / "training")
+        assert losses(executor, range(3, 6)) == expected
+    assert told(caplog) == [
+        "requires_grad=True of 0.weight, 0.bias; training=False of 1, other than this script has set it"
+    ]
+    model, executor = build()
+    with executor:
+        executor.load(tmp_path / "evaluating")
+        assert all(layer.training for layer in model.modules())
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage().partition("was saved with ")[2] for one in caplog.records if one.name.startswith("anab")]
+
+
+# Buffers.
+
+BUFFERS = """
+import json, sys
+import torch
+from torch import nn
+import anabranch as ab
+
+path, rank = sys.argv[1], ab.job().rank
+found = []
+for start in (0, 2) if ab.job().world_size == 2 else (2,):
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.0), nn.Linear(3, 1)]
+    model = nn.Sequential(*layers).double()
+    model.register_buffer("order", torch.tensor([float(start or rank), float(start or 1 - rank)]).bfloat16())
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, comm_mode="AllReduce") as executor:
+        executor.resume(path)
+        found.append([model[1].running_mean.tolist(), model.order.tolist()])
+        for index in range(start, 4):
+            executor.run(batch=torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * index + rank)).double())
+            if index == 1:
+                executor.save(path)
+    found.append([model[1].running_mean.tolist(), model.order.tolist()])
+print(json.dumps({"found": found}))
+"""
+
+
+def test_every_worker_goes_on_with_its_own_buffers(tmp_path: Path) -> None:
+    job_of_two(tmp_path)
+    own = [name for name in ab.checkpoint.read(tmp_path).tensors("rank1") if name.startswith("buffers.")]
+    assert sorted(own) == ["buffers.1.running_mean", "buffers.1.running_var", "buffers.order"]  # none that are equal
+
+
+def job_of_two(path: Path) -> list[Any]:
+    results = [result["found"] for result in LocalJob(2).run_source(BUFFERS, str(path)).check().results]
+    for rank, (_, ended, loaded, resumed) in enumerate(results):
+        assert loaded[1] == [float(rank), float(1 - rank)]
+        assert resumed == ended
+    assert results[0][1][0] != results[1][1][0]
+    return results
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_begins_with_the_buffers_of_rank_0(tmp_path: Path) -> None:
+    saved = job_of_two(tmp_path)[0][2]
+    for result in LocalJob(3).run_source(BUFFERS, str(tmp_path)).check().results:
+        assert result["found"][0] == saved
+
+
+# Epochs of datasets.
+
+
+class Shuffled(Dataset[Tensor]):
+    """A map-style dataset whose samples depend on its epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))[index].reshape(1).float()
+
+
+class Streamed(IterableDataset[Tensor]):
+    """Like those of Hugging Face: its epoch is only read as an iteration begins, and by a property."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.tensor(0)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = torch.tensor(epoch)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
+        return (sample.reshape(1).float() for sample in order)
+
+
+class Batches:
+    """A loader that stores its own position, over a stream."""
+
+    def __init__(self) -> None:
+        self.dataset = Streamed()
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number, batch in enumerate(DataLoader(self.dataset, batch_size=3)):
+            if number >= self.taken:
+                self.taken = number + 1
+                yield batch
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "map": lambda: DataLoader(Shuffled(), batch_size=3),
+    "subset": lambda: DataLoader(Subset(Shuffled(), range(12)), batch_size=3),
+    "stream": lambda: DataLoader(Streamed(), batch_size=3),
+    "workers": lambda: DataLoader(Streamed(), batch_size=3, num_workers=1),
+    "stateful": Batches,
+}
+
+
+def samples_of(executor: ab.Executor, times: int) -> list[float]:
+    return [x for _ in range(times) for x in executor.run("train", fetch=["seen"])["seen"].flatten().tolist()]
+
+
+def reading(loader: Any) -> ab.Executor:
+    model = nn.Linear(1, 1)
+
+    def seen(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(batch).square().mean(), {"seen": batch}
+
+    step = ab.TrainStep(model, seen, torch.optim.SGD(model.parameters(), lr=0.0))
+    return ab.Executor({"train": step}, dataloaders={"train": loader})
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("saved_after", [2, 4, 6])
+def test_a_dataset_is_told_its_epoch_also_by_resume(tmp_path: Path, kind: str, saved_after: int) -> None:
+    epochs = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).float().tolist() for epoch in range(3)]
+    with reading(LOADERS[kind]()) as executor:
+        before = samples_of(executor, saved_after)
+        executor.save(tmp_path)
+    with reading(LOADERS[kind]()) as executor:
+        executor.resume(tmp_path)
+        after = samples_of(executor, 12 - saved_after)
+    assert before + after == [sample for epoch in epochs for sample in epoch]  # every sample once an epoch
+
+
+def test_a_script_that_sets_the_epochs_itself_has_the_last_word() -> None:
+    loader = DataLoader(Shuffled(), batch_size=3)
+    with reading(loader) as executor:
+        for epoch in (0, 1, 5, 2):
+            loader.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+            expected = torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).float().tolist()
+            assert samples_of(executor, 4) == expected

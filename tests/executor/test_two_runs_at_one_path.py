@@ -1,0 +1,286 @@
+"""Two runs that save to one path: the later one is told whose checkpoints are there, and nothing is replaced."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch import checkpoint
+from anabranch.checkpoint import reading
+from anabranch.job import JOB_VARIABLE
+from anabranch.testing import LocalJob, faults
+
+
+def executor(**options: Any) -> ab.Executor:
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    return ab.Executor(step, **options)
+
+
+def run(target: ab.Executor, times: int = 1) -> None:
+    for _ in range(times):
+        target.run(batch=torch.ones(2, 2))
+
+
+ANOTHER = (
+    r"newest checkpoint, of step {}, was saved by another run \(.*process \d+ on .*\) at \d{{4}}-\d\d-\d\d \d\d:\d\d"
+)
+
+
+@pytest.fixture(params=["folder", "storage"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "folder" else f"memory://{tmp_path}"
+
+
+def test_another_runs_checkpoints_are_not_replaced(place: str) -> None:
+    with executor() as first, executor() as second:
+        run(first, 3)
+        first.save(place)
+        run(second, 6)
+        with pytest.raises(ab.CheckpointError, match=ANOTHER.format(3) + ".*another folder.*resume or load"):
+            second.save(place)
+        assert checkpoint.read(place).step == 3
+        first.save(place)
+        second.save(f"{place}/second")
+
+
+@pytest.mark.parametrize("how", ["load", "resume"])
+def test_a_run_that_is_continued_is_handed_on(place: str, how: str) -> None:
+    with executor() as first, executor() as second, executor() as third:
+        run(first, 2)
+        first.save(place)
+        getattr(second, how)(place)
+        getattr(third, how)(place)
+        run(second)
+        second.save(place)
+        second.save(place)
+        assert checkpoint.read(place).step == 3
+        for other in (first, third):  # that still lives, and that has loaded what has been gone on from since
+            with pytest.raises(ab.CheckpointError, match=ANOTHER.format(3)):
+                other.save(place)
+
+
+def test_a_run_continues_also_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    with executor() as first, executor() as second:
+        first.save(tmp_path)
+        run(first)
+        first.save(tmp_path)
+        newest = tmp_path / "model-00000002.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1])
+        second.load(tmp_path)
+        assert second.step == 0
+        second.save(tmp_path)
+    (tmp_path / "manifest-00000003.json").write_text("{}")
+    with executor() as third, pytest.raises(ab.CheckpointError, match=ANOTHER.format(1)):  # the newest that is readable
+        third.save(tmp_path)
+
+
+def test_a_checkpoint_that_no_executor_has_saved_is_not_replaced(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, {"t": {"rows": torch.ones(1)}}, {"shard": 0}, step=9)
+    with executor() as target, pytest.raises(ab.CheckpointError, match="of step 9, was saved by something other than"):
+        target.save(tmp_path)
+
+
+def test_one_start_of_the_launcher_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_VARIABLE, "one start")
+    with executor() as first, executor() as second:  # the second after a restart, perhaps with nothing to resume
+        first.save(tmp_path)
+        second.save(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with executor(comm_mode=None) as third, pytest.raises(ab.CheckpointError, match=ANOTHER.format(0)):
+        third.save(tmp_path)  # each process trains alone, and saves alone
+    monkeypatch.setenv(JOB_VARIABLE, "another start")
+    with executor(comm_mode=None) as fourth, pytest.raises(ab.CheckpointError, match=ANOTHER.format(0)):
+        fourth.save(tmp_path)
+
+
+def test_a_save_in_the_background_is_refused_too(tmp_path: Path) -> None:
+    with executor() as first, executor() as second:
+        first.save(tmp_path)
+        second.save(tmp_path, wait=False)
+        with pytest.raises(ab.CheckpointError, match=ANOTHER.format(0)):
+            second.finish_saves()
+        with pytest.raises(ab.CheckpointError, match="is not a folder|Not a directory|cannot save"):
+            second.save(tmp_path / ".lock")
+
+
+JOB = """
+import json, os, sys
+import torch
+import anabranch as ab
+
+folder, again = sys.argv[1:]
+model = torch.nn.Linear(2, 1)
+step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+told = []
+for resumes in (False, again == "resume"):
+    with ab.Executor(step, comm_mode="AllReduce") as executor:
+        if resumes:
+            executor.resume(folder)
+        executor.run(batch=torch.ones(2, 2))
+        try:
+            executor.save(folder)
+        except ab.CheckpointError as error:
+            told.append(str(error))
+print(json.dumps({"step": executor.step, "told": told}))
+"""
+
+
+@pytest.mark.slow
+def test_every_worker_of_a_second_job_is_told(tmp_path: Path) -> None:
+    first = LocalJob(2).run_source(JOB, str(tmp_path), "fresh").check().results
+    assert first == ({"step": 1, "told": []},) * 2
+    for result in LocalJob(2).run_source(JOB, str(tmp_path), "resume").check().results:
+        assert result["step"] == 2  # after it has resumed, it may
+        assert len(result["told"]) == 1
+        assert re.search(ANOTHER.format(1), result["told"][0])
+
+
+# Failures that are reported later.
+
+
+def test_a_save_that_reports_an_earlier_failure_is_made_all_the_same(tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    reported = []
+    with executor() as target:
+        target.on("save", lambda record: reported.append(record.step))
+        for wait in (True, False):
+            run(target)
+            with faults.at("checkpoint.file_opened", 1, full) as fault:
+                target.save(tmp_path, wait=False)
+                while not fault.struck:
+                    pass
+            run(target)
+            _ended(target)
+            with pytest.raises(
+                ab.CheckpointError, match=r"step \d could not be saved in the background.*No space left"
+            ):
+                target.save(tmp_path, wait=wait)
+            target.finish_saves()
+            assert checkpoint.read(tmp_path).step == target.step
+    assert reported == [2, 4]
+
+
+def _ended(target: ab.Executor) -> None:
+    background = target._saver._background
+    assert background is not None
+    for future in background._writing:
+        future.exception(timeout=60)
+
+
+def test_both_failures_are_told_if_the_second_save_fails_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with executor() as target:
+        target.save(tmp_path / "file", wait=False)
+        _ended(target)
+        with pytest.raises(ab.CheckpointError, match="file/second") as caught:
+            target.save(tmp_path / "file" / "second")
+        assert "file of step 0 could not be saved in the background" in caught.value.__notes__[0]
+
+
+# Generations that are replaced while they are read.
+
+
+def replacing(monkeypatch: pytest.MonkeyPatch, name: str, replace: Callable[[], None], times: int = 2) -> list[str]:
+    """Let a writer save twice, and so remove what was there, at the first ``times`` calls of ``reading.<name>``."""
+    function, calls = getattr(reading, name), []
+
+    def after(path: Path, *arguments: Any, **options: Any) -> Any:
+        calls.append(path.name)
+        if len(calls) <= times:
+            replace()
+        return function(path, *arguments, **options)
+
+    monkeypatch.setattr(reading, name, after)
+    return calls
+
+
+@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize("where", ["load_manifest", "check", "load", "download 1", "download 2"])
+def test_a_generation_that_is_replaced_while_it_is_read_is_read_anew(
+    tmp_path: Path, where: str, search: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = [False]
+
+    def replace() -> None:
+        if not busy[0]:
+            busy[0] = True
+            run(writer)
+            writer.save(place)
+            writer.save(place)
+            busy[0] = False
+
+    place = f"memory://{tmp_path}" if where.startswith("download") else str(tmp_path)
+    with ExitStack() as stack:
+        writer, reader = stack.enter_context(executor()), stack.enter_context(executor())
+        writer.save(place)
+        if where.startswith("download"):  # of the manifest, of the model
+            stack.enter_context(faults.at("checkpoint.download", int(where[-1]), replace))
+        else:
+            replacing(monkeypatch, where, replace)
+        assert (reader.resume if search else reader.load)(place) in (True, None)
+        assert reader.step == checkpoint.read(place).step > 0
+    assert not caplog.records  # nothing is damaged
+
+
+def test_reading_ends_if_it_is_replaced_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor() as writer:
+        writer.save(tmp_path)
+        replacing(monkeypatch, "check", lambda: [writer.save(tmp_path) for _ in "12"] and None, times=1000)
+        with pytest.raises(ab.CheckpointError, match="was replaced while it was read"):
+            checkpoint.read(tmp_path)
+
+
+REPLACED = """
+import json, sys
+import torch
+import anabranch as ab
+from anabranch.checkpoint import Checkpoint
+
+folder = sys.argv[1]
+def build():
+    model = torch.nn.Linear(2, 1)
+    return ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+rank = ab.job().rank
+with ab.Executor(build(), comm_mode="AllReduce") as executor, ab.Executor(build(), comm_mode=None) as writer:
+    executor.save(folder)
+    read = Checkpoint.tensors
+    left = [1]
+    def tensors(found, group, **options):
+        if rank == 1 and group == "optimizer" and left:
+            left.pop()
+            writer._saver._run = executor._saver._run
+            for _ in range(3):
+                writer.run(batch=torch.ones(2, 2))
+            for _ in range(2):
+                writer.save(folder)
+            assert found.generation == 1
+        return read(found, group, **options)
+    Checkpoint.tensors = tensors
+    executor.load(folder)
+print(json.dumps({"step": executor.step}))
+"""
+
+
+def test_all_workers_read_anew_what_was_replaced_for_one(tmp_path: Path) -> None:
+    assert LocalJob(2).run_source(REPLACED, str(tmp_path)).check().results == ({"step": 3},) * 2
+
+
+def test_a_copied_folder_is_of_the_run_that_was_loaded(tmp_path: Path) -> None:
+    with executor() as first, executor() as second:
+        first.save(tmp_path / "one")
+        shutil.copytree(tmp_path / "one", tmp_path / "copy")
+        second.load(tmp_path / "one")
+        second.save(tmp_path / "copy")
