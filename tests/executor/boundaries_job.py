@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.autodiff.moved_parameter import parameters_here
 
 STEPS = 20
 ROWS = 12
@@ -153,7 +154,7 @@ def grid(directory: object, stages: int) -> dict[str, object]:
             batch = tuple(value[part] for value in batch_of(step))
             losses.append(executor.run("train", batch)["loss"].item())
         output = executor.run("look", batch_of(STEPS))["output"]
-        values = {name: value.flatten().tolist() for name, value in pipe.named_parameters()}
+        values = {name: value.flatten().tolist() for name, value in parameters_here(pipe).items()}
         served = [route.parameter for route in executor.routes() if route.place.served]
         remote = executor._remote
         assert remote is not None

@@ -35,7 +35,7 @@ __all__ = ["Lookups", "Move", "MovedParameter", "from_within", "parameters_here"
 
 
 class Lookups(Protocol):
-    """What is called in place of ``F.embedding`` and ``F.embedding_bag``, with their arguments."""
+    """Functions in place of ``F.embedding`` and ``F.embedding_bag``, with their arguments."""
 
     @property
     def name(self) -> str:
@@ -109,11 +109,13 @@ class MovedParameter(nn.Parameter):
     Attributes:
         lookups: read its rows.
         gone: the reason why its numbers could not be read back when they were to return.
+        detached: its ``.data``, ``.grad`` or ``.detach()``, whose rows get no gradient.
         stepped_elsewhere: whoever moved it lets the optimizer's step pass over it, which finds no gradient.
     """
 
     lookups: Lookups
     gone: str | None = None
+    detached = False
     stepped_elsewhere = False
 
     @classmethod
@@ -144,7 +146,7 @@ class MovedParameter(nn.Parameter):
         if func in _WHOLE:
             # An object of its own: zero_grad(set_to_none=False) sets its requires_grad, not the table's.
             whole = _plain(Tensor.detach, (), args[:1], {})
-            whole.__dict__.update(args[0].__dict__)
+            whole.__dict__.update(args[0].__dict__, detached=True)
             whole.__class__ = MovedParameter
             return whole
         if func in _CASTS and isinstance(args[0], MovedParameter):
@@ -155,7 +157,9 @@ class MovedParameter(nn.Parameter):
         use = getattr(func, "__name__", str(func))
         if use in ("__get__", "__set__"):
             use = f".{getattr(getattr(func, '__self__', None), '__name__', '')}{' =' if use == '__set__' else ''}"
-        return next(_among([*args, *kwargs.values()])).refuse(use)
+        for table in _among([args, kwargs]):
+            table.refuse(use)
+        raise ValueError(f"a table is on the servers while its Executor is open, and {use!r} cannot reach its numbers")
 
     def refuse(self, use: str) -> NoReturn:
         """Raise the error of a use that is no lookup."""
@@ -196,8 +200,8 @@ def _among(values: Iterable[Any]) -> Iterator[MovedParameter]:
     for value in values:
         if isinstance(value, MovedParameter):
             yield value
-        elif isinstance(value, list | tuple):
-            yield from _among(value)
+        elif isinstance(value, list | tuple | Mapping):
+            yield from _among(value.values() if isinstance(value, Mapping) else value)
 
 
 @contextmanager
@@ -261,14 +265,13 @@ class Move:
         if changed is not None or type(parameter) is not MovedParameter:
             why = f"{changed or 'its class'!r} was replaced in the model"
         elif _plain(_grad, (), (parameter,), {}) is not None:
-            why = "got a gradient from a graph of before the Executor"
+            why = "it got a gradient from a graph of before the Executor"
         elif _plain(_version, (), (parameter,), {}) != self._version:
-            why = "was written to"
+            why = "it was written to"
         if why is not None:
             raise ValueError(
-                f"{self.name} is on the servers, and {why}, which they do not see; take it back, do it before the "
-                "Executor is made or after it is closed, or keep it on the workers: "
-                f"routes={{{self.name!r}: 'AllReduce'}}"
+                f"{self.name} is on the servers, and {why} here, which they do not see; do it before the Executor is "
+                f"made or after it is closed, or keep it on the workers: routes={{{self.name!r}: 'AllReduce'}}"
             )
 
     def refuse(self, use: str) -> NoReturn:

@@ -89,6 +89,7 @@ class StepState:
     def follow_model(self) -> None:
         """Look up the model's parameters again: some are elsewhere now."""
         self._bind()
+
     def set_seed(self, seed: float) -> None:
         """Start the backward of graphs without an update from this gradient of the loss."""
         if seed != self._seed:

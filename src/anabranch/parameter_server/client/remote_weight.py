@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 from anabranch.events import report
 
@@ -231,7 +232,7 @@ class TableLookups:
     def rows(
         self,
         input: Tensor,  # noqa: A002 - the names are those of torch.nn.functional
-        weight: Tensor,
+        weight: MovedParameter,
         padding_idx: int | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -239,13 +240,13 @@ class TableLookups:
         sparse: bool = False,
     ) -> Tensor:
         self._refuse_max_norm(max_norm)
-        options = (self._from_the_front(padding_idx), scale_grad_by_freq, weight.requires_grad, None, False)
+        options = (self._from_the_front(padding_idx), scale_grad_by_freq, _trains(weight), None, False)
         return self._whole(input, None, None, *options)
 
     def bags(
         self,
         input: Tensor,  # noqa: A002
-        weight: Tensor,
+        weight: MovedParameter,
         offsets: Tensor | None = None,
         max_norm: float | None = None,
         norm_type: float = 2,
@@ -257,7 +258,7 @@ class TableLookups:
         padding_idx: int | None = None,
     ) -> Tensor:
         self._refuse_max_norm(max_norm)
-        options = (self._from_the_front(padding_idx), scale_grad_by_freq, weight.requires_grad, mode)
+        options = (self._from_the_front(padding_idx), scale_grad_by_freq, _trains(weight), mode)
         return self._whole(input, offsets, per_sample_weights, *options, include_last_offset)
 
     def _whole(self, *args: Any) -> Tensor:
@@ -310,3 +311,7 @@ class TableLookups:
 
     def _from_the_front(self, padding_idx: int | None) -> int | None:
         return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + self._count
+
+
+def _trains(weight: MovedParameter) -> bool:
+    return weight.requires_grad and not weight.detached

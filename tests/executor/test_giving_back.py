@@ -1,0 +1,483 @@
+"""Whichever way an Executor ends, the model is plain PyTorch again, with the state that was applied last."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.autodiff.moved_parameter import MovedParameter
+from anabranch.parameter_server import ParameterServer
+from programs import Programs
+
+ROWS = 9
+IDS = torch.tensor([0, 3, 3, 8])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.item = nn.Embedding(ROWS, 4)
+        self.twin = nn.Embedding(ROWS, 4)
+        self.twin.weight = self.item.weight
+        self.bags = nn.EmbeddingBag(ROWS, 4, mode="sum")
+        self.top = nn.Linear(4, 1)
+        self.kept = list(self.parameters())  # as people collect them for a norm
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.item(ids) + self.twin(ids // 2) + self.bags(ids[:, None]))  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()  # type: ignore[no-any-return]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def executor_of(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str | None, **options: Any) -> ab.Executor:
+    return ab.Executor(ab.TrainStep(model, loss, optimizer), mode, engine="tape", **options)
+
+
+def ending(executor: ab.Executor, body: Callable[[ab.Executor], object]) -> BaseException | None:
+    """The error that leaves the ``with`` block."""
+    try:
+        with executor:
+            body(executor)
+    except BaseException as error:  # noqa: BLE001 - it is looked at
+        return error
+    return None
+
+
+def trained(executor: ab.Executor, steps: int = 3) -> None:
+    for _ in range(steps):
+        executor.run(batch=IDS)
+
+
+def plainly(steps: int) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model()
+    optimizer = adam(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model, IDS).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_plain(model: Model, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """The model and its optimizer are those of the plain loop after ``steps``, and usable without the Executor."""
+    plain, theirs = plainly(steps)
+    assert [type(parameter) for parameter in model.parameters()] == [nn.Parameter] * 4
+    assert all(one is other for one, other in zip(model.parameters(), model.kept, strict=True))
+    assert model.twin.weight is model.item.weight
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        for key, value in theirs.state[other].items():
+            torch.testing.assert_close(optimizer.state[mine][key], value, rtol=1e-4, atol=1e-6, msg=key)
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def fail(executor: ab.Executor) -> None:
+    raise KeyError("mine")
+
+
+def interrupt(executor: ab.Executor) -> None:
+    raise KeyboardInterrupt
+
+
+def leave(executor: ab.Executor) -> None:
+    raise SystemExit(3)
+
+
+def ragged(executor: ab.Executor) -> None:
+    executor.run(batch=(IDS, IDS[:2]))
+
+
+def unknown_id(executor: ab.Executor) -> None:
+    executor.run(batch=torch.tensor([ROWS]))
+
+
+def raised_in_backward(executor: ab.Executor) -> None:
+    def explode(grad: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+    model: Any = next(iter(executor._models.values()))
+    with torch.enable_grad():
+        handle = model.top.register_forward_hook(lambda module, args, output: output.register_hook(explode) and None)
+    try:
+        executor.run(batch=IDS)
+    finally:
+        handle.remove()
+
+
+WAYS: dict[Callable[[ab.Executor], None], type[BaseException]] = {
+    fail: KeyError, interrupt: KeyboardInterrupt, leave: SystemExit, ragged: ValueError, unknown_id: ab.NotFound,
+    raised_in_backward: ZeroDivisionError,
+}  # fmt: skip
+
+
+BOUNDED = ab.Cache(capacity=5, pull_bound=3, push_bound=3)
+
+
+@pytest.mark.parametrize("cache", [None, ab.Cache(capacity=5)], ids=str)
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_after_an_exception_the_model_has_the_state_applied_last_and_trains_on(
+    way: Callable[[ab.Executor], None], mode: str, cache: ab.Cache | None
+) -> None:
+    model = Model()
+    optimizer = adam(model)
+
+    def body(executor: ab.Executor) -> None:
+        trained(executor)
+        assert isinstance(model.kept[0], MovedParameter)
+        way(executor)
+
+    error = ending(executor_of(model, optimizer, mode, cache=cache), body)
+    assert type(error) is WAYS[way]
+    assert not [note for note in getattr(error, "__notes__", []) if "Executor was closed" in note]
+    assert_plain(model, optimizer, 3)
+    with executor_of(model, optimizer, mode) as executor:
+        executor.run(batch=IDS)
+    assert_plain(model, optimizer, 4)
+
+
+def test_gradients_that_wait_in_a_cache_are_applied_before_an_exception_leaves_the_block() -> None:
+    found = []
+    for way in (None, fail):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        executor = executor_of(model, optimizer, "Hybrid", cache=BOUNDED)
+        ending(executor, lambda executor, way=way: (trained(executor), way and way(executor)))  # type: ignore[misc]
+        found.append(model.state_dict())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_an_interrupt_within_a_push_gives_back_what_the_servers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = adam(model)
+
+    def body(executor: ab.Executor) -> None:
+        trained(executor, 1)
+        client = executor._remote.client  # type: ignore[union-attr]
+        send = client.push_many
+
+        def interrupted(*args: Any, **options: Any) -> None:
+            send(*args, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "push_many", interrupted)
+        executor.run(batch=IDS)
+
+    assert isinstance(ending(executor_of(model, optimizer, "PS"), body), KeyboardInterrupt)
+    assert_plain(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("way", [None, fail])
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+def test_tables_on_a_job_s_servers_are_read_back_too(
+    mode: str, way: Callable[[ab.Executor], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anabranch.parameter_server.client.parameter_client.CHUNK", 4)  # in blocks
+    model = Model()
+    optimizer = adam(model)
+    with ParameterServer(0, 2) as first, ParameterServer(1, 2) as second:
+        monkeypatch.setenv("ANABRANCH_SERVERS", f"{first.endpoint},{second.endpoint}")
+        for steps in (2, 4):
+            executor = executor_of(model, optimizer, mode)
+            error = ending(executor, lambda executor: (trained(executor, 2), way and way(executor)))  # type: ignore[func-returns-value]
+            assert isinstance(error, KeyError if way else type(None))
+            assert_plain(model, optimizer, steps)
+
+
+def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model()
+    asked: list[object] = []
+    with ExitStack() as servers:
+        monkeypatch.setenv("ANABRANCH_SERVERS", servers.enter_context(ParameterServer()).endpoint)
+
+        def body(executor: ab.Executor) -> None:
+            trained(executor)
+            servers.close()
+            client = executor._remote.client  # type: ignore[union-attr]
+            monkeypatch.setattr(client, "read_kept", lambda *args, **options: asked.append(args))
+            client._calls.timeout = 0.2  # for which nothing is there to wait
+            fail(executor)
+
+        error = ending(executor_of(model, adam(model), "Hybrid"), body)
+    assert type(error) is KeyError
+    assert asked == []  # one wait, whatever the number of tables
+    assert any("as the Executor was closed: " in note for note in error.__notes__)
+    for table in (model.item.weight, model.bags.weight):
+        assert isinstance(table, MovedParameter)
+        with pytest.raises(
+            ValueError, match=r"weight was on servers that could not be read when its Executor was closed"
+        ):
+            table.sum()
+    with pytest.raises(ValueError, match=r"item\.weight was on servers"):
+        model.item(IDS)
+    with pytest.raises(ValueError, match=r"item\.weight was on servers.*a second Executor"):
+        executor_of(model, adam(model), "Hybrid")
+
+
+def test_reading_back_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, in however many requests: each has the time that is left of the whole."""
+    model = Model()
+    executor = executor_of(model, adam(model), "Hybrid", timeout=60.0)
+    calls = executor._remote.client._calls  # type: ignore[union-attr]
+    left: list[float] = []
+    pull = executor._remote.client.pull_many  # type: ignore[union-attr]
+
+    def slow(*args: Any, **options: Any) -> Any:
+        left.append(calls.timeout)
+        return pull(*args, **options)
+
+    monkeypatch.setattr(executor._remote.client, "pull_many", slow)  # type: ignore[union-attr]
+    executor.close()
+    assert len(left) == 2
+    assert 60.0 > left[0] > left[1] > 0.0
+
+
+def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = adam(model)
+    before = copy.deepcopy(model.state_dict())
+    written: list[str] = []
+    from anabranch.parameter_server import ParameterClient
+
+    write = ParameterClient.write_rows
+
+    def second_fails(self: ParameterClient, name: str, *args: Any) -> None:
+        written.append(name)
+        if len(written) == 2:
+            raise ab.PeerLost("gone", peer="a server", operation="restore")
+        write(self, name, *args)
+
+    monkeypatch.setattr(ParameterClient, "write_rows", second_fails)
+    with pytest.raises(ab.PeerLost):
+        executor_of(model, optimizer, "Hybrid")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert_plain(model, optimizer, 0)
+
+
+FORKED = """
+import os, sys
+import torch
+from torch import nn
+import anabranch as ab
+
+model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
+step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+with ab.Executor(step, "Hybrid", engine="tape") as executor:
+    executor.run(batch=torch.tensor([1, 2]))
+    child = os.fork()
+    if not child:
+        sys.exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    executor.run(batch=torch.tensor([1, 2]))
+print(type(model[0].weight).__name__)
+"""
+
+
+def test_a_forked_child_that_leaves_the_block_closes_nothing(programs: Programs) -> None:
+    done = programs.run(FORKED)
+    assert done.stdout.split() == ["7", "Parameter"], done.stderr
+
+
+# A RemoteEmbedding.
+
+
+class Users(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ids = ab.RemoteEmbedding("users", None, 4)
+        self.table = ab.RemoteEmbedding("places", 5, 4, mode="sum")
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.ids(ids + 2**53) + self.table(ids[:, None]))  # type: ignore[no-any-return]
+
+
+SMALL = torch.tensor([1, 2, 2])
+
+
+@pytest.fixture
+def closing() -> Iterator[list[nn.Module]]:
+    """The modules in it are closed at the end: alone they have a client of their own."""
+    modules: list[nn.Module] = []
+    yield modules
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, ab.RemoteEmbedding):
+                part.close()
+
+
+@pytest.mark.parametrize("way", [None, fail])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_remote_embedding_keeps_its_rows_after_its_executor(
+    elsewhere: bool,
+    way: Callable[[ab.Executor], None] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    closing: list[nn.Module],
+) -> None:
+    model = Users()
+    closing.append(model)
+    with ParameterServer() as server:
+        if elsewhere:
+            monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        state: dict[str, Tensor] = {}
+        copies: list[Users] = []
+
+        def body(executor: ab.Executor) -> None:
+            for _ in range(3):
+                executor.run(batch=SMALL)
+            state.update(executor.state_dict())
+            copies.append(copy.deepcopy(model))
+            if way is not None:
+                way(executor)
+
+        error = ending(executor_of(model, adam(model), "Hybrid"), body)
+        assert isinstance(error, KeyError if way else type(None))
+        copied = copies[0]
+        closing.append(copied)
+        model.eval()
+        copied.eval()
+        with torch.no_grad():
+            rows = model.ids(state["ids.ids"])
+            assert torch.equal(rows, state["ids.weight"])
+            assert torch.equal(model.table(torch.arange(5)[:, None]), state["table.weight"])
+            assert torch.equal(copied(SMALL), model(SMALL))
+            again = pickle.loads(pickle.dumps(model))
+            closing.append(again)
+            assert torch.equal(again(SMALL), model(SMALL))
+        closing.clear()
+        for one in (model, copied, again):
+            one.ids.close()
+            one.table.close()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad])
+def test_a_second_executor_goes_on_with_the_rows_of_the_first(optimizer: Any) -> None:
+    model, whole = Users(), Users()
+    first = adam(whole)
+    with executor_of(whole, first, "Hybrid") as executor:
+        losses = [executor.run(batch=SMALL)["loss"] for _ in range(2)]
+        third = executor.run(batch=SMALL)["loss"]
+    mine = adam(model)
+    with executor_of(model, mine, "Hybrid") as executor:
+        assert [executor.run(batch=SMALL)["loss"] for _ in range(2)] == losses
+        expected = executor.state_dict()
+    with executor_of(
+        model, mine if optimizer is torch.optim.Adam else optimizer(model.parameters()), "Hybrid"
+    ) as executor:
+        found = executor.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert executor.run(batch=SMALL)["loss"] == third
+        assert not torch.equal(executor.state_dict()["ids.weight"], expected["ids.weight"])
+
+
+def test_a_module_pickled_within_its_executor_says_that_its_rows_are_not_with_it() -> None:
+    model = Users()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=SMALL)
+        text = pickle.dumps(model.table)
+    with pytest.raises(ValueError, match="RemoteEmbedding places"):
+        pickle.loads(text)(SMALL[:, None])
+
+
+# Which tables move.
+
+
+def test_a_parameter_of_another_class_or_with_gradient_hooks_stays_on_the_workers() -> None:
+    class Scaled(nn.Parameter):
+        pass
+
+    model = Model()
+    model.item.weight = model.twin.weight = Scaled(model.item.weight.detach().clone())
+    doubled = model.bags.weight.register_hook(lambda grad: 2 * grad)
+    for mode in ("Hybrid", "PS"):
+        with executor_of(model, adam(model), mode) as executor:
+            routes = {route.parameter: route for route in executor.routes()}
+            assert (routes["item.weight"].place.value, routes["item.weight"].why) == (
+                "workers", "it is an nn.Parameter of another class",
+            )  # fmt: skip
+            assert (routes["bags.weight"].place.value, routes["bags.weight"].why) == (
+                "workers",
+                "it has gradient hooks",
+            )
+            executor.run(batch=IDS)
+    with pytest.raises(ValueError, match=r"routes={'bags\.weight': 'PS'}.*gradient hooks"):
+        executor_of(model, adam(model), "Hybrid", routes={"bags.weight": "PS"})
+    doubled.remove()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        assert executor.routes().at(ab.executor.routes.Place.ROWS)[0].parameter == "bags.weight"
+
+
+def test_a_tensor_that_shares_a_table_s_memory_sees_nan_meanwhile_and_the_trained_numbers_after() -> None:
+    model = Model()
+    flat = model.item.weight.detach().view(-1)
+    numpy = model.bags.weight.detach().numpy()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=IDS)
+        assert flat.isnan().all()
+        assert torch.from_numpy(numpy).isnan().all()
+    assert torch.equal(flat, model.item.weight.detach().view(-1))
+    assert model.item.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    assert (torch.from_numpy(numpy) == model.bags.weight).all()
+
+
+def test_a_second_executor_that_trains_a_moved_table_is_refused_by_name() -> None:
+    model = Model()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        for mode in (None, "Hybrid", "PS"):
+            with pytest.raises(ValueError, match=r"item\.weight is on the servers.*close the one that has it"):
+                executor_of(model, adam(model), mode)
+        executor.run(batch=IDS)
+
+
+def test_what_did_not_pass_by_the_placeholder_is_refused_at_the_next_run_and_save(tmp_path: Any) -> None:
+    """A replaced weight, a replaced module, and a gradient from a graph of before the move."""
+    model = Model()
+    old = model.item(IDS).sum()
+    optimizer = adam(model)
+    step = {"train": ab.TrainStep(model, loss, optimizer), "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)})}
+    with ab.Executor(step, "Hybrid", engine="tape") as executor:
+        uses: list[Callable[[], object]] = [
+            lambda: executor.run("train", IDS), lambda: executor.run("look", IDS), lambda: executor.save(tmp_path),
+            executor.state_dict,
+        ]  # fmt: skip
+        kept, module = model.bags.weight, model.item
+        model.bags.weight = nn.Parameter(torch.ones(ROWS, 4))
+        for use in uses:
+            with pytest.raises(ValueError, match=r"bags\.weight is on the servers, and 'weight' was replaced"):
+                use()
+        model.bags.weight = kept
+        model.item = nn.Embedding(ROWS, 4)
+        for use in uses:
+            with pytest.raises(ValueError, match=r"item\.weight is on the servers, and 'item' was replaced"):
+                use()
+        model.item = module
+        executor.run("train", IDS)
+        old.backward()
+        for use in uses:
+            with pytest.raises(
+                ValueError, match=r"weight is on the servers, and it got a gradient from a graph of before"
+            ):
+                use()
+        with pytest.raises(ValueError, match="this was seen as the Executor was closed"):
+            executor.close()
+    assert type(model.item.weight) is nn.Parameter

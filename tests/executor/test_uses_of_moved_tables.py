@@ -1,0 +1,274 @@
+"""Every use of a table that has moved to servers is the plain program's, or an error that names the table and the cure.
+
+The rows are PyTorch's own: what ``torch.overrides`` says can be overridden, all attributes of ``torch.Tensor``, and all
+methods of ``nn.Module``; a new PyTorch adds its own by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import get_testing_overrides, is_tensor_method_or_property
+from torch.testing._internal.generated.annotated_fn_args import annotated_args
+
+import anabranch as ab
+from anabranch.autodiff.moved_parameter import MovedParameter
+
+ROWS, WIDTH = 5, 5  # square, so that most operators take the table with itself
+IDS = torch.tensor([0, 3, 3])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.item = nn.Embedding(ROWS, WIDTH)
+        self.top = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.item(ids))  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square().mean()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def opened(model: nn.Module, mode: str | None = "Hybrid", **options: Any) -> Iterator[ab.Executor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with ab.Executor(ab.TrainStep(model, loss, optimizer), mode, engine="tape", **options) as executor:
+        yield executor
+
+
+def is_refused(error: object) -> bool:
+    cured = any(cure in str(error) for cure in ("executor.", "Executor", "call the module", "outside of"))
+    return isinstance(error, ValueError) and "item.weight" in str(error) and "routes=" in str(error) and cured
+
+
+def outcome(use: Callable[[], Any]) -> Any:
+    """What ``use`` returns, or the error that it raises."""
+    try:
+        return use()
+    except Exception as error:  # noqa: BLE001 - it is compared
+        return error
+
+
+def agrees(mine: Any, plain: Any, table: Tensor, twin: Tensor) -> bool:
+    """Whether ``mine``, of the table, is what the plain program's twin gives."""
+    if mine is table:
+        return plain is twin
+    if isinstance(mine, MovedParameter):  # refuses all uses in its turn
+        return plain is None or isinstance(plain, Tensor)
+    if isinstance(mine, Exception):
+        return type(mine) is type(plain)
+    if isinstance(mine, Tensor) and isinstance(plain, Tensor):
+        return torch.equal(mine, plain)
+    return callable(mine) or bool(mine == plain)
+
+
+def disagreements(uses: dict[str, Callable[[Tensor], Any]]) -> tuple[list[str], int]:
+    """The uses that are neither refused nor the plain program's, and how many are refused."""
+    model, plain = Model(), Model()
+    bad, refused = [], 0
+    with opened(model) as executor, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table, twin = model.item.weight, plain.item.weight
+        for name, use in uses.items():
+            mine = outcome(lambda: use(table))  # noqa: B023 - called at once
+            if is_refused(mine):
+                refused += 1
+                continue
+            theirs = outcome(lambda: use(twin))  # noqa: B023
+            if not agrees(mine, theirs, table, twin):
+                bad.append(f"{name}: {mine!r}, and plainly {theirs!r}")
+        assert model.item.weight is table
+        trained = table.requires_grad
+        executor.run(batch=IDS)
+    twin.requires_grad_(trained)
+    with opened(plain, None) as executor:
+        executor.run(batch=IDS)
+    assert all(map(torch.equal, model.parameters(), plain.parameters())), "the uses have changed something"
+    return bad, refused
+
+
+def fitting(kind: str, tensor: Tensor) -> Any:
+    """An argument of the kind that PyTorch's own declarations name."""
+    kind = kind.removesuffix("?")
+    if kind in ("TensorList", "ITensorListRef") or "optional<Tensor>" in kind:
+        return [tensor, tensor]
+    if "ArrayRef" in kind or kind.startswith("std::array"):
+        return [1, 1]
+    values = {"Tensor": tensor, "Scalar": 2, "bool": False, "double": 0.5, "c10::string_view": "mean", "str": "mean"}
+    values |= dict.fromkeys(("int64_t", "SymInt", "c10::SymInt", "int"), 0)
+    values |= {"ScalarType": torch.float32, "Layout": torch.strided, "MemoryFormat": torch.contiguous_format}
+    return values.get(kind)
+
+
+def called(function: Any, override: Any) -> Callable[[Tensor], Any]:
+    def use(tensor: Tensor) -> Any:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        if function in annotated_args:
+            for one in annotated_args[function]:
+                value = fitting(one["simple_type"], tensor)
+                if one.get("is_kwarg_only") == "True":
+                    kwargs[one["name"]] = value
+                else:
+                    args.append(value)
+            if is_tensor_method_or_property(function) and not any(value is tensor for value in args[:1]):
+                args.insert(0, tensor)
+        else:
+            declared = inspect.getfullargspec(override)
+            args = [tensor] * max(1, len(declared.args) - len(declared.defaults or ()))
+        return function(*args, **kwargs)
+
+    return use
+
+
+def test_every_function_that_can_be_overridden_is_right_or_refused_by_name() -> None:
+    overrides = get_testing_overrides()
+    uses = {}
+    for function, override in overrides.items():
+        owner = getattr(function, "__self__", None)
+        uses[f"{getattr(function, '__name__', function)} {owner or ''} {len(uses)}"] = called(function, override)
+    bad, refused = disagreements(uses)
+    assert bad == []
+    assert refused > 0.9 * len(uses)
+
+
+def attributes() -> dict[str, Callable[[Tensor], Any]]:
+    uses: dict[str, Callable[[Tensor], Any]] = {}
+    for name in dir(Tensor):
+        if name in ("__class__", "__subclasshook__", "__init_subclass__", "__new__", "__init__", "__setstate__"):
+            continue
+        uses[name] = operator.attrgetter(name)
+        if callable(getattr(Tensor, name)):
+            for count, more in enumerate(((), (2,), (IDS,), (0, 1))):
+                uses[f"{name} {count}"] = lambda tensor, name=name, more=more: getattr(tensor, name)(*more)
+            uses[f"{name} itself"] = lambda tensor, name=name: getattr(tensor, name)(tensor)
+        elif not name.startswith("__"):
+            uses[f"{name} set"] = lambda tensor, name=name: setattr(tensor, name, torch.ones(ROWS, WIDTH))
+    return uses
+
+
+def test_every_attribute_and_method_is_right_or_refused_by_name() -> None:
+    bad, refused = disagreements(attributes())
+    # Of the object, not of its numbers.
+    own = {"__annotations__", "__dict__", "__dir__", "__doc__", "__format__", "__hash__", "__module__", "__repr__"}
+    own |= {
+        "__getstate__",
+        "__torch_function__",
+        "__sizeof__",
+        "__str__",
+        "__weakref__",
+        "_is_param",
+        "_make_subclass",
+        "as_subclass",
+        "set_",
+    }
+    assert [line for line in bad if line.split(":")[0].split()[0] not in own] == []
+    assert refused > 500
+
+
+OPERATORS: dict[str, Callable[[Tensor], Any]] = {
+    "1 - w": lambda w: 1 - w,
+    "x @ w.T": lambda w: torch.ones(2, WIDTH) @ w.T,
+    "x @ w.mT": lambda w: torch.ones(2, WIDTH) @ w.mT,
+    "linear": lambda w: F.linear(torch.ones(2, WIDTH), w),
+    "w == w": lambda w: w == w,
+    "w != 1": lambda w: w != 1,
+    "w[0]": lambda w: w[0],
+    "w[0] = 1": lambda w: operator.setitem(w, 0, 1.0),
+    "data.sum": lambda w: w.data.sum(),
+    "grad.norm": lambda w: w.grad.norm(),  # type: ignore[union-attr]
+    "detach.clone": lambda w: w.detach().clone(),
+    "cat": lambda w: torch.cat([torch.ones(1, WIDTH), w]),
+    "stack in a tuple": lambda w: torch.stack((w, w)),
+    "iter": list,
+    "bool": bool,
+    "float": float,
+    "numpy": lambda w: w.detach().numpy(),
+    "pickle": pickle.dumps,
+    "init": nn.init.normal_,
+    "clip": lambda w: nn.utils.clip_grad_norm_([w], 1.0),
+    "to_vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "autograd.grad": lambda w: torch.autograd.grad(w.sum(), [w]),
+    "foreach": lambda w: torch._foreach_add([w], 1),
+    "no_grad copy": lambda w: torch.no_grad()(w.copy_)(torch.ones(ROWS, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_uses_that_people_make_are_refused_by_name(name: str) -> None:
+    model = Model()
+    with opened(model) as executor:
+        for run in range(2):
+            with pytest.raises(ValueError, match=r"item\.weight is on the servers.*routes={'item\.weight': "):
+                OPERATORS[name](model.item.weight)
+            if not run:
+                executor.run(batch=IDS)
+
+
+# A module's methods.
+
+
+def filled(method: Any) -> list[Any] | None:
+    """Arguments for a method of a module, by their names; ``None`` if one of them is not known."""
+    values: dict[str, Any] = {
+        "fn": lambda module: None, "mode": True, "name": "top", "module": nn.Identity(), "tensor": torch.ones(2),
+        "param": None, "target": "top", "state_dict": {}, "device": "cpu", "dtype": torch.float32,
+        "dst_type": torch.float32, "ids": IDS, "input": IDS, "state": {}, "prefix": "", "strict": True,
+    }  # fmt: skip
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [parameter for parameter in needed if parameter.name != "self"]
+    return [values[p.name] for p in needed] if all(p.name in values for p in needed) else None
+
+
+METHODS = [
+    name
+    for name in dir(nn.Module)
+    if callable(getattr(nn.Module, name)) and not name.startswith("_") and "hook" not in name
+]
+
+
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compile")) for n in METHODS])
+def test_every_method_of_a_module_is_right_or_refused_and_training_goes_on_as_the_plain_one(
+    name: str, mode: str
+) -> None:
+    """A method that changes the model changes the plain one, too: both train on, or the next run names the table."""
+    model, plain = Model(), Model()
+    args = filled(getattr(model, name))
+    kwargs = {"backend": "eager"} if name == "compile" else {}
+    assert args is not None, f"how is {name} called?"
+    with opened(plain, None) as executor:
+        executor.run(batch=IDS)
+        theirs = outcome(lambda: getattr(plain, name)(*args or (), **kwargs))
+        rest = outcome(lambda: [executor.run(batch=IDS)["loss"] for _ in range(2)])
+    with opened(model, mode) as executor:
+        executor.run(batch=IDS)
+        mine = outcome(lambda: getattr(model, name)(*args or (), **kwargs))
+        if is_refused(mine):
+            return
+        assert isinstance(mine, Exception) == isinstance(theirs, Exception), (mine, theirs)
+        found = outcome(lambda: [executor.run(batch=IDS)["loss"] for _ in range(2)])
+        if is_refused(found):
+            return
+    assert type(found) is type(rest), (found, rest)
+    assert isinstance(rest, Exception) or found == rest
+    for key, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
