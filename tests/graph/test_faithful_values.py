@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,8 +106,8 @@ DIVISIONS: dict[str, Case] = {
     "in a branch": Case(lambda x, v: 2.0 if v // 0.1 == 9.0 else 1.0),
 }
 BRANCHES: dict[str, tuple[Case, str]] = {  # and the engine that the step has
-    "sum": (Case(lambda x, v: 3.0 if v + 0.1 + 0.2 >= 0.9 else 1.0, number=lambda i: (12 - i) / 10), "tape"),
-    "product": (Case(lambda x, v: 3.0 if v * 0.1 * 3 >= 0.21 else 1.0, number=lambda i: (12 - i) / 10), "tape"),
+    "sum": (Case(lambda x, v: 3.0 if v + 0.1 + 0.2 >= 0.9 else 1.0, number=lambda i: (12 - i) / 10), "refused"),
+    "product": (Case(lambda x, v: 3.0 if v * 0.1 * 3 >= 0.21 else 1.0, number=lambda i: (12 - i) / 10), "refused"),
     "one sum": (Case(lambda x, v: 3.0 if 1 - v > 0.3 else v, number=lambda i: (12 - i) / 100), "graph"),
 }
 READS: dict[str, Case] = {
@@ -211,35 +212,37 @@ def losses(case: Case, engine: Any) -> tuple[list[Tensor], str]:
     model = nn.Linear(4, 4)
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=1e-4))
     found = []
-    with restored(case), ab.Executor(step, engine=engine, capture_after=2) as executor:
+    with restored(case), ab.Executor(step, engine=engine) as executor:
         for i in range(STEPS):
             if i == CHANGED_AT:
                 case.change()
             held["number"] = case.number(i)
-            found.append(executor.run(batch=case.batch(i))["loss"].clone())
-        return found, f"{executor.engine()}: {executor.explain()}"
+            try:
+                found.append(executor.run(batch=case.batch(i))["loss"].clone())
+            except CaptureError as error:
+                return found, f"refused: {error}"
+        return found, executor.engine()
 
 
 def check(case: Case) -> str:
-    found, said = losses(case, "auto")
+    """Compare the losses of a graph, up to where it is refused; return why it is, or the engine."""
+    found, said = losses(case, "graph")
     expected, _ = losses(case, "tape")
-    assert all(map(torch.equal, found, expected)), said
+    assert all(map(torch.equal, found, expected)), said  # as far as there is a graph
     return said
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_numpy_in_a_loss_stays_on_the_tape_and_is_named(name: str) -> None:
+def test_numpy_in_a_loss_is_refused(name: str) -> None:
     said = check(NUMPY[name])
-    assert said.startswith("tape")
+    assert said.startswith("refused")
     assert "NumPy" in said
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", slow_except(DIVISIONS, "//", "in a branch"))
 def test_a_float_that_changes_is_divided_as_python_does(name: str) -> None:
-    assert check(DIVISIONS[name]).startswith("tape")
-    with pytest.raises(CaptureError, match=r"test_faithful_values.py:\d+: .* by // or divmod"):
-        losses(DIVISIONS[name], "graph")
+    assert re.match(r"refused: .*test_faithful_values.py:\d+: .* by // or divmod", check(DIVISIONS[name]))
 
 
 @pytest.mark.parametrize("name", BRANCHES)
@@ -259,14 +262,8 @@ def test_calls_stay_whole(name: str) -> None:
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", READS)
-def test_unguarded_values_are_read_on_the_tape(name: str) -> None:
-    assert check(READS[name]).startswith("tape")
-
-
-@pytest.mark.parametrize("name", READS)
 def test_unguarded_values_are_refused(name: str) -> None:
-    with pytest.raises(CaptureError, match="a graph would not|cannot be a graph"):
-        losses(READS[name], "graph")
+    assert re.match("refused: .*(a graph would not|cannot be a graph)", check(READS[name]))
 
 
 @pytest.mark.quick_cases(2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import mark_others_slow, treated_as_a_library
+from plain_loop import mark_others_slow, treated_as_a_library, why_by_itself
 
 
 class Own(torch.optim.Optimizer):
@@ -173,9 +173,7 @@ UNSEEN = {
 QUICK = ("attribute", "parameters_in_a_set", "attribute_of_a_parameter", "object", "property", "number_of_torchs")
 
 
-def trained(
-    name: str, engine: Literal["auto", "graph"] | None, patch: pytest.MonkeyPatch
-) -> tuple[list[Tensor], set[str]]:
+def trained(name: str, engine: Literal["graph"] | None, patch: pytest.MonkeyPatch) -> tuple[list[Tensor], set[str]]:
     """The losses and the weights after six steps, with the change before the fourth, and who updated them."""
     build, change = CASES[name]
     torch.manual_seed(0)
@@ -188,10 +186,10 @@ def trained(
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()  # type: ignore[no-any-return]
 
-    options: dict[str, Any] = {"engine": engine or "tape"}
-    if engine == "auto":
-        options["capture_after"] = 1
-    with patch.context() as patches, ab.Executor(ab.TrainStep(model, loss, mine), **options) as executor:
+    with (
+        patch.context() as patches,
+        ab.Executor(ab.TrainStep(model, loss, mine), engine=engine or "tape") as executor,
+    ):
         for step, x in enumerate(batches):
             if step == 3:
                 change(mine, patches)
@@ -203,31 +201,25 @@ def trained(
                 continue
             losses.append(executor.run(batch=x)["loss"])
             if executor.engine() == "graph":
-                ways.add("by itself" if "by itself" in executor.explain() else "captured")
+                ways.add("by itself" if why_by_itself(executor) else "captured")
     return [*(value.detach() for value in losses), *(value.detach() for value in model.parameters())], ways
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
-def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(
-    name: str, engine: Literal["auto", "graph"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_state_read_by_a_library_s_optimizer_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     treated_as_a_library(monkeypatch)
     expected, _ = trained(name, None, monkeypatch)
-    found, ways = trained(name, engine, monkeypatch)
+    found, ways = trained(name, "graph", monkeypatch)
     assert all(map(torch.equal, expected, found))
     assert ("captured" in ways) == (name not in UNSEEN)
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
-def test_a_change_of_state_read_by_a_user_s_optimizer_is_noticed(
-    name: str, engine: Literal["auto", "graph"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_state_read_by_a_user_s_optimizer_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained(name, None, monkeypatch)
-    found, ways = trained(name, engine, monkeypatch)
+    found, ways = trained(name, "graph", monkeypatch)
     assert all(map(torch.equal, expected, found))
     assert ("by itself" in ways) == (name not in ("number_of_torchs", "attribute_of_torchs"))
     assert ("captured" in ways) == (name in OF_TORCH)

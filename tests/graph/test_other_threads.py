@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import anabranch as ab
 from anabranch.graph import StepProgram
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall, mark
 from anabranch.graph.dynamo.guards.watched_code import WatchedCode
@@ -101,24 +99,3 @@ def test_a_capture_in_another_thread_does_not_cost_this_one_its_graph(monkeypatc
     thread.join(60)
     assert not thread.is_alive()
     assert program.captures == 1
-
-
-def test_auto_runs_on_the_tape_rather_than_wait_for_another_threads_capture() -> None:
-    model = nn.Linear(2, 2)
-    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    evaluation = ab.EvalStep(model, lambda model, x: {"y": model(x)})
-    with ab.Executor({"train": step, "evaluate": evaluation}, capture_after=0) as executor:
-
-        def run() -> tuple[str, str]:
-            for name in ("train", "evaluate"):
-                executor.run(name, torch.ones(1, 2))
-            return executor.engine("train"), executor.engine("evaluate")
-
-        for _ in range(2):
-            run()
-        assert run() == ("graph", "graph")
-        with captures_here(), ThreadPoolExecutor(1) as pool:
-            for _ in range(20):
-                assert pool.submit(run).result(60) == ("tape", "tape")
-            assert "another thread was capturing" in executor.explain("train")
-        assert run() == ("graph", "graph")

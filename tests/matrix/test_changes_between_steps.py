@@ -35,7 +35,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", mark_others_slow(CASES, QUICK))
-@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+@pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_a_training_loop_changes_between_two_steps(engine: str, name: str, request: pytest.FixtureRequest) -> None:
     if name == "tensors_swapped" and engine != "tape":
         # Of PyTorch's own making: see the reason.

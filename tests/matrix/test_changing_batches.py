@@ -19,6 +19,6 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", mark_others_slow(BATCHES, QUICK))
-@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+@pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_the_contents_of_a_batch_change(engine: str, name: str) -> None:
     check(BATCHES[name], engine)

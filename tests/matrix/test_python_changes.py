@@ -42,6 +42,6 @@ def play_of(name: str, place: str) -> Callable[[pytest.MonkeyPatch], TrainingCas
 
 @pytest.mark.parametrize("place", mark_others_slow(PLACES, ["loss"]))
 @pytest.mark.parametrize("name", mark_others_slow(HOLDERS, QUICK))
-@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+@pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_a_number_changes_where_it_is_held(engine: str, name: str, place: str) -> None:
     check(play_of(name, place), engine)

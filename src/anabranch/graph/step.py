@@ -65,7 +65,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A program that was made for a batch and has not run: ``run`` does the step except for its Python side effects."""
+    """A program that was made for a batch and has not run."""
 
     joint: Joint
     args: tuple[object, ...]
@@ -82,12 +82,10 @@ class Prepared:
         """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
         return any(map(is_collective, self.joint.backward.graph.fx.nodes))
 
-    def run(self) -> dict[str, object]:
-        """Run on the batch that it was made for; returns the results by name."""
-        return self.joint.run(self.args)
-
     def differentiate(self) -> dict[str, object]:
-        """Run forward and backward alone; returns the backward graph's results by name."""
+        """Run forward and backward on the batch that it was made for, without Python's side effects; returns the
+        backward graph's results by name.
+        """
         return self.joint.run_backward(self.args)
 
 

@@ -82,11 +82,6 @@ class StepState:
         self._numbers: object = None
         self._updates: dict[object, Graph] = {}
 
-    @property
-    def said_of_update(self) -> str:
-        """An addition to the reason for a graph: why the optimizers step outside it; empty if they do not."""
-        return "" if self.refused_update is None else f"; the optimizer steps by itself: {self.refused_update}"
-
     def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
         """Return the optimizers' step on dense gradients like these."""
         key = (tuple(dense), self._group_numbers.current())
@@ -112,28 +107,6 @@ class StepState:
             self.step_eagerly({}, sparse)
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
-        """Return True if ``update`` on these gradients runs no code of the optimizers."""
-        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
-            self._bind()
-        wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
-        if not wanted and self.refused_update is None:
-            try:
-                self.check_optimizers()
-            except CaptureError as error:
-                self.refused_update = error
-            return self.refused_update is None
-        ready = has_state(self.optimizers, [self.parameters[name] for name in wanted])
-        return ready and self._can_capture_update(wanted)
-
-    def knows_state(self) -> bool:
-        """Return True if nothing in the optimizers' state has been replaced since the last check."""
-        return self._state.knows_state()
-
-    def note_update(self) -> None:
-        """Record that the optimizers have stepped outside the graphs: their new state is not a change."""
-        self._state.note_optimizer_state()
 
     def check_optimizers(self) -> None:
         """Raise ``CaptureError`` for an optimizer that would step outside the graph."""

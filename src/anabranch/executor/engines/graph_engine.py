@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import cast
 
@@ -46,12 +47,10 @@ class GraphEngine:
 
     Args:
         step: the step to run.
-        compile: compile the graph with Inductor.
-        leaves_gradients: leave them in ``.grad``, as the tape does.
-        name: of the step, for the log.
-        level: of the log record about a capture that takes long.
         tape: runs a step whose graph raises because of a value: it raises at the user's line, or runs an ``except``
-            there; without it that is a ``GraphRaised``.
+            there.
+        compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
+        name: of the step, for the log.
 
     Attributes:
         may_trace: capture new kinds of batches; otherwise they are a ``GuardMiss``.
@@ -60,12 +59,10 @@ class GraphEngine:
     def __init__(
         self,
         step: TrainStep,
+        tape: TapeEngine,
         *,
         compile: bool = False,  # noqa: A002
-        leaves_gradients: bool = False,
         name: str = "default",
-        level: int = logging.WARNING,
-        tape: TapeEngine | None = None,
     ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
@@ -76,10 +73,10 @@ class GraphEngine:
             step.optimizers,
             between=between,
             compile=compile,
-            leaves_gradients=leaves_gradients,
+            leaves_gradients=not compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
-            when_slow=lambda: _say_what_is_captured(step, name, level),
+            when_slow=lambda: _say_what_is_captured(step, name),
         )
         self.may_trace = True
         self._parameters = dict(step.model.named_parameters())
@@ -87,30 +84,23 @@ class GraphEngine:
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
         self._nonfinite: list[str] = []
-        self._errors_to = tape
+        self._tape = tape
 
     @property
     def program(self) -> StepProgram:
         """The captured graphs."""
         return self._program
 
-    def explain(self) -> str:
-        """Return the reason, in one sentence, for this engine."""
-        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which needs a graph,"
-        return f"{asked} was requested" + self._program.said_of_update
-
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._ready = ready
         self._attached = frozenset(parameters)
-        if self._errors_to is not None:
-            self._errors_to.attach(parameters, ready)
+        self._tape.attach(parameters, ready)
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
         self._parameters = dict(self._step.model.named_parameters())
-        if self._errors_to is not None:
-            self._errors_to.follow_model()
+        self._tape.follow_model()
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
@@ -120,25 +110,18 @@ class GraphEngine:
             with spans.span("forward and backward", "compute"):
                 found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
         except GraphRaised:
-            if self._errors_to is None:
-                raise
             found = None
         if found is None:  # out of the handler: the tape's error has no other behind it
-            assert self._errors_to is not None
-            return self._errors_to.differentiate(batch, fetch, begin)
+            return self._tape.differentiate(batch, fetch, begin)
         for name, lookups in found.sparse.items():
             listener.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Return the whole step as one graph, except for the work of sparse tables between gradients and optimizers."""
-        try:
+        with suppress(GraphRaised):
             return self._step_on_graph(batch, fetch)
-        except GraphRaised:
-            if self._errors_to is None:
-                raise
-        # Out of the handler: the tape's error has no other behind it.
-        return self._errors_to.step(batch, fetch)
+        return self._tape.step(batch, fetch)  # out of the handler: the tape's error has no other behind it
 
     def _step_on_graph(self, batch: Structure, fetch: Fetch) -> StepOutput:
         if not self._in_parts and not self._clips_others:
@@ -192,10 +175,6 @@ class GraphEngine:
         """Step the optimizers on the gradients in ``.grad``."""
         with spans.span("optimizer", "compute"):
             self._program.update(*self._gradients())
-
-    def captures_update(self) -> bool:
-        """Return True if ``update`` on the gradients in ``.grad`` runs no code of the optimizers."""
-        return self._program.captures_update(self._gradients()[0])
 
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
         """Capture the step for this batch and run nothing; ``whole`` with the update."""
@@ -266,10 +245,9 @@ class _RunListener:
         parameter.grad = self._ready(parameter, value) if name in self._attached else value
 
 
-def _say_what_is_captured(step: TrainStep, name: str, level: int) -> None:
+def _say_what_is_captured(step: TrainStep, name: str) -> None:
     modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
-    _log.log(
-        level,
+    _log.warning(
         "capturing step %r as a graph has taken more than %.0f seconds so far: %s, %d modules, %d parameters",
         name,
         PATIENCE,

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
-from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
@@ -170,9 +169,8 @@ class StepRunner:
             ran = self.engine.differentiate(batch, fetch, begin)
             self.upcoming.learn_from(self.engine.program.graph)
             return ran
-        engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
-            return engine.differentiate(batch, fetch, begin)
+            return self.engine.differentiate(batch, fetch, begin)
 
     def _push_early(self) -> None:
         """Add the run's gradients to the servers' window, and push once it closes, in parallel with the local sums."""
@@ -194,10 +192,7 @@ class StepRunner:
         if self.remote is not None:
             self.remote.start_run(weight)
         stopping = self._wants_to_stop()
-        vote = (False, False)
-        if self._workers is not None and isinstance(self.engine, AutoEngine):
-            vote = self.engine.vote()
-        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
+        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
@@ -207,8 +202,6 @@ class StepRunner:
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0
-        if self._workers is not None and isinstance(self.engine, AutoEngine):
-            self.engine.decided(total.trying, total.rejecting)
         self._end_run(total.rows, fetch)
 
     def run_idle(self) -> StepOutput | None:
@@ -356,9 +349,7 @@ class StepRunner:
 
     def _engine_that_accumulates(self) -> Engine:
         """Return the engine that accumulates into existing gradients."""
-        if isinstance(self.engine, AutoEngine):
-            self.engine.stay_on_tape("zero_grad of an optimizer keeps gradients, to which a graph would not add")
-        if isinstance(self.engine, (AutoEngine, CheckedGraph)):
+        if isinstance(self.engine, CheckedGraph):
             return self.engine.tape
         if isinstance(self.engine, GraphEngine):
             raise CaptureError(

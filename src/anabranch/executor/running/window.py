@@ -26,7 +26,7 @@ from anabranch.errors import BoundaryError
 
 __all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
 
-HEADER_SIZE = 8
+HEADER_SIZE = 6
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -41,16 +41,12 @@ class Total:
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
         stopping: how many were asked to stop.
-        trying: how many would try a graph in the next run.
-        rejecting: how many reject the one that was tried.
     """
 
     rows: float
     loss: float
     active: int
     stopping: int
-    trying: int = 0
-    rejecting: int = 0
 
 
 def header(
@@ -61,13 +57,12 @@ def header(
     active: bool,
     stopping: bool,
     device: torch.device,
-    vote: tuple[bool, bool] = (False, False),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
-    share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS, *map(float, vote)]
+    share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS]
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
         values[_LOSS] = loss.detach() * rows
@@ -103,7 +98,7 @@ class Totals:
         Raises:
             BoundaryError: the workers are not all in the same run.
         """
-        high, low, loss, active, stopping, runs, trying, rejecting = self._arrived().tolist()
+        high, low, loss, active, stopping, runs = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
                 "the workers are in different runs: a loss that raises on one worker only must end the job, or be "
@@ -112,4 +107,4 @@ class Totals:
                 operation="all_reduce of rows and loss",
                 step=self._run,
             )
-        return Total(high * _PART + low, loss, int(active), int(stopping), int(trying), int(rejecting))
+        return Total(high * _PART + low, loss, int(active), int(stopping))

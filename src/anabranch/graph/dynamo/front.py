@@ -61,7 +61,7 @@ from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slow_capture import log_if_slow
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
 
-__all__ = ["CaptureElsewhere", "DynamoFront", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
+__all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -104,10 +104,6 @@ _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MO
 
 class GuardMiss(CaptureError):
     """No program fits the current Python state, and none may be made now; nothing has been computed."""
-
-
-class CaptureElsewhere(GuardMiss):
-    """Another thread captures, and whether a program still fits is known when it has; nothing has been computed."""
 
 
 class _SwitchedOff(CaptureError):
@@ -213,10 +209,10 @@ class DynamoFront:
         """Forget all programs, unless the change is that of another thread's capture, whose tracer changes nn.Module.
 
         Raises:
-            CaptureElsewhere: it would have to wait for that capture, and may not.
+            GuardMiss: it would have to wait for that capture, and may not.
         """
         if not one_at_a_time.acquire(blocking=may_wait):
-            raise CaptureElsewhere("another thread captures a graph")
+            raise GuardMiss("another thread captures a graph")
         try:
             if self._has_changed():
                 self._changes += self.unseen.changed() != REGISTERED

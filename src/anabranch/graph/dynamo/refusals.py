@@ -56,7 +56,7 @@ _REASONS = (
     ("UntypedStorage", "an operation reads several tensors as one piece of memory, as nn.LSTM and nn.GRU do on a GPU"),
 )
 DIVIDED = "it divides a float that changes by // or divmod(), which a graph would round differently"
-_CURE = "; use engine='tape' for this step, or 'auto', which does so automatically"
+_CURE = "; use engine='tape' for this step"
 
 
 class Raises(CaptureError):

@@ -86,11 +86,6 @@ class BoundState:
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
-    def knows_state(self) -> bool:
-        """Return True if the optimizers' state is the recorded one, without replacements since."""
-        held = zip(self._optimizers, self._states, strict=True)
-        return all(optimizer.state is state for optimizer, state in held) and self._state_is_the_same()
-
     def _state_is_the_same(self) -> bool:
         same = operator.is_
         if len(self._spaces) != sum(map(len, self._states)):

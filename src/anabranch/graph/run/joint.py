@@ -140,11 +140,6 @@ class Joint:
         return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
 
     @property
-    def captures_update(self) -> bool:
-        """True if a run of the whole step has the update in its graph, except for the rows of sparse tables."""
-        return self._program is not None
-
-    @property
     def variants(self) -> bool:
         """True if the program is valid for only one value of a Python float."""
         return self._binding.holds_numbers
