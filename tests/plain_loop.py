@@ -13,7 +13,6 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.graph.dynamo import origins
-from anabranch.graph.trace import optimizer_code
 
 STEPS = 9
 ERROR = "an error"
@@ -65,13 +62,6 @@ class TrainingCase:
 
 
 Build = Callable[[pytest.MonkeyPatch], TrainingCase]
-
-
-def treated_as_a_library(patch: pytest.MonkeyPatch) -> None:
-    """Treat the code of these tests as that of an installed library, until ``patch`` ends."""
-    libraries = (*origins.LIBRARIES, f"{Path(__file__).parent}/")
-    patch.setattr(origins, "LIBRARIES", libraries)
-    patch.setattr(optimizer_code, "LIBRARIES", libraries)
 
 
 def mark_others_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:

@@ -24,7 +24,7 @@ REFUSED = {
     "geometric_batch": "the shape of a result depends on values",
     "hf_mixtral": "`lock`",  # taken in the first forward alone
 }
-CAPTURED_OPTIMIZERS = ("lion_pytorch_Lion", "timm_LambOptimizer", "timm_MuonOptimizer", "torch_Muon")
+CAPTURED_OPTIMIZERS = ("torch_Muon",)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,6 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_kinds import kind_of
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, mark
-from anabranch.graph.dynamo.guards.weak_references import release_tensors
 from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
@@ -144,7 +143,7 @@ class EvalProgram:
                     raise CaptureError("the tensors that the model holds change from run to run; use engine='tape'")
                 with undisturbed():
                     forward = _Forward(mine, call, args)
-                release_tensors(call)
+                call.release_tensors()
                 known.insert(0, forward)
             mine._last = forward.graph
             if not (forward.confirmed or mine._may_trace):

@@ -26,16 +26,14 @@ from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.batch_kinds import kind_of
-from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, mark, mistake
-from anabranch.graph.dynamo.guards.changed_objects import changed_objects
-from anabranch.graph.dynamo.guards.weak_references import release_tensors
+from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark, mistake
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.joint import Joint, JointKey
 from anabranch.graph.step_state import Between, Gate, Pass, SparseGradients, StepState
 from anabranch.graph.trace.backward import GradientListener, Gradients, check_loss
 from anabranch.graph.trace.make_fx import undisturbed
-from anabranch.graph.trace.optimizer_contents import held_by
+from anabranch.graph.trace.update import containers_of
 from anabranch.tensors import Structure, flatten
 
 __all__ = ["Between", "Gate", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]
@@ -323,8 +321,8 @@ class StepProgram(StepState):
     def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
         check_loss(call)
         changed = changed_objects()
-        if changed and self.refused_update is None and not changed.isdisjoint(held_by(self.optimizers)):
-            self.refused_update = CaptureError("the loss changes its groups, its state or its attributes")
+        if changed and self.refused_update is None and not changed.isdisjoint(containers_of(self.optimizers)):
+            self.refused_update = CaptureError("the loss changes its groups or its state")
         return _Programs(self, call)
 
     def up_to_date(self, key: JointKey) -> JointKey:
@@ -397,7 +395,7 @@ class _Programs:
             )
         task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
-        release_tensors(self._call)
+        self._call.release_tensors()
         self._joints.append(joint)
         return joint
 

@@ -13,7 +13,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.bound_state import BoundState
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
-from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
+from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, check_captured, has_state
 from anabranch.tensors import Structure
 
 __all__ = ["Between", "Gate", "Pass", "SparseGradients", "StepState"]
@@ -81,13 +81,16 @@ class StepState:
         self._group_numbers = GroupNumbers(self.optimizers)
         self._numbers: object = None
         self._updates: dict[object, Graph] = {}
+        try:
+            check_captured(self.optimizers)
+        except CaptureError as error:
+            self.refused_update = error
 
     def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
         """Return the optimizers' step on dense gradients like these."""
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
-            self._state.note_optimizer_code()
             self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
         return self._updates[key]
 
@@ -107,10 +110,6 @@ class StepState:
             self.step_eagerly({}, sparse)
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def check_optimizers(self) -> None:
-        """Raise ``CaptureError`` for an optimizer that would step outside the graph."""
-        self._state.note_optimizer_code()
 
     def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
         if self.refused_update is not None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import hooks_registered
-from anabranch.graph.trace.optimizer_code import OptimizerCode
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
 __all__ = ["BoundState"]
@@ -36,16 +35,7 @@ class BoundState:
         self._sizes, self._members = self._grouped()
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
         self._handles = -1
-        self._code: OptimizerCode | None = None
         self.note_optimizer_state()
-
-    def note_optimizer_code(self) -> None:
-        """Record the optimizers' current code and the values it reads; called when an update is captured.
-
-        Raises:
-            CaptureError: a graph could not notice changes of a value that an optimizer reads.
-        """
-        self._code = OptimizerCode(self._optimizers)
 
     def note_optimizer_state(self) -> None:
         """Record the optimizers' state as it is now."""
@@ -74,8 +64,6 @@ class BoundState:
             ):
                 return False
         if kept_by_optimizers and not self._state_is_the_same():
-            return False
-        if kept_by_optimizers and self._code is not None and not self._code.unchanged():
             return False
         if len(self._groups) != sum(map(len, self._lists)):
             return False

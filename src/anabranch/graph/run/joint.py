@@ -329,8 +329,6 @@ class Joint:
             if isinstance(example, Tensor) and step.parameters[name] in step.names:
                 dense[name] = example
         try:
-            if not dense:
-                step.check_optimizers()  # which step on the rows of sparse tables
             update = step.update_graph(dense) if dense else None
         except CaptureError as error:
             step.refused_update = error
