@@ -78,7 +78,7 @@ def one(model: Any) -> float:
 REPLACED: dict[str, tuple[Callable[[Any], Any], object, str, object]] = {
     "forward": (one, Model, "forward", lambda self, x: self.layer(x) * 2),
     "the forward of a base class": (one, Base, "forward", lambda self, x: self.layer(x) * 2),
-    "the forward of torch's": (one, nn.Linear, "forward", lambda self, x: x @ self.weight),
+    "the forward of torch's": (one, nn.Linear, "forward", lambda self, x: x @ self.weight * 4),
     "an inherited method": (lambda m: m.factor(), Model, "factor", lambda self: 2.0),
     "a method of a plain class": (lambda m: m.plain.scale(1.0), Plain, "scale", doubled),
     "a static method": (lambda m: m.plain.static(1.0), Plain, "static", staticmethod(lambda value: value * 2)),
