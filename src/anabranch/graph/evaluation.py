@@ -20,7 +20,6 @@ from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.inductor import compiled
-from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import output_names
 from anabranch.graph.trace.build import build
@@ -177,12 +176,11 @@ class _Forward:
 
         self.graph = merge_duplicates(build(traced, arguments.sources, names, kinds=kinds))
         self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
-        self._rollback = Rollback(self.graph)
         self.memory = SharedMemory(arguments, written_inputs(self.graph))
 
     def results(self, args: Sequence[object]) -> tuple[object, ...]:
         """Return the results in the order of the graph's outputs."""
-        return self._rollback.run(self._program.run, self.binding.free(args))
+        return self._program.run(*self.binding.free(args))
 
     def in_order(self, args: Sequence[object]) -> Sequence[object]:
         """Return the results as Dynamo's code expects them."""

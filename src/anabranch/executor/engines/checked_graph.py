@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import StepOutput
+from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
@@ -47,7 +47,8 @@ class CheckedGraph(GraphEngine):
     """
 
     def __init__(self, step: TrainStep, *, name: str = "default") -> None:
-        super().__init__(step, TapeEngine(step), name=name)
+        super().__init__(step, name=name)
+        self._tape = TapeEngine(step)
         self._step_name = name
         self.may_trace = False
         self._refused: str | None = None
@@ -56,6 +57,16 @@ class CheckedGraph(GraphEngine):
     def tape(self) -> TapeEngine:
         """The tape engine, for a run that must use it."""
         return self._tape
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """Hands the gradients of these parameters to ``ready`` from now on."""
+        super().attach(parameters, ready)
+        self._tape.attach(parameters, ready)
+
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        super().follow_model()
+        self._tape.follow_model()
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""

@@ -65,7 +65,7 @@ class EngineChoice:
             # Inductor's kernels round differently, and the tape would not fit the budget.
             reason = "compile=True rounds differently" if self.compile else "the tape would not fit activation_budget"
             _log.info("the first batches of step %r as a graph are not compared with the tape: %s", name, reason)
-            return GraphEngine(step, TapeEngine(step), compile=self.compile, name=name)
+            return GraphEngine(step, compile=self.compile, name=name)
         return CheckedGraph(step, name=name)
 
     def evaluator_for(self, step: EvalStep) -> Evaluator:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import cast
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.executor.engines.engine import Ready, StepOutput
-from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.running.clipping import clip_gradients
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.finite import all_finite, nonfinite_names
@@ -30,7 +28,6 @@ from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.run.joint import leave_gradient
-from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.tensors import Structure
@@ -47,8 +44,6 @@ class GraphEngine:
 
     Args:
         step: the step to run.
-        tape: runs a step whose graph raises because of a value: it raises at the user's line, or runs an ``except``
-            there.
         compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
         name: of the step, for the log.
 
@@ -59,7 +54,6 @@ class GraphEngine:
     def __init__(
         self,
         step: TrainStep,
-        tape: TapeEngine,
         *,
         compile: bool = False,  # noqa: A002
         name: str = "default",
@@ -84,7 +78,6 @@ class GraphEngine:
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
         self._nonfinite: list[str] = []
-        self._tape = tape
 
     @property
     def program(self) -> StepProgram:
@@ -95,35 +88,23 @@ class GraphEngine:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._ready = ready
         self._attached = frozenset(parameters)
-        self._tape.attach(parameters, ready)
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
         self._parameters = dict(self._step.model.named_parameters())
-        self._tape.follow_model()
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
         listener = _RunListener(self._parameters, self._attached, self._ready, begin, fetch)
-        try:
-            with spans.span("forward and backward", "compute"):
-                found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
-        except GraphRaised:
-            found = None
-        if found is None:  # out of the handler: the tape's error has no other behind it
-            return self._tape.differentiate(batch, fetch, begin)
+        with spans.span("forward and backward", "compute"):
+            found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
         for name, lookups in found.sparse.items():
             listener.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Return the whole step as one graph, except for the work of sparse tables between gradients and optimizers."""
-        with suppress(GraphRaised):
-            return self._step_on_graph(batch, fetch)
-        return self._tape.step(batch, fetch)  # out of the handler: the tape's error has no other behind it
-
-    def _step_on_graph(self, batch: Structure, fetch: Fetch) -> StepOutput:
         if not self._in_parts and not self._clips_others:
             try:
                 asked = [*fetch.modules, *fetch.gradients]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Literal, cast
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.evaluation import EvalProgram, PreparedEvaluation
-from anabranch.graph.run.rollback import GraphRaised
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -95,12 +93,7 @@ class Evaluator:
     def _as_graph(
         self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
     ) -> Mapping[str, Tensor]:
-        found = None
-        with suppress(GraphRaised):  # then the error and its location are those of the user's own code
-            found = program.run(batch, fetch.modules, may_trace=may_trace)
-        if found is None:
-            return self._eagerly(batch, fetch)
-        returned, outputs = found
+        returned, outputs = program.run(batch, fetch.modules, may_trace=may_trace)
         _check(returned)
         self._on_graph = True
         fetch.record(outputs)
