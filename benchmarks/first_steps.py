@@ -1,11 +1,11 @@
-"""The first steps of a model: seconds until the first has ended, until ``auto`` has its graph, and for each new shape.
+"""The first steps of a model: seconds until the first has ended, and for each new shape.
 
 ::
 
-    python benchmarks/first_steps.py [--only NAME ...] [--seconds 60] [--rounds 3] [--out DIR]
+    python benchmarks/first_steps.py [--only NAME ...] [--rounds 3] [--out DIR]
 
 Each first step is taken in a process of its own, which has imported torch and the library and nothing else: the plain
-loop with fused Adam, ``engine="auto"``, ``engine="graph"``, and the loop around ``torch.compile(module)``. Batches of
+loop with fused Adam, ``engine="tape"``, ``engine="graph"``, and the loop around ``torch.compile(module)``. Batches of
 1, 8 and 32 shapes in turn: what each new one costs, and a step once all are known, beside the same steps of the loop.
 """
 
@@ -28,13 +28,13 @@ import anabranch as ab
 from models import CASES, TRANSFORMERS, Case, classify, mlp
 
 ALL = CASES | TRANSFORMERS
-SIDES = ("loop", "auto", "graph", "torch.compile")
+SIDES = ("loop", "tape", "graph", "torch.compile")
 SHAPES = (1, 8, 32)
 
 
 def stepper(case: Case, side: str) -> Callable[[tuple[Tensor, Tensor]], object]:
     model = case.model()
-    if side in ("auto", "graph"):
+    if side in ("tape", "graph"):
         executor = ab.Executor(
             ab.TrainStep(model, case.loss, torch.optim.Adam(model.parameters(), fused=True)),
             engine=side,  # type: ignore[arg-type]
@@ -65,20 +65,6 @@ def first_step(name: str, side: str) -> float:
 def first_step_elsewhere(name: str, side: str) -> float:
     command = [sys.executable, __file__, "--alone", name, side]
     return float(subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout)
-
-
-def until_graph(case: Case, seconds: float) -> dict[str, object]:
-    """Steps and seconds until ``auto`` runs a graph; why it does not, if it does not in time."""
-    torch.manual_seed(0)
-    batch, step = case.batch(), case.step()
-    with ab.Executor(step) as executor:
-        began = time.perf_counter()
-        steps = 0
-        while executor.engine() != "graph" and time.perf_counter() - began < seconds:
-            executor.run(batch=batch)
-            steps += 1
-        took = time.perf_counter() - began
-        return {"steps": steps, "seconds": round(took, 2), "engine": executor.engine(), "why": executor.explain()}
 
 
 def shapes(count: int) -> dict[str, float]:
@@ -114,7 +100,6 @@ def _seconds(action: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=list(ALL))
-    parser.add_argument("--seconds", type=float, default=60.0, help="to wait for a graph under auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--alone", nargs=2, metavar=("NAME", "SIDE"), help=argparse.SUPPRESS)
@@ -129,7 +114,6 @@ def main() -> None:
         turns = [{side: first_step_elsewhere(name, side) for side in SIDES} for _ in range(options.rounds)]
         row: dict[str, object] = {"case": name}
         row |= {f"first, {side} (s)": round(statistics.median(turn[side] for turn in turns), 3) for side in SIDES}
-        row |= until_graph(ALL[name], options.seconds)
         rows.append(row)
         print(json.dumps(row), flush=True)
     misses = [{"shapes": count, **shapes(count)} for count in SHAPES]

@@ -81,7 +81,7 @@ def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluati
     add("--seed", type=from_zero, default=0, help="of the model and of all that is drawn (%(default)s)")
     add("--out", type=Path, default=Path(out), help="the checkpoint goes there (%(default)s)")
     add("--comm-mode", type=comm_mode, help=f"{', '.join(MODES)} (Hybrid with servers, AllReduce with several workers)")
-    add("--engine", choices=["auto", "graph", "tape"], default="auto", help="how steps are run (%(default)s)")
+    add("--engine", choices=["tape", "graph"], default="tape", help="how steps are run (%(default)s)")
     add("--evaluate-every", type=at_least_one, metavar="STEPS", help=f"({evaluations} of all steps)")
     add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
     how = parser.add_mutually_exclusive_group()

@@ -1,20 +1,18 @@
 """Training runs in which something changes between two steps, made in the plain loop and by each engine, and compared.
 
 A test builds a ``TrainingCase``: the parts of a training loop, and ``change(k)``, called with 1 before the step at
-index ``CHANGES[0]`` and with 2 before that at ``CHANGES[1]``. ``engine="auto"`` takes its graph after ``CAPTURE_AFTER``
-steps, before the first change, so a graph that keeps using values from before a change gives other losses.
+index ``CHANGES[0]`` and with 2 before that at ``CHANGES[1]``. ``engine="graph"`` has its graph before the first change,
+so a graph that keeps using values from before a change gives other losses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.graph.dynamo import origins
-from anabranch.graph.trace import optimizer_code
 
 STEPS = 9
 ERROR = "an error"
 CHANGES = (5, 7)
-CAPTURE_AFTER = 2
 
 
 def nothing(k: int) -> None:
@@ -69,13 +64,6 @@ class TrainingCase:
 Build = Callable[[pytest.MonkeyPatch], TrainingCase]
 
 
-def treated_as_a_library(patch: pytest.MonkeyPatch) -> None:
-    """Treat the code of these tests as that of an installed library, until ``patch`` ends."""
-    libraries = (*origins.LIBRARIES, f"{Path(__file__).parent}/")
-    patch.setattr(origins, "LIBRARIES", libraries)
-    patch.setattr(optimizer_code, "LIBRARIES", libraries)
-
-
 def mark_others_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     """Return all names as parameters for pytest; those not in ``quick`` are marked as slow."""
     assert set(quick) <= set(names)
@@ -92,7 +80,7 @@ class Outcome:
     engines: list[str]
     refused_at: int | None = None
     refusal: str = ""
-    explained: str = ""
+    by_itself: str = ""  # why the optimizers step outside the graph, if they do
     errors: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -250,17 +238,19 @@ def train_step(case: TrainingCase) -> ab.TrainStep:
     )
 
 
-def make_executor(steps: dict[str, Any], engine: str) -> ab.Executor:
-    keywords: dict[str, Any] = {"engine": engine}
-    if engine == "auto" and "capture_after" in inspect.signature(ab.Executor).parameters:
-        keywords["capture_after"] = CAPTURE_AFTER
-    return ab.Executor(steps, **keywords)
+def why_by_itself(executor: ab.Executor, name: str = "default") -> str:
+    """Return the reason why the optimizers of a step that runs as a graph step outside of it; empty if they do not."""
+    engine: Any = executor._runners[name].engine
+    refused = engine.program.refused_update if executor.engine(name) == "graph" else None
+    return "" if refused is None else str(refused)
 
 
 def _steps(case: TrainingCase, engine: str | None) -> Outcome:
     outcome = Outcome([], {}, set(), [])
     with contextlib.ExitStack() as stack:
-        executor = None if engine is None else stack.enter_context(make_executor({"train": train_step(case)}, engine))
+        executor = None
+        if engine is not None:
+            executor = stack.enter_context(ab.Executor({"train": train_step(case)}, engine=engine))  # type: ignore[arg-type]
         for i in range(STEPS):
             case.change_before(i)
             batch = case.batch_of(i)
@@ -291,7 +281,7 @@ def _steps(case: TrainingCase, engine: str | None) -> Outcome:
                 outcome.errors.append(f"step {i}: {type(error).__name__}: {error}")
                 continue
             outcome.engines.append(executor.engine("train") if executor is not None else "plain")
-            outcome.explained = executor.explain("train") if executor is not None else ""
+            outcome.by_itself = why_by_itself(executor, "train") if executor is not None else ""
             outcome.losses.append(frozen(out["loss"]) if len(out) == 1 else frozen(out))
             if case.between is not None:
                 case.between(out)

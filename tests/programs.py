@@ -45,7 +45,7 @@ def import_all(before=server._import_all):
 
     model = nn.Linear(1, 1)
     step = ab.TrainStep(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters()))
-    with ab.Executor(step, engine="graph", capture_after=0) as executor:
+    with ab.Executor(step, engine="graph") as executor:
         executor.run(batch=torch.ones(1, 1))
     try:
         from numba.core.registry import cpu_target

@@ -38,7 +38,9 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: step(torch.optim.SGD), TypeError, "got the class SGD; make one"),
     (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),
     (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
-    (lambda: executor(engine="jit"), ValueError, "engine is 'auto', 'graph' or 'tape', got 'jit'"),
+    (lambda: executor(engine="jit"), ValueError, "engine is 'tape' or 'graph', got 'jit'"),
+    (lambda: executor(engine="auto"), ValueError, "engine is 'tape' or 'graph', got 'auto'"),
+    (lambda: executor(compile=True), ValueError, "the engine is 'tape'; give engine='graph'"),
     (
         lambda: executor(comm_mode="P2P"),
         ValueError,

@@ -48,7 +48,7 @@ PLOTS = {
     ),
     "first-steps": Plot(
         "seconds until a new process has made its first step",
-        {"loop": "plain loop", '`"auto"`': "Executor", "`torch.compile(module)`": "torch.compile"},
+        {"loop": "plain loop", '`"tape"`': "Executor", "`torch.compile(module)`": "torch.compile"},
         " s",
     ),
     "tables": Plot(

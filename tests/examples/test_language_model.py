@@ -64,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_a_run_ends_with_one_line_of_json_a_checkpoint_and_a_picture(small_text, tmp_path, capsys, drawn):
     out = tmp_path / "out"
-    result = run_here(capsys, *SMALL, "--engine", "auto", "--text", small_text, "--out", out, "--seed", 3)
+    result = run_here(capsys, *SMALL, "--engine", "graph", "--text", small_text, "--out", out, "--seed", 3)
     assert result["steps"] == 4
     assert result["seed"] == 3
     assert result["workers"] == 1

@@ -100,7 +100,7 @@ def with_workers(
             for step in range(STEPS * part // 2, STEPS * (part + 1) // 2):
                 losses.append(executor.run("train", batch_of(step, rank, world, device))["loss"])
                 assert losses[-1].device.type == torch.device(device).type
-            assert engine == "auto" or executor.engine("train") == engine
+            assert executor.engine("train") == engine
             said = executor.run("predict", all_rows(device))["y"]
             if not part:
                 executor.save(folder)

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import anabranch as ab
 from plain_loop import Build, TrainingCase, check, linear, mean_square
 
-ENGINES = ["auto", "graph"]
-
 
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -45,10 +43,9 @@ def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> Trai
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("build", [groups_exchange_their_parameters, a_place_in_a_group_gets_another_parameter])
-def test_an_optimizer_that_holds_other_parameters_steps_on_those(build: Build, engine: str) -> None:
-    assert check(build, engine).engines[4] == "graph"
+def test_an_optimizer_that_holds_other_parameters_steps_on_those(build: Build) -> None:
+    assert check(build, "graph").engines[4] == "graph"
 
 
 # What a step is.
@@ -132,7 +129,6 @@ def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "build",
     [
@@ -141,16 +137,15 @@ def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) 
         the_loss_sets_a_number_of_the_group_now_and_then,
     ],
 )
-def test_optimizers_read_values_that_forward_has_written_in_this_step(build: Build, engine: str) -> None:
-    assert "graph" in check(build, engine).engines
+def test_optimizers_read_values_that_forward_has_written_in_this_step(build: Build) -> None:
+    assert "graph" in check(build, "graph").engines
 
 
 # Parameters that are exchanged for others in place.
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_parameters_may_be_swapped_after_a_capture(engine: Any) -> None:
+def test_parameters_may_be_swapped_after_a_capture() -> None:
     """``swap_tensors`` refuses tensors that somebody has weak references to, or views of."""
 
     def run(engine: Any) -> tuple[list[Tensor], list[str]]:
@@ -158,9 +153,8 @@ def test_parameters_may_be_swapped_after_a_capture(engine: Any) -> None:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
         train = ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01))
         steps = {"train": train, "evaluate": ab.EvalStep(model, lambda model, x: {"y": model(x)})}
-        options: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
         found, engines = [], []
-        with ab.Executor(steps, engine=engine, **options) as executor:
+        with ab.Executor(steps, engine=engine) as executor:
             for i in range(8):
                 if i in (4, 6):
                     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -174,6 +168,6 @@ def test_parameters_may_be_swapped_after_a_capture(engine: Any) -> None:
         return found, engines
 
     expected, _ = run("tape")
-    found, engines = run(engine)
+    found, engines = run("graph")
     assert all(map(torch.equal, found, expected))
     assert engines[3:5] == ["graph", "graph"]

@@ -378,14 +378,14 @@ def test_results_of_a_step_have_no_history(engine: Any) -> None:
             assert not any(value.requires_grad for value in found.values())
 
 
-@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+@pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_a_layer_replaced_together_with_its_optimizers_entry_trains_as_in_the_plain_loop(engine: Any) -> None:
-    def losses(run_with: str | None) -> list[Tensor]:
+    def losses(run_with: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer, clip_grad_norm=0.5)
-        executor = ab.Executor(step, engine=run_with, capture_after=1) if run_with else None
+        executor = ab.Executor(step, engine=run_with) if run_with else None
         found = []
         for index in range(7):
             if index == 3:

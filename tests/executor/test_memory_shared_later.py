@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import ERROR, Build, TrainingCase, check, linear, mean_square, sgd
-
-ENGINES = ["auto", "graph"]
+from plain_loop import Build, TrainingCase, check, linear, mean_square, sgd
 
 
 def rows(i: int, n: int = 3) -> Tensor:
@@ -135,7 +133,6 @@ def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> Trainin
 
 
 @pytest.mark.quick_cases(5)
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "build",
     [
@@ -148,24 +145,19 @@ def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> Trainin
         a_batch_is_a_view_of_a_large_parameter,
     ],
 )
-def test_memory_that_is_shared_from_some_step_on(build: Build, engine: str) -> None:
-    got = check(build, engine)
+def test_memory_that_is_shared_from_some_step_on(build: Build) -> None:
+    got = check(build, "graph")
     assert got.engines[4] == "graph"
-    if engine == "auto":
-        assert got.losses[5] == ERROR or got.engines[5] == "tape"
-    else:
-        assert "shares memory" in got.refusal
+    assert "shares memory" in got.refusal
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_evaluation_that_writes_to_a_tensor_it_also_reads(engine: Any) -> None:
+def test_an_evaluation_that_writes_to_a_tensor_it_also_reads() -> None:
     def outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         batch[0].add_(1.0)
         return {"y": model(batch[1])}
 
     model = linear(4, 4)
-    options: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
-    with ab.Executor(ab.EvalStep(model, outputs), engine=engine, **options) as executor:
+    with ab.Executor(ab.EvalStep(model, outputs), engine="graph") as executor:
         for i in range(6):
             x = rows(i)
             batch = (x, x.view(3, 4) if i == 4 else x.clone())
@@ -173,10 +165,11 @@ def test_an_evaluation_that_writes_to_a_tensor_it_also_reads(engine: Any) -> Non
             try:
                 found = executor.run(batch=batch)["y"]
             except ab.CaptureError:
-                assert (engine, i) == ("graph", 4)
+                assert i == 4
                 continue
             assert torch.equal(found, expected)
-            assert executor.engine() == ("tape" if i == 4 or (engine == "auto" and i < 2) else "graph")
+            assert i != 4
+            assert executor.engine() == "graph"
 
 
 def test_parts_of_one_memory_that_do_not_overlap_are_a_graph() -> None:

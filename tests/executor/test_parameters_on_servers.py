@@ -226,7 +226,7 @@ def test_a_step_that_is_a_graph_prefetches_too() -> None:
     """The first run is the tape's, which shows how ids are made; the rest are replays."""
     data = [{"ids": torch.full((2, 3), 11 * k), "y": torch.zeros(2)} for k in range(4)]
     seen: list[str] = []
-    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "capture_after": 1}
+    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "engine": "graph"}
     with (
         ab.Executor(step_of(new_model()), "Hybrid", **options) as executor,
         subscribe(lambda event: seen.append(event.name)),

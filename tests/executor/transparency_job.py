@@ -139,7 +139,7 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
     with ab.Executor(
         steps,
         mode,
-        engine=case.get("engine", "auto"),
+        engine=case.get("engine", "tape"),
         cache=cache,
         use_sparse_pull=case.get("sparse_pull", True),
         routes=case.get("routes"),

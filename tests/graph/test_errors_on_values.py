@@ -12,12 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch as ab
-from anabranch.graph.effects import is_random
-from anabranch.graph.run.rollback import GraphRaised, Rollback
-from covering import slow_except
 
 TABLE = torch.arange(10.0).view(5, 2)
 RIGHT, SINGULAR, IDS, OUTSIDE = torch.eye(3), torch.zeros(3, 3), torch.tensor([1, 2, 0]), torch.tensor([1, 7, 0])
@@ -50,7 +46,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor | float], Tensor, Tenso
 def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
     term, right, wrong = CASES[name]
 
-    def run(engine: Any) -> tuple[list[Tensor], list[Any]]:
+    def run(engine: Any) -> tuple[list[Tensor], list[int]]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
 
@@ -63,138 +59,24 @@ def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
             for index in range(4):
                 try:
                     executor.run(batch=(torch.ones(3, 3), wrong if index == 2 else right))
-                except (RuntimeError, IndexError, AssertionError) as error:
-                    raised.append((index, type(error), str(error)))
+                except (RuntimeError, IndexError, AssertionError):
+                    raised.append(index)
                 weights.append(model.weight.detach().clone())
             assert executor.engine() == engine
         return weights, raised
 
     (theirs, expected), (ours, found) = run("tape"), run("graph")
-    assert found == expected
-    assert [index for index, *_ in found] == [2]
+    assert found == expected == [2]
     assert all(map(torch.equal, theirs, ours))
 
 
-class Writes(nn.Module):
-    """Counts in Python, then writes in place where an index may lie outside; nothing else of it may raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.count = nn.Linear(3, 2), 0
-        self.register_buffer("seen", torch.zeros(5))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.count += 1
-        self.seen[ids] = 1.0
-        return self.layer(torch.ones(1, 3)).square().sum() * self.seen.sum()
-
-
-def test_a_write_in_place_that_fails_is_the_tapes_too() -> None:
-    model = Writes()
-    step = ab.TrainStep(model, lambda m, ids: m(ids), torch.optim.SGD(model.parameters(), lr=0.001))
-    with ab.Executor(step, engine="graph") as executor:
-        for index in range(4):
-            if index == 2:
-                with pytest.raises(IndexError) as raised:
+def test_an_evaluation_that_raises_raises_as_a_graph_too() -> None:
+    model = nn.Embedding(5, 2)
+    with ab.Executor(ab.EvalStep(model, lambda model, ids: {"found": model(ids)}), engine="graph") as executor:
+        for index in range(5):
+            if index == 3:
+                with pytest.raises(IndexError):
                     executor.run(batch=OUTSIDE)
-                assert raised.value.__context__ is None
             else:
                 executor.run(batch=IDS)
         assert executor.engine() == "graph"
-    assert model.count == 4, model.count
-
-
-class Remembers(nn.Module):
-    """Changes buffers, draws random numbers and counts in Python before a lookup that may fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-        self.table = nn.Embedding(5, 4)
-        self.count = 0
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        self.count += 1
-        hidden = self.layers(x.clone()) * 0.9**self.count
-        x.mul_(2)
-        try:
-            found = torch.linalg.cholesky(x[:, :3].clone())
-        except torch.linalg.LinAlgError:
-            found = torch.eye(3) * 7
-        return (hidden * self.table(ids)).square().mean() + found.sum() * self.table.weight.mean()
-
-
-@pytest.mark.parametrize(("engine", "accumulate"), slow_except([("auto", 1), ("graph", 1), ("auto", 2)], ("auto", 1)))
-def test_after_an_error_everything_is_as_after_the_plain_loops(engine: Any, accumulate: int) -> None:
-    """Batch 5 raises in a lookup, batch 7 takes the other branch of an ``except``."""
-
-    def run(engine: Any) -> tuple[list[Any], list[str]]:
-        torch.manual_seed(0)
-        model, kept, engines = Remembers(), [], []
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        step = ab.TrainStep(model, lambda m, b: m(*b), optimizer, accumulate=accumulate, rows=lambda b: 3)
-        with ab.Executor(step, engine=engine, capture_after=2) as executor:
-            for index in range(10):
-                x = torch.eye(3) * (-1 if index == 7 else 1)
-                try:
-                    result: object = executor.run(batch=(x, OUTSIDE if index == 5 else IDS))["loss"].clone()
-                except IndexError as error:
-                    result = str(error)
-                state = [value.clone() for value in model.state_dict().values()]
-                kept.append((result, model.count, x, torch.get_rng_state(), *state))
-                engines.append(executor.engine())
-        return kept, engines
-
-    (expected, _), (found, engines) = run("tape"), run(engine)
-    for theirs, ours in zip(expected, found, strict=True):
-        for one, other in zip(theirs, ours, strict=True):
-            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-    if engine == "auto":
-        assert engines[4:10] == ["graph", "tape", "graph", "tape", "graph", "graph"], engines
-
-
-@pytest.mark.parametrize("engine", ["auto", "graph"])
-def test_an_evaluation_that_raises_is_the_users_own(engine: Any) -> None:
-    """Batch 3 takes the other branch of an ``except``."""
-    model = nn.Embedding(5, 2)
-
-    def outputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
-        try:
-            return {"found": model(ids)}
-        except IndexError:
-            return {"found": torch.full((3, 2), -1.0)}
-
-    with ab.Executor(ab.EvalStep(model, outputs), engine=engine, capture_after=1) as executor:
-        found = [executor.run(batch=OUTSIDE if index == 3 else IDS)["found"] for index in range(5)]
-        assert executor.engine() == "graph"
-    assert [bool((value == -1).all()) for value in found] == [False, False, False, True, False]
-
-
-def test_the_generators_of_other_devices_are_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Device:
-        """Stands for ``torch.cuda``; the state of its generator is the number of its draws."""
-
-        state = 0
-
-        def get_rng_state(self, device: torch.device) -> int:
-            assert device.type == "cuda"
-            return self.state
-
-        def set_rng_state(self, state: int, device: torch.device) -> None:
-            self.state = state
-
-    there = Device()
-    graph = ab.capture(lambda x, ids: F.dropout(x, 0.5).sum() + F.embedding(ids, TABLE).sum(), torch.ones(3), IDS)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        mask = torch.empty(3, device="cuda")
-    for node in filter(is_random, graph.fx.nodes):
-        node.meta["val"] = mask
-    monkeypatch.setattr(torch, "get_device_module", lambda device: there)
-
-    def program(*free: object) -> None:
-        there.state += 1
-        raise IndexError("an id outside the table")
-
-    with pytest.raises(GraphRaised):
-        Rollback(graph).run(program, [torch.ones(3), IDS])
-    assert there.state == 0

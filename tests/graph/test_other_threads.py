@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import anabranch as ab
-from anabranch.graph import StepProgram
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall, mark
-from anabranch.graph.dynamo.guards.watched_code import WatchedCode
-from anabranch.graph.trace.make_fx import one_at_a_time
 
 
 def told_elsewhere() -> bool:
@@ -68,57 +61,3 @@ def test_a_compilation_of_the_users_own_is_announced_as_ever() -> None:
     announce()
     assert seen == [True, True]
     assert not torch.compiler.is_compiling()
-
-
-@contextmanager
-def captures_here() -> Iterator[None]:
-    """Do to others what a capture does: PyTorch's tracer replaces methods of nn.Module for the whole process."""
-    usual = nn.Module.__call__
-    with one_at_a_time, pytest.MonkeyPatch.context() as traced:
-        traced.setattr(nn.Module, "__call__", lambda *args, **kwargs: usual(*args, **kwargs))
-        yield
-
-
-def test_a_capture_in_another_thread_does_not_cost_this_one_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, unchanged = nn.Linear(2, 2), WatchedCode.unchanged
-    program = StepProgram(
-        model, lambda model, x: model(x).square().mean(), [torch.optim.SGD(model.parameters(), lr=0.1)]
-    )
-    program.run(torch.ones(1, 2))
-    noticed = threading.Event()
-
-    def look(code: WatchedCode) -> bool:
-        found = unchanged(code)
-        if not found:
-            noticed.set()
-        return found
-
-    monkeypatch.setattr(WatchedCode, "unchanged", look)
-    thread = threading.Thread(target=program.run, args=(torch.ones(1, 2),))
-    with captures_here():
-        thread.start()
-        assert noticed.wait(60)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert program.captures == 1
-
-
-def test_auto_runs_on_the_tape_rather_than_wait_for_another_threads_capture() -> None:
-    model = nn.Linear(2, 2)
-    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    evaluation = ab.EvalStep(model, lambda model, x: {"y": model(x)})
-    with ab.Executor({"train": step, "evaluate": evaluation}, capture_after=0) as executor:
-
-        def run() -> tuple[str, str]:
-            for name in ("train", "evaluate"):
-                executor.run(name, torch.ones(1, 2))
-            return executor.engine("train"), executor.engine("evaluate")
-
-        for _ in range(2):
-            run()
-        assert run() == ("graph", "graph")
-        with captures_here(), ThreadPoolExecutor(1) as pool:
-            for _ in range(20):
-                assert pool.submit(run).result(60) == ("tape", "tape")
-            assert "another thread was capturing" in executor.explain("train")
-        assert run() == ("graph", "graph")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram
-from plain_loop import treated_as_a_library
 
 Batch = dict[str, Tensor]
 
@@ -181,7 +180,6 @@ def test_an_optimizer_uses_the_kernels_that_it_chooses_for_parameters(
     devices: list[str], kind: type[nn.Parameter], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where kernels for lists of tensors are the default, as on CUDA, they round differently."""
-    treated_as_a_library(monkeypatch)
     monkeypatch.setattr(
         import_module("torch.optim.optimizer"), "_get_foreach_kernels_supported_devices", lambda: devices
     )

@@ -11,28 +11,26 @@ from real_models import MODELS, OPTIMIZERS, adam, gpt2, padded
 from torch import Tensor, nn
 
 import anabranch as ab
-from plain_loop import STEPS, check, frozen, make_executor, run
+from plain_loop import STEPS, check, frozen
 
-ENGINES = ("tape", "auto", "graph")
+ENGINES = ("tape", "graph")
 
 
 # Who is not a graph, with the words of the refusal; everybody else is one.
-ON_THE_TAPE = {
+REFUSED = {
     "packed_lstm": "it packs sequences",
     "geometric_gcn": "the shape of a result depends on values",
     "geometric_gcn_one_object_changed": "the shape of a result depends on values",
     "geometric_batch": "the shape of a result depends on values",
+    "hf_mixtral": "`lock`",  # taken in the first forward alone
 }
-REFUSED = ON_THE_TAPE | {"hf_mixtral": "`lock`"}  # taken in the first forward alone
-CAPTURED_OPTIMIZERS = ("lion_pytorch_Lion", "timm_LambOptimizer", "timm_MuonOptimizer", "torch_Muon")
+CAPTURED_OPTIMIZERS = ("torch_Muon",)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_trains_as_in_the_plain_loop(engine: str, name: str) -> None:
     got = check(MODELS[name], engine)
-    if engine == "auto":
-        assert ("graph" in got.engines) == (name not in ON_THE_TAPE)
     if engine == "graph":
         assert (got.refused_at is not None) == (name in REFUSED), got.refusal
         assert REFUSED.get(name, "") in got.refusal
@@ -40,17 +38,11 @@ def test_a_model_trains_as_in_the_plain_loop(engine: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_optimizer_of_another_library_trains_as_in_the_plain_loop(
-    engine: str, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Under ``auto`` forward and backward are a graph with every one of them, and nothing is on the screen."""
-    wanted = run(OPTIMIZERS[name], None)
-    capfd.readouterr()
-    got = check(OPTIMIZERS[name], engine, wanted)
-    if engine == "auto":
-        assert got.engines[3:] == ["graph"] * 6
-        assert capfd.readouterr().err == ""
-    assert ("the optimizer steps by itself" in got.explained) == (engine != "tape" and name not in CAPTURED_OPTIMIZERS)
+def test_an_optimizer_of_another_library_trains_as_in_the_plain_loop(engine: str, name: str) -> None:
+    """Forward and backward are a graph with every one of them."""
+    got = check(OPTIMIZERS[name], engine)
+    assert got.engines == [engine] * STEPS
+    assert bool(got.by_itself) == (engine != "tape" and name not in CAPTURED_OPTIMIZERS)
     assert got.refused_at is None, got.refusal
 
 
@@ -60,7 +52,7 @@ def test_a_transformer_is_its_own_loss(engine: Any) -> None:
     model, plain = gpt2(), gpt2()
     plain.load_state_dict(model.state_dict())
     optimizer, reference = adam(model), adam(plain)
-    with ab.Executor(ab.TrainStep(model, lambda m, b: m(**b), optimizer), engine=engine, capture_after=1) as executor:
+    with ab.Executor(ab.TrainStep(model, lambda m, b: m(**b), optimizer), engine=engine) as executor:
         for index in range(4):
             torch.manual_seed(index)
             found = executor.run(batch=padded(index))
@@ -119,7 +111,7 @@ def test_two_adversaries_train_as_in_the_plain_loop(engine: str, freeze: bool) -
             "generator": ab.TrainStep(generator, generator_loss, g),
         }
         losses = []
-        with make_executor(steps, engine) as executor:
+        with ab.Executor(steps, engine=engine) as executor:  # type: ignore[arg-type]
             for x in batches:
                 for name in steps:
                     critic.requires_grad_(name == "critic" or not freeze)

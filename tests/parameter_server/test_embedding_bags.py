@@ -201,19 +201,6 @@ def test_a_graph_is_refused_with_the_reason() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_the_default_engine_stays_on_the_tape_and_gives_the_reason() -> None:
-    model = Model()
-    expected = trained_plainly(copy.deepcopy(model))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
-    with ab.Executor(ab.TrainStep(model, loss, optimizer), capture_after=2) as executor:
-        for batch in batches():
-            executor.run(batch=batch)
-        assert executor.engine() == "tape"
-        assert "sizes of its features" in executor.explain()
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-
-
 def test_it_counts_the_rows_of_its_batch_and_flattens_into_tensors() -> None:
     features = ragged(2, 5)
     assert count_rows({"ids": features, "y": torch.zeros(5)}) == 5

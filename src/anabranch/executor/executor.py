@@ -28,7 +28,6 @@ from anabranch.errors import CheckpointError
 from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.drift import Drift
-from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.choice import EngineChoice
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.likeness import check_alike, share_parameters
@@ -95,10 +94,10 @@ class Executor:
             averaged over the rows of all workers; ``"PS"``: every parameter is on the servers; ``"Hybrid"``: embedding
             tables are, everything else is all-reduced; ``"auto"``: the mode with the fastest estimated step on this
             machine, measured before the first training run, printed by rank 0 with the reason.
-        engine: how training steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures the step at once, for
-            each kind of batch, and runs it as generated code, or raises ``CaptureError``; ``"auto"`` is the tape until
-            a graph has been shown on your batches to be bitwise equal and faster.
-        compile: compile the captured graph with Inductor, which rounds differently; not with ``engine="tape"``.
+        engine: how steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures each kind of batch at its
+            first run, compares it there with the tape bit for bit, and runs it as generated code from then on, or
+            raises ``CaptureError``.
+        compile: compile the captured graph with Inductor, which rounds differently; needs ``engine="graph"``.
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
         consistency: how the workers' pushes to the servers are ordered. ``"bsp"``: merged, one optimizer step for all;
             ``"ssp:K"``: each is applied on arrival, and no worker is more than K steps ahead of the slowest; ``"asp"``:
@@ -124,8 +123,6 @@ class Executor:
             and their steps; ``"adopt"`` trains on their values and optimizer state, ``"replace"`` drops them. Until
             then the model is unchanged, and evaluations read each ``RemoteEmbedding`` as it stands. An executor without
             a ``TrainStep`` reads only: it drops, creates and admits nothing.
-        capture_after: ``engine="auto"`` tries its graph after exactly this many runs of a step, and keeps it if it is
-            bitwise equal, even if it is slower; by default (``None``) only a faster one is kept.
         state: your own objects by name, saved with every checkpoint (with rank 0's state) and loaded on every worker:
             anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and tensors, such as
             a ``torch.optim.swa_utils.AveragedModel``.
@@ -149,7 +146,7 @@ class Executor:
         steps: StepDescription | Mapping[str, StepDescription],
         comm_mode: str | None = None,
         *,
-        engine: Literal["auto", "graph", "tape"] = "auto",
+        engine: Literal["tape", "graph"] = "tape",
         compile: bool = False,  # noqa: A002 - the field's own word
         dataloaders: Mapping[str, Iterable[Structure]] | None = None,
         consistency: str = "bsp",
@@ -164,7 +161,6 @@ class Executor:
         log_path: str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
-        capture_after: int | None = None,
         state: Mapping[str, HasState] | None = None,
         sinks: Iterable[Sink] = (),
         served: Served = "refuse",
@@ -177,7 +173,7 @@ class Executor:
         consistency = Consistency.parse(consistency).name
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
-        engines = EngineChoice.parse(engine, compile, capture_after)
+        engines = EngineChoice.parse(engine, compile)
         check_arguments(
             seed=seed,
             cache=cache,
@@ -314,7 +310,7 @@ class Executor:
 
     def _new_evaluators(self) -> dict[str, Evaluator]:
         steps = self._steps.items()
-        return {name: self._engines.evaluator_for(name, step) for name, step in steps if isinstance(step, EvalStep)}
+        return {name: self._engines.evaluator_for(step) for name, step in steps if isinstance(step, EvalStep)}
 
     def _follow_move(self) -> None:
         """Let runners and evaluations see that parameters have moved to the servers."""
@@ -516,13 +512,6 @@ class Executor:
         self._step(name)
         return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
 
-    def explain(self, name: str = "default") -> str:
-        """Return the reason, in one sentence, why the step's last run used the engine ``engine(name)``."""
-        self._step(name)
-        if name in self._evaluators:
-            return self._evaluators[name].explain()
-        return self._runners[name].engine.explain()
-
     def graph(self, name: str = "default") -> Graph:
         """Return the graph of the step's last run, from forward to optimizers.
 
@@ -531,9 +520,9 @@ class Executor:
         """
         self._step(name)
         engine = self._evaluators[name] if name in self._evaluators else self._runners[name].engine
-        program = engine.program if isinstance(engine, GraphEngine | AutoEngine | Evaluator) else None
+        program = engine.program if isinstance(engine, GraphEngine | Evaluator) else None
         if program is None:
-            raise RuntimeError(f"step {name!r} does not run as a graph; engine='graph' says why it cannot")
+            raise RuntimeError(f"step {name!r} has not run as a graph; make the Executor with engine='graph'")
         return program.graph
 
     @property

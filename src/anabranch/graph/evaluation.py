@@ -14,14 +14,12 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.batch_kinds import kind_of
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, mark
-from anabranch.graph.dynamo.guards.weak_references import release_tensors
 from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.inductor import compiled
-from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.trace.backward import output_names
 from anabranch.graph.trace.build import build
@@ -144,7 +142,7 @@ class EvalProgram:
                     raise CaptureError("the tensors that the model holds change from run to run; use engine='tape'")
                 with undisturbed():
                     forward = _Forward(mine, call, args)
-                release_tensors(call)
+                call.release_tensors()
                 known.insert(0, forward)
             mine._last = forward.graph
             if not (forward.confirmed or mine._may_trace):
@@ -178,12 +176,11 @@ class _Forward:
 
         self.graph = merge_duplicates(build(traced, arguments.sources, names, kinds=kinds))
         self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
-        self._rollback = Rollback(self.graph)
         self.memory = SharedMemory(arguments, written_inputs(self.graph))
 
     def results(self, args: Sequence[object]) -> tuple[object, ...]:
         """Return the results in the order of the graph's outputs."""
-        return self._rollback.run(self._program.run, self.binding.free(args))
+        return self._program.run(*self.binding.free(args))
 
     def in_order(self, args: Sequence[object]) -> Sequence[object]:
         """Return the results as Dynamo's code expects them."""

@@ -27,16 +27,14 @@ from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.batch_kinds import kind_of
-from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, mark, mistake
-from anabranch.graph.dynamo.guards.changed_objects import changed_objects
-from anabranch.graph.dynamo.guards.weak_references import release_tensors
+from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark, mistake
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.joint import Joint, JointKey
 from anabranch.graph.step_state import Between, Gate, Pass, SparseGradients, StepState
 from anabranch.graph.trace.backward import GradientListener, Gradients, check_loss
 from anabranch.graph.trace.make_fx import undisturbed
-from anabranch.graph.trace.optimizer_contents import held_by
+from anabranch.graph.trace.update import containers_of
 from anabranch.tensors import Structure, flatten
 
 __all__ = ["Between", "Gate", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]
@@ -66,7 +64,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A program that was made for a batch and has not run: ``run`` does the step except for its Python side effects."""
+    """A program that was made for a batch and has not run."""
 
     joint: Joint
     args: tuple[object, ...]
@@ -83,12 +81,10 @@ class Prepared:
         """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
         return any(map(is_collective, self.joint.backward.graph.fx.nodes))
 
-    def run(self) -> dict[str, object]:
-        """Run on the batch that it was made for; returns the results by name."""
-        return self.joint.run(self.args)
-
     def differentiate(self) -> dict[str, object]:
-        """Run forward and backward alone; returns the backward graph's results by name."""
+        """Run forward and backward on the batch that it was made for, without Python's side effects; returns the
+        backward graph's results by name.
+        """
         return self.joint.run_backward(self.args)
 
 
@@ -326,8 +322,8 @@ class StepProgram(StepState):
     def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
         check_loss(call)
         changed = changed_objects()
-        if changed and self.refused_update is None and not changed.isdisjoint(held_by(self.optimizers)):
-            self.refused_update = CaptureError("the loss changes its groups, its state or its attributes")
+        if changed and self.refused_update is None and not changed.isdisjoint(containers_of(self.optimizers)):
+            self.refused_update = CaptureError("the loss changes its groups or its state")
         return _Programs(self, call)
 
     def up_to_date(self, key: JointKey) -> JointKey:
@@ -400,7 +396,7 @@ class _Programs:
             )
         task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
-        release_tensors(self._call)
+        self._call.release_tensors()
         self._joints.append(joint)
         return joint
 

@@ -15,7 +15,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.bound_state import BoundState
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
-from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
+from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, check_captured, has_state
 from anabranch.tensors import Structure
 
 __all__ = ["Between", "Gate", "Pass", "SparseGradients", "StepState"]
@@ -85,6 +85,10 @@ class StepState:
         self._group_numbers = GroupNumbers(self.optimizers)
         self._numbers: object = None
         self._updates: dict[object, Graph] = {}
+        try:
+            check_captured(self.optimizers)
+        except CaptureError as error:
+            self.refused_update = error
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some are elsewhere now."""
@@ -105,17 +109,11 @@ class StepState:
         self._seeds.append(torch.full((), self._seed, dtype=loss.dtype, device=loss.device))
         return self._seeds[-1]
 
-    @property
-    def said_of_update(self) -> str:
-        """An addition to the reason for a graph: why the optimizers step outside it; empty if they do not."""
-        return "" if self.refused_update is None else f"; the optimizer steps by itself: {self.refused_update}"
-
     def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
         """Return the optimizers' step on dense gradients like these."""
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
-            self._state.note_optimizer_code()
             self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
         return self._updates[key]
 
@@ -135,32 +133,6 @@ class StepState:
             self.step_eagerly({}, sparse)
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
-        """Return True if ``update`` on these gradients runs no code of the optimizers."""
-        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
-            self._bind()
-        wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
-        if not wanted and self.refused_update is None:
-            try:
-                self.check_optimizers()
-            except CaptureError as error:
-                self.refused_update = error
-            return self.refused_update is None
-        ready = has_state(self.optimizers, [self.parameters[name] for name in wanted])
-        return ready and self._can_capture_update(wanted)
-
-    def knows_state(self) -> bool:
-        """Return True if nothing in the optimizers' state has been replaced since the last check."""
-        return self._state.knows_state()
-
-    def note_update(self) -> None:
-        """Record that the optimizers have stepped outside the graphs: their new state is not a change."""
-        self._state.note_optimizer_state()
-
-    def check_optimizers(self) -> None:
-        """Raise ``CaptureError`` for an optimizer that would step outside the graph."""
-        self._state.note_optimizer_code()
 
     def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
         if self.refused_update is not None:

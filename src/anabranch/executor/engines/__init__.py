@@ -1,7 +1,6 @@
-"""The ways to run a training step: on the tape, as a graph, or ``auto``, which uses a graph that has been shown to be
-equal and faster.
+"""The ways to run a training step: on the tape, or as a graph.
 
-Open ``engine.py`` for the interface, ``tape_engine.py`` for the plain engine, ``auto_engine.py`` for the default.
+Open ``engine.py`` for the interface, ``tape_engine.py`` for the default, ``checked_graph.py`` for ``engine="graph"``.
 """
 
 __all__: list[str] = []

@@ -9,18 +9,20 @@
                              an error of the tape is the caller's, and the graph waits for a batch without one
 
 Code that no guard covers, such as a check of ``torch.compiler.is_compiling()``, makes a graph of a different function
-than the one that Python runs. The tape's step counts, so a wrong graph never changes a parameter.
+than the one that Python runs. The tape's step counts, so a wrong graph never changes a parameter. A loss that itself
+communicates between workers is not compared: the second run would send more than the other workers expect.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import StepOutput
+from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
@@ -33,6 +35,8 @@ from anabranch.tensors import Structure
 
 __all__ = ["CheckedGraph"]
 
+_log = logging.getLogger("anabranch")
+
 
 class CheckedGraph(GraphEngine):
     """Differentiates one ``TrainStep`` as a captured graph, once it was bitwise equal to the tape on a batch.
@@ -43,8 +47,9 @@ class CheckedGraph(GraphEngine):
     """
 
     def __init__(self, step: TrainStep, *, name: str = "default") -> None:
+        super().__init__(step, name=name)
         self._tape = TapeEngine(step)
-        super().__init__(step, name=name, leaves_gradients=True, tape=self._tape)
+        self._step_name = name
         self.may_trace = False
         self._refused: str | None = None
 
@@ -52,6 +57,16 @@ class CheckedGraph(GraphEngine):
     def tape(self) -> TapeEngine:
         """The tape engine, for a run that must use it."""
         return self._tape
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """Hands the gradients of these parameters to ``ready`` from now on."""
+        super().attach(parameters, ready)
+        self._tape.attach(parameters, ready)
+
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        super().follow_model()
+        self._tape.follow_model()
 
     def differentiate(
         self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
@@ -68,7 +83,7 @@ class CheckedGraph(GraphEngine):
             return self._from_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin, seed))
         if prepared.talks():
             return self._at_once(prepared, lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin, seed))
-        before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
+        before, answers = Snapshot(self._step.model, prepared.args), Answers()
         with answers.noted():
             ran, gradients = self._tape.differentiate_noting(batch, fetch, begin, seed)
         self._compare(prepared, before, answers, ran.loss, ran.returned, gradients)
@@ -88,10 +103,10 @@ class CheckedGraph(GraphEngine):
             return self._from_the_tape(error, lambda: self._tape.step(batch, fetch))
         if prepared.talks():
             return self._at_once(prepared, lambda: super(CheckedGraph, self).step(batch, fetch))
-        before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
+        before, answers = Snapshot(self._step.model, prepared.args), Answers()
 
         def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
-            gradients = before.gradients_after(self._parameters.values())
+            gradients = before.gradients_after(self._program.parameters.values())
             self._compare(prepared, before, answers, loss, returned, gradients)
 
         with answers.noted():
@@ -106,7 +121,11 @@ class CheckedGraph(GraphEngine):
         return ran
 
     def _at_once(self, prepared: Prepared, run: Callable[[], StepOutput]) -> StepOutput:
-        """Run a graph that was not compared: its collectives would be one more than the other workers expect."""
+        """Run a graph that is not compared: its collectives would be one more than the other workers expect."""
+        _log.info(
+            "a graph of step %r is not compared with the tape: the loss itself communicates between workers",
+            self._step_name,
+        )
         self.may_trace = True
         try:
             ran = run()
@@ -128,18 +147,16 @@ class CheckedGraph(GraphEngine):
         returned: Mapping[str, Tensor],
         gradients: Mapping[Tensor, Tensor],
     ) -> None:
-        after = Snapshot(self._step.model, (), prepared.args, before)
+        after = Snapshot(self._step.model, prepared.args, before)
         parameters = self._program.parameters
 
         def check(results: Mapping[str, object]) -> None:
             check_results(results, loss, returned)
             found = prepared.joint.backward.sort(results)
-            known = {parameters[name] for name in (*found.dense, *found.sparse)}
-            seen = {p: g for p, g in gradients.items() if p in known}
-            check_gradients(found.dense, found.sparse, seen, parameters, before.gradients_before())
+            check_gradients(found.dense, found.sparse, gradients, parameters, before.gradients_before())
 
         try:
-            repeat(before, after, answers, prepared.differentiate, check, most=1)
+            repeat(before, after, answers, prepared.differentiate, check)
         except Differs as error:
             self._refused = (
                 f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}; "

@@ -43,10 +43,6 @@ class Engine(Protocol):
         """The name that ``Executor.engine`` returns."""
         ...
 
-    def explain(self) -> str:
-        """Return the reason, in one sentence, for this engine."""
-        ...
-
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """From now on ``differentiate`` passes the gradients of these parameters to ``ready`` as they become final."""
         ...

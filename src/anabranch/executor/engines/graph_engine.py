@@ -22,7 +22,6 @@ from torch import Tensor
 from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.engine import Ready, StepOutput
-from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.running.clipping import clip_gradients
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.finite import all_finite, nonfinite_names
@@ -30,7 +29,6 @@ from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.run.joint import leave_gradient
-from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.tensors import Structure
@@ -47,12 +45,8 @@ class GraphEngine:
 
     Args:
         step: the step to run.
-        compile: compile the graph with Inductor.
-        leaves_gradients: leave them in ``.grad``, as the tape does.
+        compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
         name: of the step, for the log.
-        level: of the log record about a capture that takes long.
-        tape: runs a step whose graph raises because of a value: it raises at the user's line, or runs an ``except``
-            there; without it that is a ``GraphRaised``.
 
     Attributes:
         may_trace: capture new kinds of batches; otherwise they are a ``GuardMiss``.
@@ -63,10 +57,7 @@ class GraphEngine:
         step: TrainStep,
         *,
         compile: bool = False,  # noqa: A002
-        leaves_gradients: bool = False,
         name: str = "default",
-        level: int = logging.WARNING,
-        tape: TapeEngine | None = None,
     ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
@@ -77,10 +68,10 @@ class GraphEngine:
             step.optimizers,
             between=between,
             compile=compile,
-            leaves_gradients=leaves_gradients,
+            leaves_gradients=not compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
-            when_slow=lambda: _say_what_is_captured(step, name, level),
+            when_slow=lambda: _say_what_is_captured(step, name),
         )
         self.may_trace = True
         self._parameters = parameters_here(step.model)
@@ -88,31 +79,21 @@ class GraphEngine:
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
         self._nonfinite: list[str] = []
-        self._errors_to = tape
 
     @property
     def program(self) -> StepProgram:
         """The captured graphs."""
         return self._program
 
-    def explain(self) -> str:
-        """Return the reason, in one sentence, for this engine."""
-        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which needs a graph,"
-        return f"{asked} was requested" + self._program.said_of_update
-
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._ready = ready
         self._attached = frozenset(parameters)
-        if self._errors_to is not None:
-            self._errors_to.attach(parameters, ready)
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
         self._program.follow_model()
         self._parameters = parameters_here(self._step.model)
-        if self._errors_to is not None:
-            self._errors_to.follow_model()
 
     def differentiate(
         self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
@@ -121,31 +102,14 @@ class GraphEngine:
         assert self._ready is not None
         self._program.set_seed(seed)
         listener = _RunListener(self._parameters, self._attached, self._ready, begin, fetch)
-        try:
-            with spans.span("forward and backward", "compute"):
-                found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
-        except GraphRaised:
-            if self._errors_to is None:
-                raise
-            found = None
-        if found is None:  # out of the handler: the tape's error has no other behind it
-            assert self._errors_to is not None
-            return self._errors_to.differentiate(batch, fetch, begin, seed)
+        with spans.span("forward and backward", "compute"):
+            found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
         for name, lookups in found.sparse.items():
             listener.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Return the whole step as one graph, except for the work of sparse tables between gradients and optimizers."""
-        try:
-            return self._step_on_graph(batch, fetch)
-        except GraphRaised:
-            if self._errors_to is None:
-                raise
-        # Out of the handler: the tape's error has no other behind it.
-        return self._errors_to.step(batch, fetch)
-
-    def _step_on_graph(self, batch: Structure, fetch: Fetch) -> StepOutput:
         if not self._in_parts and not self._clips_others:
             try:
                 asked = [*fetch.modules, *fetch.gradients]
@@ -197,10 +161,6 @@ class GraphEngine:
         """Step the optimizers on the gradients in ``.grad``."""
         with spans.span("optimizer", "compute"):
             self._program.update(*self._gradients())
-
-    def captures_update(self) -> bool:
-        """Return True if ``update`` on the gradients in ``.grad`` runs no code of the optimizers."""
-        return self._program.captures_update(self._gradients()[0])
 
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
         """Capture the step for this batch and run nothing; ``whole`` with the update."""
@@ -271,10 +231,9 @@ class _RunListener:
         parameter.grad = self._ready(parameter, value) if name in self._attached else value
 
 
-def _say_what_is_captured(step: TrainStep, name: str, level: int) -> None:
+def _say_what_is_captured(step: TrainStep, name: str) -> None:
     modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
-    _log.log(
-        level,
+    _log.warning(
         "capturing step %r as a graph has taken more than %.0f seconds so far: %s, %d modules, %d parameters",
         name,
         PATIENCE,

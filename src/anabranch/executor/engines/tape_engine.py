@@ -35,18 +35,13 @@ class TapeEngine:
 
     name = "tape"
 
-    def __init__(self, step: TrainStep, why: str = "the tape was requested") -> None:
+    def __init__(self, step: TrainStep) -> None:
         self._step = step
-        self._why = why
         self._manager = GradManager()
         self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
         self._alone = GradManager()
         self.scale: LossScale | None = None
         self.follow_model()
-
-    def explain(self) -> str:
-        """Return the reason, in one sentence, for this engine."""
-        return self._why
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""

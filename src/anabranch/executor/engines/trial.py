@@ -1,4 +1,4 @@
-"""A trial: one batch run on the tape, then again as a graph, comparing results bitwise and time.
+"""A trial: a new graph's first batch, run on the tape and then again as the graph, and compared bitwise.
 
 The tape's run is the step that counts. The graph's leaves no trace: state is restored before it and after it, random
 numbers are drawn again, boundaries answer with what they answered the tape, and Python's part of the step is not
@@ -7,32 +7,18 @@ repeated, for the program is run behind Dynamo's guards and without what Dynamo 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import MovedParameter, parameters_here
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
-from anabranch.graph.trace.optimizer_contents import Contents
 from anabranch.tensors.memory import shown_once
 
-__all__ = [
-    "Differs",
-    "Snapshot",
-    "bits_differ",
-    "check_gradients",
-    "check_results",
-    "repeat",
-    "wait_for_devices",
-]
-
-_MOST_REPEATS = 3
-_LONG = 0.05
+__all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
 
 
 class Differs(Exception):
@@ -40,25 +26,17 @@ class Differs(Exception):
 
 
 class Snapshot:
-    """Everything that a step may change: tensors, the optimizers' Python state, and torch's random state.
+    """Everything that forward and backward may change: tensors, gradients, and torch's random state.
 
     Args:
         model: its parameters, buffers and gradients.
-        optimizers: their states.
         others: further tensors.
         since: the snapshot at the step's beginning, for one at its end. Only gradients that were there then are kept
             with their contents: a step adds to those. A collective may be using the others by now.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        others: Iterable[object] = (),
-        since: Snapshot | None = None,
-    ) -> None:
-        self._held = Contents(optimizers)
-        found = [*model.parameters(), *model.buffers(), *self._held.tensors]
+    def __init__(self, model: nn.Module, others: Iterable[object], since: Snapshot | None = None) -> None:
+        found = [*model.parameters(), *model.buffers()]
         found += [value for value in others if isinstance(value, Tensor)]
         # Sparse batches are read only.
         here = (t for t in dict.fromkeys(found) if not isinstance(t, MovedParameter))
@@ -87,7 +65,6 @@ class Snapshot:
                     shown_once(gradient).detach().copy_(shown_once(copy))
                 else:
                     held.grad = copy.clone()
-        self._held.restore()
         torch.set_rng_state(self._random)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -97,8 +74,7 @@ class Snapshot:
         for tensor, memory, copy in zip(self._tensors, self._memories, self._copies, strict=True):
             if bits_differ(memory, copy):
                 return f"a tensor of shape {tuple(tensor.shape)} that the step changes has a different value"
-        copies = {t: copy.expand(t.shape) for t, copy in zip(self._tensors, self._copies, strict=True)}
-        return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
+        return None
 
     def gradients_before(self) -> dict[Tensor, Tensor]:
         """Return the gradients that there were, by parameter."""
@@ -117,15 +93,6 @@ class Snapshot:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return False
         return self._cuda is None or not all(map(torch.equal, torch.cuda.get_rng_state_all(), self._cuda))
-
-
-def wait_for_devices() -> None:
-    """Return when what this thread has launched on its stream is done, so that the time can be taken.
-
-    Not the whole device: that fails, there and here, while another thread records a CUDA graph.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
 
 
 def bits_differ(one: Any, other: Any) -> bool:
@@ -186,14 +153,12 @@ def check_gradients(
         earlier, gradient = before.get(parameters[name]), as_sparse_gradient(lookups, parameters[name])
         if bits_differ(gradient if earlier is None else earlier + gradient, expected):
             raise Differs(f"the gradient of {name!r}")
-    dense = {
-        parameter
-        for parameter, gradient in seen.items()
-        if gradient.layout is torch.strided
-        and not (parameter in before and not bits_differ(before[parameter], gradient))  # nothing was added to it
-    }
-    if not dense <= {parameters[name] for name in found}:
-        raise Differs("which parameters have a gradient")
+    graphs = {parameters[name] for name in (*found, *rows)}
+    names = {parameter: name for name, parameter in parameters.items()}
+    for parameter, gradient in seen.items():
+        # A gradient from before the step to which nothing was added is not of this step.
+        if parameter not in graphs and (parameter not in before or bits_differ(before[parameter], gradient)):
+            raise Differs(f"the gradient of {names.get(parameter, 'a parameter')!r}, which the graph does not compute")
 
 
 def repeat(
@@ -202,11 +167,8 @@ def repeat(
     answers: Answers,
     run: Callable[[], Mapping[str, object]],
     check: Callable[[Mapping[str, object]], None],
-    *,
-    rough: bool = False,
-    most: int = _MOST_REPEATS,
-) -> float:
-    """Run the graph on the batch that the tape has run; returns the seconds of its fastest run.
+) -> None:
+    """Run the graph once on the batch that the tape has run, and leave the tape's state.
 
     Args:
         before: the state before the step.
@@ -214,32 +176,21 @@ def repeat(
         answers: of the boundaries.
         run: the graph's program.
         check: called with its results; raises ``Differs``.
-        rough: state need not be the same bits, for kernels of another compiler round differently.
-        most: times to run it, where it is quick.
 
     Raises:
         Differs: the graph's results, state or random numbers are not the tape's.
     """
-    best = float("inf")
     try:
-        for _ in range(most):
-            before.restore()
-            wait_for_devices()
-            began = time.perf_counter()
-            with answers.replayed():
-                results = run()
-            wait_for_devices()
-            best = min(best, time.perf_counter() - began)
-            check(results)
-            found = after.differing()
-            if found is not None and not rough:
-                raise Differs(found)
-            if after.random_differs:
-                raise Differs("it draws other random numbers")
-            if best > _LONG:
-                break
+        before.restore()
+        with answers.replayed():
+            results = run()
+        check(results)
+        found = after.differing()
+        if found is not None:
+            raise Differs(found)
+        if after.random_differs:
+            raise Differs("it draws other random numbers")
     except AnswersDiffer as error:
         raise Differs(str(error)) from error
     finally:
         after.restore()
-    return best

@@ -131,10 +131,6 @@ class _ScheduleEngine:
         self.asks_to_stop = False
         self.asked_to_stop = False
 
-    def explain(self) -> str:
-        """One sentence with the reason why it is the engine."""
-        return "a Pipe runs its stages by a schedule of its own"
-
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._handed_over = list(reversed(parameters.values()))  # type: ignore[call-overload]

@@ -24,7 +24,6 @@ from anabranch.autodiff.moved_parameter import from_within, parameters_here
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.drift import Drift
-from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
@@ -208,9 +207,8 @@ class StepRunner:
             ran = self.engine.differentiate(batch, fetch, begin, seed)
             self.upcoming.learn_from(self.engine.program.graph)
             return ran
-        engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
-            return engine.differentiate(batch, fetch, begin, seed)
+            return self.engine.differentiate(batch, fetch, begin, seed)
 
     def _push_early(self) -> None:
         """Add the run's gradients to the servers' window, and push once it closes, in parallel with the local sums."""
@@ -239,9 +237,6 @@ class StepRunner:
         if self.remote is not None:
             self.remote.start_run(weight, factor)
         stopping = self._wants_to_stop()
-        vote = (False, False)
-        if self._workers is not None and isinstance(self.engine, AutoEngine):
-            vote = self.engine.vote()
         share = header(
             loss,
             weight,
@@ -249,7 +244,6 @@ class StepRunner:
             active=active,
             stopping=stopping,
             device=self._device,
-            vote=vote,
             digits=self._digits,
         )
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
@@ -261,8 +255,6 @@ class StepRunner:
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0
-        if self._workers is not None and isinstance(self.engine, AutoEngine):
-            self.engine.decided(total.trying, total.rejecting)
         if self._digits and self._drift is not None:
             if self._drift.differs_anywhere(total.differing):
                 self._differing_at = self.steps
@@ -428,9 +420,7 @@ class StepRunner:
 
     def _engine_that_accumulates(self) -> Engine:
         """Return the engine that accumulates into existing gradients."""
-        if isinstance(self.engine, AutoEngine):
-            self.engine.stay_on_tape("zero_grad of an optimizer keeps gradients, to which a graph would not add")
-        if isinstance(self.engine, (AutoEngine, CheckedGraph)):
+        if isinstance(self.engine, CheckedGraph):
             return self.engine.tape
         if isinstance(self.engine, GraphEngine):
             raise CaptureError(

@@ -28,7 +28,7 @@ from anabranch.executor.drift import DIGITS, digits_differ
 
 __all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
 
-HEADER_SIZE = 9 + DIGITS
+HEADER_SIZE = 7 + DIGITS
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -43,8 +43,6 @@ class Total:
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
         stopping: how many were asked to stop.
-        trying: how many would try a graph in the next run.
-        rejecting: how many reject the one that was tried.
         with_rows: how many had rows.
         differing: whether the checksums are not all equal.
     """
@@ -53,8 +51,6 @@ class Total:
     loss: float
     active: int
     stopping: int
-    trying: int = 0
-    rejecting: int = 0
     with_rows: int = 0
     differing: bool = False
 
@@ -67,14 +63,13 @@ def header(
     active: bool,
     stopping: bool,
     device: torch.device,
-    vote: tuple[bool, bool] = (False, False),
     digits: Sequence[float] = (),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
-    share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS, *map(float, vote)]
+    share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS]
     share += [float(rows > 0), *(digits or [0.0] * DIGITS)]
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
@@ -111,7 +106,7 @@ class Totals:
         Raises:
             BoundaryError: the workers are not all in the same run.
         """
-        high, low, loss, active, stopping, runs, trying, rejecting, with_rows, *digits = self._arrived().tolist()
+        high, low, loss, active, stopping, runs, with_rows, *digits = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
                 "the workers are in different runs: a loss that raises on one worker only must end the job, or be "
@@ -125,8 +120,6 @@ class Totals:
             loss,
             active=int(active),
             stopping=int(stopping),
-            trying=int(trying),
-            rejecting=int(rejecting),
             with_rows=int(with_rows),
             differing=digits_differ(digits, self._size),
         )

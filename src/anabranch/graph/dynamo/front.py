@@ -8,29 +8,31 @@
 Dynamo answers one question: which torch calls does this function make, and for which Python state. Programs are built
 elsewhere: ``make`` gets the calls and returns the function to call in their place, once in each run.
 
-Dynamo's defaults omit guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation.
-Changes that no guard can see are refused: hooks on all modules, anomaly mode, hooks on saved tensors.
+Dynamo's defaults omit guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation. Three
+changes were seen to escape them, and are caught here: NumPy values are refused, and the functions and code that a
+capture has inlined are compared before each run. Modes that no guard sees are refused: hooks on all modules, anomaly
+mode, hooks on saved tensors. Any error of Dynamo's own is a ``CaptureError``, with the original as its cause.
 
 The file is long because everything that depends on Dynamo's internals is in it: a new PyTorch affects one file.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import sys
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _len_torch_function_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,30 +40,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from anabranch.activity import Activity, during
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
-from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.dynamo.guards.added_guards import guard_emptiness, guard_signs
-from anabranch.graph.dynamo.guards.caught_lookups import caught_lookups
-from anabranch.graph.dynamo.guards.compared_objects import compared_objects
-from anabranch.graph.dynamo.guards.compiled_by_user import (
-    compiled_refusal,
-    has_compiled_methods,
-    refuse_compiled_code,
-    refuse_compiled_parts,
-)
-from anabranch.graph.dynamo.guards.faithful_values import faithful_values
-from anabranch.graph.dynamo.guards.misread_calls import misread_calls
-from anabranch.graph.dynamo.guards.unseen import REGISTERED, Unseen
-from anabranch.graph.dynamo.guards.watched_code import WatchedCode
-from anabranch.graph.dynamo.origins import closed_over
+from anabranch.graph.dynamo.inlined_code import InlinedCode
 from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
 from anabranch.graph.dynamo.random_states import random_states_untouched
-from anabranch.graph.dynamo.refusals import reason_here, refusal_of
+from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slow_capture import log_if_slow
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
 
-__all__ = ["CaptureElsewhere", "DynamoFront", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
+__all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "changed_objects", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -106,14 +94,6 @@ class GuardMiss(CaptureError):
     """No program fits the current Python state, and none may be made now; nothing has been computed."""
 
 
-class CaptureElsewhere(GuardMiss):
-    """Another thread captures, and whether a program still fits is known when it has; nothing has been computed."""
-
-
-class _SwitchedOff(CaptureError):
-    """Dynamo compiles nothing here."""
-
-
 class _NotCompiled(BaseException):
     """The front was about to run as plain Python; raised before its first line."""
 
@@ -156,6 +136,16 @@ class TracedCall:
             kind, text = node.args
             raise (WrongType if kind == "type" else UserMistake)(str(text))
 
+    def release_tensors(self) -> None:
+        """Drop Dynamo's weak references to the tensors of the trace, once it is compiled.
+
+        ``torch.utils.swap_tensors`` refuses a tensor that has any.
+        """
+        values = (node.meta.get("example_value") for node in self.module.graph.nodes)
+        modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
+        for mode in modes.values():
+            mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
 
 Make: TypeAlias = "Callable[[TracedCall], Callable[..., Sequence[object]]]"
 """``make(call)`` returns a function from the placeholders' values to the outputs of ``call.module``."""
@@ -179,50 +169,25 @@ class DynamoFront:
         what: str = "the step",
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        _allow_marks()
         self._function, self._make, self._what = function, make, what
         self._settings: dict[str, Any] = {**_SOUND, **(settings or {})}
         self._fronts: dict[object, _Compiled] = {}
         self._exhausted: dict[object, str] = {}
         self._may_trace = self._has_made = False
-        self._code: WatchedCode | None = None
-        self.traced: set[types.CodeType] = set()
+        self._inlined = InlinedCode()
+        self._traced: set[types.CodeType] = set()
         self._changes = 0
         self.when_slow: Callable[[], None] | None = None
         """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
         """The error of ``make`` or of a program in the run in progress; Dynamo wraps some of it."""
-        self.unseen = Unseen()
 
-    def knows(self, kind: object) -> bool:
-        """Return True if a program was made for batches of this kind."""
-        return kind in self._fronts
-
-    def forget(self) -> None:
-        """Drop all programs."""
+    def _forget(self) -> None:
+        """Drop all programs: code that they have inlined was replaced."""
+        self._changes += 1
         self._fronts.clear()
         self._exhausted.clear()
-        self._code = None
-        self.unseen = Unseen()
-
-    def _has_changed(self) -> bool:
-        """Return True if something has changed that Dynamo's guards do not look at."""
-        return self._code is not None and (self.unseen.changed() is not None or not self._code.unchanged())
-
-    def _look_again(self, may_wait: bool) -> None:
-        """Forget all programs, unless the change is that of another thread's capture, whose tracer changes nn.Module.
-
-        Raises:
-            CaptureElsewhere: it would have to wait for that capture, and may not.
-        """
-        if not one_at_a_time.acquire(blocking=may_wait):
-            raise CaptureElsewhere("another thread captures a graph")
-        try:
-            if self._has_changed():
-                self._changes += self.unseen.changed() != REGISTERED
-                self.forget()
-        finally:
-            one_at_a_time.release()
+        self._inlined = InlinedCode()
 
     def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
         """``function(*args)``.
@@ -237,8 +202,8 @@ class DynamoFront:
             CaptureError: the function cannot be a graph; nothing has happened.
         """
         _refuse_what_guards_miss()
-        if self._has_changed():
-            self._look_again(may_trace)
+        if not self._inlined.unchanged():
+            self._forget()
         compiled = self._fronts.get(kind)
         if compiled is not None:
             try:
@@ -250,7 +215,6 @@ class DynamoFront:
         return self._trace(kind, compiled, args)
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
-        _refuse_other_pytorch()
         known = self._exhausted.get(kind)
         if known is not None:
             raise CaptureError(known)
@@ -258,61 +222,50 @@ class DynamoFront:
             raise CaptureError(
                 f"classes or functions that {self._what} uses change from step to step; use engine='tape'"
             )
-        refuse_compiled_parts([*args, *closed_over(self._function)])
-        if compiled is None:
-            compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
         opaque.take_failure()
-        torch._dynamo.symbolic_convert._import_module.cache_clear()  # a name may refer to another module now
         self._may_trace, self._has_made = True, False
         try:
-            settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            slow, caught, compared, misread, faithful = (
-                log_if_slow(self.when_slow),
-                caught_lookups(self._refuse),
-                compared_objects(self._refuse),
-                misread_calls(self._refuse, self._deny),
-                faithful_values(self._deny, self._refuse, self.unseen.note_state),
-            )
+            _allow_marks()
+            if compiled is None:
+                compiled = _Compiled(self._function, _Backend(self))
             with (
                 during(Activity.CAPTURING),
                 one_at_a_time,
                 opaque.failures_noted(),
                 undisturbed(),
                 silent(),
-                settings,
+                torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once()),
                 traced_by(_Forms()),
-                slow,
-                caught,
-                compared,
-                misread,
-                faithful,
-                _untimed(),
+                log_if_slow(self.when_slow),
                 unseen_by_other_threads(),
                 random_states_untouched(),
             ):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
-            raise self._explained(error, kind) from None
+            explained = self._explained(error, kind)
+            raise explained from explained.__cause__
         finally:
             self._may_trace = False
             self.failure = None
-            if self.unseen.refused is not None:
-                self.unseen.refused = None
-                self._fronts.pop(kind, None)
-            elif self._has_made and kind not in self._exhausted:
+            if compiled is not None and self._has_made and kind not in self._exhausted:
                 self._fronts[kind] = compiled
-                kinds = itertools.chain(_kinds_of(self._function, args), self.unseen.kinds)
-                self._code = WatchedCode(kinds, self.traced)
 
-    def _refuse(self, what: str) -> None:
-        self.unseen.refused = what
+    def note_guards(self, entries: Sequence[Any]) -> None:
+        """Watch the code in the values that guards are about.
 
-    def _deny(self, reason: str) -> None:
-        """Raise an error for code that cannot be a graph, in a way that Dynamo does not catch."""
-        self.unseen.refused = reason
-        self.failure = CaptureError(reason_here(reason, self._what))
-        raise self.failure
+        Raises:
+            CaptureError: one is NumPy's, which Dynamo does not compare where the step reads it as a number.
+        """
+        for entry in entries:
+            if isinstance(entry.value, (np.ndarray, np.generic)):
+                line = user_line(getattr(entry.orig_guard, "user_stack", None))
+                self.failure = _of_numpy(self._what, str(entry.name), line)
+                raise CaptureError(str(self.failure))  # a copy: Dynamo adds to the message
+        values = [entry.value for entry in entries]
+        kinds = (value if isinstance(value, type) else type(value) for value in values)
+        functions = (value for value in values if isinstance(value, types.FunctionType))
+        self._inlined.add(kinds, functions, self._traced)
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:
@@ -328,19 +281,15 @@ class DynamoFront:
             raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
         try:
             _refuse_what_is_lost()
-            _guard_order()
-            self.traced.update(torch._guards.TracingContext.get_traced_code() or ())
-            refuse_compiled_code(self.traced)
-            self.unseen.examine_code(self.traced)
-            self.unseen.examine_calls(module)
-            self.unseen.examine_states()
-            call = _describe(module)
+            self._traced.update(torch._guards.TracingContext.get_traced_code() or ())
+            call = _describe(module, self._what)
             call.check()
             program = self._noting(self._make(call))
             self._has_made = True
             return program
         except BaseException as error:
-            self.failure = error
+            expected = isinstance(error, (AnabranchError, UserMistake, WrongType)) or not isinstance(error, Exception)
+            self.failure = error if expected else refusal_of(error, self._what)
             raise
 
     def _noting(self, program: Callable[..., Sequence[object]]) -> Callable[..., Sequence[object]]:
@@ -349,12 +298,6 @@ class DynamoFront:
 
         def run(*args: object) -> Sequence[object]:
             try:
-                front = mine()
-                if front is not None and front.unseen.refused is not None:
-                    raise front.failure or CaptureError(
-                        f"{front._what} reads {_plain_source(front.unseen.refused)}, whose changes a graph would not "
-                        "notice; use engine='tape'"
-                    )
                 with traced_by(None):
                     return program(*args)
             except BaseException as error:
@@ -368,110 +311,24 @@ class DynamoFront:
 
     def _explained(self, error: BaseException, kind: object) -> BaseException:
         """Return the error to raise in place of Dynamo's."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         failed = opaque.take_failure()
         if self.failure is not None or failed is not None:
             return self.failure or failed  # type: ignore[return-value]
-        if isinstance(error, FailOnRecompileLimitHit):
+        if type(error).__name__ == "FailOnRecompileLimitHit":
             self._exhausted[kind] = (
                 f"Python values that {self._what} reads change from step to step, and each change needs a new graph; "
                 "pass them in the batch, make them tensors that are changed in place, or use engine='tape'"
             )
             self._fronts.pop(kind, None)
             return CaptureError(self._exhausted[kind])
-        if isinstance(error, (CaptureError, AnabranchError, KeyboardInterrupt, SystemExit)):
-            return error
-        if isinstance(error, _NotCompiled) or "no compiled frames" in str(error):
-            return _SwitchedOff(
+        if isinstance(error, _NotCompiled):
+            return CaptureError(
                 "torch.compile is switched off here (torch.compiler.set_stance, TORCHDYNAMO_DISABLE, a dispatch mode), "
                 "but capturing needs it; switch it on, or use engine='tape'"
             )
-        if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
-            return refusal_of(error, self._what)
-        return error
-
-
-class _Probe(nn.Module):
-    """The module changed by the self-test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Identity(), 1.0
-        # Not random: that would change the user's random numbers.
-        self.weight = nn.Parameter(torch.ones(1, device="cpu"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.weight * self.scale  # type: ignore[no-any-return]
-
-
-class _SelfTest(threading.local):
-    """True while this thread runs the self-test."""
-
-    running = False
-
-
-_self_test = _SelfTest()
-_passed: bool | None = None
-
-
-def guards_hold() -> bool:
-    """Capture a tiny module, change it in three ways, and check whether each change is noticed."""
-    probe, x = _Probe(), torch.ones(1, 1, device="cpu")
-    front = DynamoFront(
-        lambda model, x: mark("y", model(x)),
-        lambda call: lambda *args: [torch.ones(1, 1, device="cpu")],
-        what="a self-test",
-    )
-    front.run((), probe, x)
-
-    def noticed() -> bool:
-        try:
-            front.run((), probe, x, may_trace=False)
-        except GuardMiss:
-            return True
-        return False
-
-    if noticed():
-        return False  # a program that never fits is useless
-    with hooked(probe.layer, lambda *_: None):
-        found = [noticed()]
-    probe.weight.requires_grad_(False)
-    found.append(noticed())
-    probe.weight.requires_grad_(True)
-    probe.scale = 2.0
-    found.append(noticed())
-    return all(found)
-
-
-def _refuse_other_pytorch() -> None:
-    """Test Dynamo's guards once per process, before the first capture.
-
-    Raises:
-        CaptureError: they miss changes, or Dynamo is switched off.
-    """
-    global _passed
-    if _passed is None and not _self_test.running:
-        _self_test.running = True
-        try:
-            _passed = guards_hold()
-        except _SwitchedOff:  # which says nothing about guards
-            raise
-        except CaptureError:
-            _passed = False
-        finally:
-            _self_test.running = False
-        if not _passed:
-            warnings.warn(
-                f"TorchDynamo of PyTorch {torch.__version__} does not notice all changes of Python values; "
-                "steps run on the tape",
-                stacklevel=2,
-            )
-    if _passed is False:
-        raise CaptureError(
-            f"TorchDynamo of PyTorch {torch.__version__} failed the self-test of its guards: a graph could be stale; "
-            "use engine='tape', or the PyTorch that anabranch is tested with"
-        )
+        if isinstance(error, AnabranchError) or not isinstance(error, Exception):
+            return error
+        return refusal_of(error, self._what)
 
 
 class _Forms:
@@ -505,19 +362,6 @@ class _Forms:
             f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
             "engine='tape'"
         )
-
-
-@contextmanager
-def _untimed() -> Iterator[None]:
-    """Keep Dynamo from measuring the time of guards in a block for its log: that empties the CPU's caches."""
-    from torch._dynamo import guards
-
-    space: Any = guards
-    measure, space.profile_guard_manager = space.profile_guard_manager, lambda *_: 0.0
-    try:
-        yield
-    finally:
-        space.profile_guard_manager = measure
 
 
 class _Compiled:
@@ -620,55 +464,15 @@ class _Backend:
         return front.make(module)
 
     def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
-        """Record guards that compare a value with itself; keep all guards."""
+        """Pass on the values that guards read; keep all guards."""
         front = self._front()
-        measured = {entry.name for entry in entries if _MEASURING & {entry.guard_type, *entry.derived_guard_types}}
-        kinds: dict[type, str] = {}
-        for entry in entries:
-            kind_alone = entry.guard_type == "TYPE_MATCH" and entry.name not in measured
-            if kind_alone and isinstance(entry.value, dict) and not _is_of_a_module(str(entry.name), front):
-                guard_emptiness(entry.orig_guard, entry.value)
-            compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
-            if front is not None and entry.has_value:
-                front.unseen.examine_value(str(entry.name), entry.value)
-                kinds.setdefault(type(entry.value), str(entry.name))
-            if compares and entry.has_value:
-                guard_signs(entry.orig_guard, entry.value)
-            copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
-            if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
-                front.unseen.refused = f"{entry.name}, a container in a tuple (use a list instead)"
-        for kind, name in kinds.items():
-            if front is not None and has_compiled_methods(kind):
-                front.failure = compiled_refusal(f"a method of {kind.__qualname__}")
-                front.unseen.refused = name
+        assert front is not None
+        front.note_guards([entry for entry in entries if entry.has_value])
         return [True] * len(entries)
 
 
 def _last_lr(self: LRScheduler) -> list[float | Tensor]:
     return self._last_lr
-
-
-def _is_of_a_module(name: str, front: DynamoFront | None) -> bool:
-    """Return True for dicts that every module has, and whose truth nobody requests but code that names them."""
-    last = name.rpartition(".")[2]
-    return last.startswith("_global_") or (last in _OF_MODULES and front is not None and not front.unseen.names(last))
-
-
-_OF_MODULES = ("_modules", "_parameters", "_buffers")
-_MEASURING = {"SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT"}
-_COMPARING = ("EQUALS_MATCH", "CONSTANT_MATCH")
-_UNCHANGING = (
-    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, slice, enum.Enum, torch.dtype,
-    torch.device, torch.layout, torch.memory_format, types.CodeType, types.FunctionType,
-    types.BuiltinFunctionType, types.ModuleType,
-)  # fmt: skip
-
-
-def _may_change(value: object) -> bool:
-    """Return True if a guard that compares with ``value`` itself would see it change too, and so never miss."""
-    if isinstance(value, (tuple, frozenset)):
-        return any(map(_may_change, value))
-    return not isinstance(value, _UNCHANGING)
 
 
 _fronts = itertools.count()
@@ -695,13 +499,21 @@ def _allow_marks() -> None:
             _are_allowed = True
 
 
-def _describe(module: fx.GraphModule) -> TracedCall:
-    """Return the call with the facts of Dynamo's placeholders that Dynamo forgets after the compilation."""
+def _describe(module: fx.GraphModule, what: str) -> TracedCall:
+    """Return the call with the facts of Dynamo's placeholders that Dynamo forgets after the compilation.
+
+    Raises:
+        CaptureError: one is a NumPy value, which Dynamo would treat as a tensor.
+    """
     names: list[str] = []
     numbers: set[int] = set()
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         arg = node.meta.get("grapharg")
-        names.append(_plain(getattr(getattr(arg, "source", None), "name", None), node))
+        source = getattr(getattr(arg, "source", None), "name", None)
+        if isinstance(source, str) and source.startswith("___from_numpy("):
+            line = next(map(user_line_of, node.users), "")
+            raise _of_numpy(what, source.removeprefix("___from_numpy(").removesuffix(")"), line)
+        names.append(_plain(source, node))
         read = all(user.op == "call_method" and user.target == "item" for user in node.users)
         if arg is not None and not arg.is_tensor and arg.pass_arg_as_tensor and read:
             numbers.add(index)
@@ -720,27 +532,18 @@ def _plain(source: object, node: fx.Node) -> str:
     return ".".join(part for part in name.split(".") if part)
 
 
-def _plain_source(source: str) -> str:
-    """Return the plain name of a source in errors: ``held`` for ``L['args'][0].held``."""
-    return source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch")
+def _of_numpy(what: str, source: str, line: str) -> CaptureError:
+    name = source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch").replace("'args'][0].", "")
+    return CaptureError(
+        f"{line}{what} reads {name}, a NumPy value, whose changes a graph would not notice; use a tensor or a Python "
+        "number, or engine='tape'"
+    )
 
 
 def _said_once() -> set[object]:
     """Functions that log a message once per process: the tape has logged it, so a graph need not."""
     module = sys.modules.get("transformers.utils.logging")
     return set() if module is None else {module.warning_once, module.logging.Logger.warning_once}
-
-
-def _kinds_of(function: Callable[..., Any], args: Sequence[object]) -> Iterator[type]:
-    """Yield the classes whose methods a call of ``function`` may go through."""
-    yield from (Tensor, nn.Parameter, nn.Module, type(function))
-    for arg in args:
-        yield type(arg)
-        for module in arg.modules() if isinstance(arg, nn.Module) else ():
-            yield type(module)
-    for value in closed_over(function):
-        yield type(value)
-        yield type(getattr(value, "__self__", None))
 
 
 def _refuse_what_is_lost() -> None:
@@ -767,17 +570,6 @@ def _refuse_what_is_lost() -> None:
             "backward() is called, or the .grad or .data of a tensor assigned, in the middle of the step, which a "
             "graph would lose; use torch.autograd.grad, or engine='tape'"
         )
-
-
-def _guard_order() -> None:
-    """Guards the keys of each dict whose order was read: ``list(d)`` alone has Dynamo look at its length only."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    output = InstructionTranslator.current_tx().output
-    for source in output.guard_on_key_order:
-        if isinstance(output.resolve_source_value(source), dict):
-            install_guard(source.make_guard(GuardBuilder.DICT_KEYS_MATCH))
 
 
 def _refuse_what_guards_miss() -> None:
@@ -812,11 +604,9 @@ def _autocast_depth() -> int:
     return int(torch.autocast_decrement_nesting())
 
 
-def _inside_dynamo(error: BaseException) -> bool:
-    """Return True if PyTorch's tracing machinery raised it."""
-    step = error.__traceback__
-    while step is not None:
-        if "/torch/_dynamo/" in step.tb_frame.f_code.co_filename.replace("\\", "/"):
-            return True
-        step = step.tb_next
-    return False
+def changed_objects() -> set[int]:
+    """Return the ids of the objects that the traced code changes; Dynamo changes them after the program has run."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    return {known for known, variable in effects.id_to_variable.items() if effects.is_modified(variable)}

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import hooks_registered
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.graph.trace.optimizer_code import OptimizerCode
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
 __all__ = ["BoundState"]
@@ -37,16 +36,7 @@ class BoundState:
         self._sizes, self._members = self._grouped()
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
         self._handles = -1
-        self._code: OptimizerCode | None = None
         self.note_optimizer_state()
-
-    def note_optimizer_code(self) -> None:
-        """Record the optimizers' current code and the values it reads; called when an update is captured.
-
-        Raises:
-            CaptureError: a graph could not notice changes of a value that an optimizer reads.
-        """
-        self._code = OptimizerCode(self._optimizers)
 
     def note_optimizer_state(self) -> None:
         """Record the optimizers' state as it is now."""
@@ -76,8 +66,6 @@ class BoundState:
                 return False
         if kept_by_optimizers and not self._state_is_the_same():
             return False
-        if kept_by_optimizers and self._code is not None and not self._code.unchanged():
-            return False
         if len(self._groups) != sum(map(len, self._lists)):
             return False
         if not all(map(same, chain.from_iterable(self._lists), self._groups)):
@@ -86,11 +74,6 @@ class BoundState:
         if sizes != self._sizes or not all(map(same, members, self._members)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
-
-    def knows_state(self) -> bool:
-        """Return True if the optimizers' state is the recorded one, without replacements since."""
-        held = zip(self._optimizers, self._states, strict=True)
-        return all(optimizer.state is state for optimizer, state in held) and self._state_is_the_same()
 
     def _state_is_the_same(self) -> bool:
         same = operator.is_

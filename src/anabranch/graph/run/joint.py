@@ -24,7 +24,6 @@ from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.cuda_graphs import Replayed, can_replay
 from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.lost_history import without_history
-from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step_state import SparseGradients, StepState
 from anabranch.graph.trace.backward import GradientListener, capture_backward, loss_of, output_names
@@ -95,7 +94,6 @@ class Joint:
         self._all_held = not self._sparse and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
-        self._rollback = Rollback(self.backward.graph)
         self._memory = SharedMemory(arguments, written_inputs(self.backward.graph))
         self._between = self._trace_between(extra) if key.whole else None
         self._program: Program | None = None
@@ -139,11 +137,6 @@ class Joint:
         if self._between is None:
             return []
         return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
-
-    @property
-    def captures_update(self) -> bool:
-        """True if a run of the whole step has the update in its graph, except for the rows of sparse tables."""
-        return self._program is not None
 
     @property
     def variants(self) -> bool:
@@ -192,9 +185,9 @@ class Joint:
         free = [*free, *extra] if extra else free
         results: dict[str, object]
         if self._update_program is None:
-            results = dict(zip(self.graph.outputs, self._rollback.run(self._program.run, free), strict=True))
+            results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
         else:
-            results = dict(zip(self._front_outputs, self._rollback.run(self._program.run, free), strict=True))
+            results = dict(zip(self._front_outputs, self._program.run(*free), strict=True))
             if not self._admitted(results, own=self._own):
                 return self._finish(results, later, stepped=True)
             self._update_program.run(*(results[name] for name in self._updated))
@@ -217,10 +210,9 @@ class Joint:
         if listener is not None:
             listener.begin(self.backward.outputs)
         if listening and listener is not None:
-            started = _StartedListener(listener)
-            ran = self._rollback.run(self.backward.program_for(started).run, free, lambda: started.started)
+            ran = self.backward.program_for(listener).run(*free)
         else:
-            ran = self._rollback.run(self._apart().run, free)
+            ran = self._apart().run(*free)
         results = dict(zip(self.backward.graph.outputs, ran, strict=True))
         if listener is not None and not listening:
             self.backward.notify(listener, results)
@@ -231,7 +223,7 @@ class Joint:
     ) -> dict[str, object]:
         """Run part by part: the first time, when optimizers have no state yet, and when they step outside the graph."""
         step, backward = self._step, self.backward
-        ran = self._rollback.run(self._apart().run, free)
+        ran = self._apart().run(*free)
         results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
         rows = {name: results[name] for name in backward.rows}
         if not self._admitted(results, own=False):
@@ -335,15 +327,12 @@ class Joint:
             if isinstance(example, Tensor) and step.parameters[name] in step.names:
                 dense[name] = example
         try:
-            if not dense:
-                step.check_optimizers()  # which step on the rows of sparse tables
             update = step.update_graph(dense) if dense else None
         except CaptureError as error:
             step.refused_update = error
             self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
         if update is not None:
-            self._rollback.add_update(update)
             joined = merge_duplicates(join(graph, update, keep))
             graph = spread_fused_updates(join_fused_updates(joined))
             if graph is not joined:  # parameters are written to in another order, and while backward continues
@@ -443,17 +432,3 @@ def _own_memory(graph: Graph) -> bool:
     effects = graph.effects()
     outputs = zip(graph.outputs, cast("Sequence[fx.Node]", graph.fx.output_node().args[0]), strict=True)
     return all(effects.root[node].op == "call_function" for name, node in outputs if name.endswith(".grad"))
-
-
-class _StartedListener:
-    """A listener that records whether a result has arrived; the loss is the first."""
-
-    def __init__(self, listener: GradientListener) -> None:
-        self._listener = listener
-        self.begin, self.gradient = listener.begin, listener.gradient
-        self.started = False
-
-    def loss(self, value: Tensor) -> None:
-        """Hand the loss on."""
-        self.started = True
-        self._listener.loss(value)

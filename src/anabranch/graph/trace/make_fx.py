@@ -47,7 +47,6 @@ from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
 from anabranch.graph.dynamo.origins import OURS
-from anabranch.graph.dynamo.refusals import WITHOUT_WORDS, is_inside_talk
 
 __all__ = [
     "Interceptor",
@@ -472,7 +471,7 @@ def _explained() -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        said = WITHOUT_WORDS if is_inside_talk(reason) else f"{type(error).__name__}: {reason}"
+        said = f"{type(error).__name__}: {reason}"
         raise CaptureError(f"{_line_of_error(error)}the code cannot be captured as a graph ({said})") from error
     finally:
         _FAKES.disabled = silent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,9 @@ from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.graph import Graph
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
-from anabranch.graph.trace.optimizer_contents import Contents
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
-__all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
+__all__ = ["GroupNumbers", "LearningRates", "capture_update", "check_captured", "containers_of", "has_state"]
 
 
 class LearningRates:
@@ -31,9 +30,7 @@ class LearningRates:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        if any("lr" not in group for group in self._groups):
-            raise CaptureError("an optimizer has a parameter group without 'lr'; use engine='tape'")
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         self._tensors = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in self._groups]
         self._values: list[object] = [None] * len(self._groups)
         self.refresh()
@@ -140,6 +137,25 @@ def _keeps_nothing(optimizer: Optimizer, group: Mapping[str, object]) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and group["momentum"] == 0
 
 
+def check_captured(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ``CaptureError`` for an optimizer whose step is not captured: whose code may read anything."""
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind.__module__.partition(".")[0] not in ("torch", "anabranch"):
+            raise CaptureError(f"{kind.__name__} is not an optimizer of torch.optim")
+        for group in optimizer.param_groups:
+            if type(group["lr"]) not in (float, int) and not isinstance(group["lr"], Tensor):
+                raise CaptureError(f"{kind.__name__} has a learning rate of type {type(group['lr']).__name__}")
+
+
+def containers_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the optimizers, their groups and their states."""
+    held: list[object] = []
+    for optimizer in optimizers:
+        held += [optimizer, optimizer.param_groups, *optimizer.param_groups, optimizer.state, *optimizer.state.values()]
+    return set(map(id, held))
+
+
 def capture_update(
     optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor], rates: LearningRates, names: Mapping[Tensor, str]
 ) -> Graph:
@@ -154,6 +170,7 @@ def capture_update(
     Returns:
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
+    check_captured(optimizers)
     refuse_hooks({}, {}, optimizers)
     state: dict[int, TraceSource] = {}
     taken: set[str] = set()
@@ -183,8 +200,6 @@ def capture_update(
                     add_all(f"{label}.{name}.{key}", value)
             for key, value in _without_tensors(group).items():
                 add_all(f"{label}.{key}" if alone else f"{label}.{key}.{position}", value)
-        for key, value in _own_attributes(optimizer).items():
-            add_all(f"{label}.{key}", value)
 
     sources = [*(TraceSource(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
 
@@ -230,123 +245,54 @@ def _swapped(
     names: Mapping[Tensor, str],
 ) -> Iterator[None]:
     """Let the optimizer work on traced parameters, gradients, state and learning rates until the block ends."""
-    held = Contents([optimizer])
-    groups, state = optimizer.param_groups, optimizer.state
+    groups, state, before = optimizer.param_groups, optimizer.state, [dict(group) for group in optimizer.param_groups]
     try:
         optimizer.state = defaultdict(dict)
-        stand_ins = _StandIns(traced, [groups, *groups, state], [groups, *groups, optimizer.state])
         for group in groups:
             rate = traced[id(rates.of(group))]
             parameters = [parameter for parameter in group["params"] if names.get(parameter) in gradients]
-            group.update({name: stand_ins.of(value) for name, value in _without_tensors(group).items()})
+            group.update({name: _stand_in(value, traced) for name, value in _without_tensors(group).items()})
             group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):
                 stand_in.grad = traced[id(gradients[names[parameter]])]
-                for name, value in vars(parameter).items():  # such as p.lr_scale
-                    setattr(stand_in, name, stand_ins.of(value))
                 if parameter in state:
-                    optimizer.state[stand_in] = {key: stand_ins.of(value) for key, value in state[parameter].items()}
-        for key, value in state.items():
-            if not isinstance(key, Tensor):
-                optimizer.state[key] = stand_ins.of(value)
-        vars(optimizer).update({name: stand_ins.of(value) for name, value in _own_attributes(optimizer).items()})
-        known = frozenset(map(id, traced.values()))
-        before, python = _state_of(optimizer, known), _in_python(optimizer, known)
+                    kept = state[parameter].items()
+                    optimizer.state[stand_in] = {key: _stand_in(value, traced) for key, value in kept}
+        known = _state_of(optimizer)
         yield
-        _refuse_changed(optimizer, python, _in_python(optimizer, known))
-        _refuse_rebound(optimizer, before, _state_of(optimizer, known))
+        if _state_of(optimizer) != known:
+            raise CaptureError(
+                f"{type(optimizer).__name__} replaces its state instead of changing it in place, so a graph, which "
+                "binds its state once, would lose it"
+            )
     finally:
-        held.restore()
+        optimizer.state = state
+        for group, kept in zip(groups, before, strict=True):
+            group.clear()
+            group.update(kept)
 
 
-class _StandIns:
-    """Copies of containers in which traced tensors replace the optimizer's; a shared container is copied once."""
-
-    def __init__(self, traced: Mapping[int, Tensor], known: Sequence[object], instead: Sequence[object]) -> None:
-        self._traced = traced
-        self._copies: dict[int, object] = {id(old): new for old, new in zip(known, instead, strict=True)}
-
-    def of(self, value: object) -> Any:
-        """``value`` with tensors replaced."""
-        if isinstance(value, Tensor):
-            return self._traced.get(id(value), value)
-        if type(value) not in (dict, list, tuple, set):
-            return value
-        if id(value) not in self._copies:
-            self._copies[id(value)] = self._copied(value)
-        return self._copies[id(value)]
-
-    def _copied(self, value: Any) -> object:
-        if type(value) is dict:
-            return {self.of(key): self.of(item) for key, item in value.items()}
-        return type(value)(map(self.of, value))
-
-
-def _own_attributes(optimizer: Optimizer) -> dict[str, object]:
-    """Return the optimizer's attributes besides its groups and its state; torch's optimizers have none."""
-    if type(optimizer).__module__.startswith("torch."):
-        return {}
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups", "_opt_called") and not name.startswith("_optimizer_")
-    }
+def _stand_in(value: Any, traced: Mapping[int, Tensor]) -> Any:
+    """``value`` with the traced tensors in place of the optimizer's."""
+    if isinstance(value, Tensor):
+        return traced.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_stand_in(item, traced) for item in value)
+    return value
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors_in(item)
 
 
-def _in_python(optimizer: Optimizer, known: Collection[int]) -> dict[str, object]:
-    """Return the optimizer's Python values besides its state: attributes, and numbers of its groups."""
-    found = {name: _frozen(value, known) for name, value in _own_attributes(optimizer).items()}
-    found |= {f"state[{k!r}]": _frozen(v, known) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
-    for index, group in enumerate(optimizer.param_groups):
-        found |= {f"param_groups[{index}][{k!r}]": _frozen(v, known) for k, v in _without_tensors(group).items()}
-    return found
-
-
-def _state_of(optimizer: Optimizer, known: Collection[int]) -> list[dict[str, object]]:
+def _state_of(optimizer: Optimizer) -> list[dict[str, object]]:
+    """Return the state by parameter, tensors by their identity."""
     return [
-        {key: _frozen(value, known) for key, value in optimizer.state[parameter].items()}
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        {key: id(value) if isinstance(value, Tensor) else value for key, value in kept.items()}
+        for kept in optimizer.state.values()
     ]
-
-
-def _frozen(value: object, known: Collection[int]) -> object:
-    """Return a comparable copy of ``value``, safe from later changes; ``known`` tensors may change in place."""
-    if isinstance(value, Tensor):
-        return id(value), None if id(value) in known else value._version
-    if isinstance(value, Mapping):
-        return {key: _frozen(item, known) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), [_frozen(item, known) for item in value]
-    return value
-
-
-def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    """Raise for Python values that a step changes: a replay would not. ``_swapped`` restores them."""
-    changed = [name for name, value in after.items() if name not in before or before[name] != value]
-    if changed:
-        raise CaptureError(
-            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do only once"
-        )
-
-
-def _refuse_rebound(optimizer: Optimizer, before: list[dict[str, object]], after: list[dict[str, object]]) -> None:
-    for old, new in zip(before, after, strict=True):
-        changed = [key for key in new if key not in old or new[key] != old[key]]
-        if changed:
-            raise CaptureError(
-                f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, so "
-                "a graph, which binds its state once, would lose it"
-            )

@@ -78,7 +78,7 @@ class EmbeddingBagCollection(nn.Module):
         if tracer is not None and tracer.captures:
             raise CaptureError(
                 "EmbeddingBagCollection reads the sizes of its features from each batch, and a graph has fixed "
-                "sizes; run the step on the tape: engine='tape' or 'auto'"
+                "sizes; run the step on the tape: engine='tape'"
             )
         given = bags_of(features)
         missing = [key for key in self.bags if key not in given]

@@ -1,0 +1,126 @@
+"""Three changes that Dynamo's guards miss: NumPy values, methods of classes, and code replaced in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.graph.dynamo.inlined_code import InlinedCode
+
+
+def doubled(self: Any, value: float) -> float:
+    return value * 2
+
+
+def helper(value: float) -> float:
+    return value
+
+
+class Plain:
+    def scale(self, value: float) -> float:
+        return value
+
+    @staticmethod
+    def static(value: float) -> float:
+        return value
+
+    @classmethod
+    def of_class(cls, value: float) -> float:
+        return value
+
+    @property
+    def share(self) -> float:
+        return 1.0
+
+
+class Base(nn.Module):
+    def __init__(self, read: Callable[[Any], Any], held: object = None) -> None:
+        super().__init__()
+        self.layer, self.read, self.held, self.plain = nn.Linear(2, 2), read, held, Plain()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(0.1)
+
+    def factor(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.read(self)  # type: ignore[no-any-return]
+
+
+class Model(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def losses(engine: Any, model: nn.Module, change: Callable[[], object]) -> list[float]:
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    with ab.Executor(step, engine=engine) as executor:
+        for index in range(4):
+            if index == 2:
+                assert executor.engine() == engine
+                change()
+            found.append(executor.run(batch=torch.ones(1, 2))["loss"].item())
+    return found
+
+
+def one(model: Any) -> float:
+    return 1.0
+
+
+REPLACED: dict[str, tuple[Callable[[Any], Any], object, str, object]] = {
+    "forward": (one, Model, "forward", lambda self, x: self.layer(x) * 2),
+    "the forward of a base class": (one, Base, "forward", lambda self, x: self.layer(x) * 2),
+    "the forward of torch's": (one, nn.Linear, "forward", lambda self, x: x @ self.weight * 4),
+    "an inherited method": (lambda m: m.factor(), Model, "factor", lambda self: 2.0),
+    "a method of a plain class": (lambda m: m.plain.scale(1.0), Plain, "scale", doubled),
+    "a static method": (lambda m: m.plain.static(1.0), Plain, "static", staticmethod(lambda value: value * 2)),
+    "a class method": (lambda m: m.plain.of_class(1.0), Plain, "of_class", classmethod(doubled)),
+    "a property": (lambda m: m.plain.share, Plain, "share", property(lambda self: 2.0)),
+    "the code of a method": (lambda m: m.plain.scale(1.0), Plain.scale, "__code__", doubled.__code__),
+    "the code of a function": (lambda m: helper(1.0), helper, "__code__", (lambda value: value * 2).__code__),
+}
+
+
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize("what", REPLACED)
+def test_code_that_is_replaced_is_used_from_the_next_step_on(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, place, name, new = REPLACED[what]
+    found = []
+    for engine in ("tape", "graph"):
+        with monkeypatch.context() as patch:
+            found.append(losses(engine, Model(read), lambda: patch.setattr(place, name, new, raising=False)))
+    assert found[0] == found[1]
+    assert found[0][2] > found[0][1], "the change is one"
+
+
+@pytest.mark.parametrize(
+    ("held", "read"),
+    [
+        (np.array(2.0), lambda m: float(m.held)),
+        (np.float64(2.0), lambda m: m.held),
+        (np.int64(2), lambda m: int(m.held)),
+    ],
+    ids=["array", "float64", "int64"],
+)
+def test_numpy_values_read_as_numbers_are_refused_with_the_line(held: object, read: Callable[[Any], Any]) -> None:
+    line = r"test_inlined_code.py:\d+: the step reads held, a NumPy value"
+    with pytest.raises(ab.CaptureError, match=line):
+        losses("graph", Model(read, held), lambda: None)
+
+
+def test_other_code_of_a_class_may_change() -> None:
+    kind = type("Kind", (Plain,), {})
+    inlined = InlinedCode()
+    inlined.add([kind], [helper], {Plain.scale.__code__})
+    kind.other = doubled  # type: ignore[attr-defined]
+    assert inlined.unchanged()
+    kind.scale = doubled  # type: ignore[attr-defined]
+    assert not inlined.unchanged()
