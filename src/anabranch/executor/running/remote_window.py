@@ -64,7 +64,10 @@ class RemoteWindow:
     def end_run(self) -> None:
         """Take the looked-up tables' gradients after backward."""
         self._total += self._weight
+        frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}  # since the lookup, too
         for name, (ids, grads) in self.part.tables.take().items():
+            if name in frozen:
+                continue
             self._rows.setdefault(name, []).append((ids, grads if self._factor == 1.0 else grads * self._factor))
         for parameter in self.parameters.values():
             parameter.grad = None
