@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,12 +62,6 @@ class TrainingCase:
 
 
 Build = Callable[[pytest.MonkeyPatch], TrainingCase]
-
-
-def mark_others_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Return all names as parameters for pytest; those not in ``quick`` are marked as slow."""
-    assert set(quick) <= set(names)
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 @dataclasses.dataclass
@@ -316,12 +310,6 @@ def sgd(model: nn.Module, **keywords: Any) -> torch.optim.SGD:
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return model(batch).square().mean()
-
-
-def reading(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> TrainingCase:
-    """A loss that multiplies by the value of ``read()``."""
-    model = linear()
-    return TrainingCase(model, lambda model, x: mean_square(model, x) * read(), sgd(model), change, **keywords)
 
 
 class Reader(nn.Module):

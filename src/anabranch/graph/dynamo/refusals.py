@@ -1,4 +1,4 @@
-"""Why Python code cannot be a graph: the user's line, and PyTorch's own words."""
+"""The errors of code that cannot be a graph: the user's line, and PyTorch's own words."""
 
 from __future__ import annotations
 
