@@ -175,7 +175,8 @@ class StepRunner:
             return self.engine.differentiate(batch, fetch, begin)
         if isinstance(self.engine, GraphEngine):
             ran = self.engine.differentiate(batch, fetch, begin)
-            self.upcoming.learn_from(self.engine.program.graph)
+            if self.engine.program.captures:  # not if it is a mistake that the tape has run
+                self.upcoming.learn_from(self.engine.program.graph)
             return ran
         engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
