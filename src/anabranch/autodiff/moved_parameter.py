@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Lookups", "Move", "MovedParameter", "from_within", "parameters_here"]
+__all__ = ["RowLookups", "Move", "MovedParameter", "from_within", "parameters_here"]
 
 
-class Lookups(Protocol):
+class RowLookups(Protocol):
     """Functions in place of ``F.embedding`` and ``F.embedding_bag``, with their arguments."""
 
     @property
@@ -114,7 +114,7 @@ class MovedParameter(nn.Parameter):
         stepped_elsewhere: whoever moved it lets the optimizer's step pass over it, which finds no gradient.
     """
 
-    lookups: Lookups
+    lookups: RowLookups
     gone: str | None = None
     detached = False
     stepped_elsewhere = False
@@ -135,7 +135,7 @@ class MovedParameter(nn.Parameter):
                 return (lookups.rows if func is F.embedding else lookups.bags)(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # it reads the user's code, and this, but cannot hash a getter
             if func in _FACTS_IN_ORDER:
-                return super().__torch_function__(func, types, args, kwargs)
+                return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             raise ValueError("a table on the servers can only be looked up")
         if func in _FACTS:
             return _plain(func, types, args, kwargs)
@@ -233,7 +233,7 @@ class Move:
         holders: the modules on the ways to it.
     """
 
-    def __init__(self, parameter: nn.Parameter, lookups: Lookups, models: Iterable[nn.Module]) -> None:
+    def __init__(self, parameter: nn.Parameter, lookups: RowLookups, models: Iterable[nn.Module]) -> None:
         self.parameter, self.name = parameter, lookups.name
         self._entries: list[tuple[Mapping[str, Any], str, object]] = []
         self.holders: dict[nn.Module, bool] = {}

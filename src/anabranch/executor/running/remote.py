@@ -11,7 +11,7 @@ The clock counts pushes, over all training steps of the executor: every worker m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -42,6 +42,9 @@ from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, Row
 from anabranch.tensors import Compression
 
 __all__ = ["PushGroup", "RemotePart", "ServedParameter", "check_served_steps"]
+
+
+_PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
 
 
 class PushGroup(Protocol):
@@ -135,7 +138,7 @@ class RemotePart:
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
-        self._hooks = ExitStack()
+        self._hooks, self._heartbeat = ExitStack(), heartbeat
         check_served_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
@@ -378,20 +381,16 @@ class RemotePart:
         Raises:
             LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
         """
-        until = Deadline.after(self.client.timeout)
         errors: list[Exception] = []
         try:
             if failed is None:
-                with _collecting(errors):
-                    self.check_unchanged()
+                for part in (self.check_unchanged, self.tables.close, self._wait_for_pushes):
+                    with _collecting(errors):
+                        part()
+                    if errors and isinstance(errors[-1], BoundaryError):
+                        break
             with _collecting(errors):
-                self.tables.close()
-            if failed is None:
-                with _collecting(errors):
-                    self._wait_for_pushes()
-                until = Deadline.after(self.client.timeout)
-            with _collecting(errors):
-                self._give_back(until)
+                self._give_back(in_haste=failed is not None or any(isinstance(e, BoundaryError) for e in errors))
             for model in self._models.values():
                 with _collecting(errors):
                     self.tables.release_modules(model)
@@ -414,11 +413,18 @@ class RemotePart:
                 self._meet()  # everyone has flushed
             self.client.wait_for_turn(self.clock)
 
-    def _give_back(self, until: Deadline) -> None:
+    def _give_back(self, *, in_haste: bool) -> None:
         """Give parameters and optimizers the servers' values and states; what cannot be read says so."""
         moves = {move.parameter: move for move in self.tables.moves}
+        until = Deadline.after(self.client.timeout)
         try:
-            self.client.check_joined()  # or it would be another Executor's values
+            # The values may be another Executor's by now. A job whose servers are gone is to end soon.
+            patience = min(self.client.timeout, _PATIENCE * self._heartbeat)
+            self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
+            if in_haste:
+                with suppress(Exception):
+                    self.client.end_by(until)
+                    self.tables.close()
             for moved in sorted(self.moved, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):

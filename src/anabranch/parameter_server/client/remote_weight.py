@@ -27,7 +27,7 @@ from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.events import report
 
-__all__ = ["Table", "TableLookups", "WeightSource", "look_up", "look_up_bags"]
+__all__ = ["Table", "RemoteLookups", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
@@ -213,7 +213,7 @@ class _PulledRows(torch.autograd.Function):
         return None, None, None
 
 
-class TableLookups:
+class RemoteLookups:
     """``F.embedding`` and ``F.embedding_bag`` on a ``MovedParameter`` whose rows ``source`` reads."""
 
     def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
