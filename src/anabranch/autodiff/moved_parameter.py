@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["RowLookups", "Move", "MovedParameter", "from_within", "parameters_here"]
+__all__ = ["Move", "MovedParameter", "RowLookups", "from_within", "parameters_here"]
 
 
 class RowLookups(Protocol):

@@ -27,7 +27,7 @@ from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.events import report
 
-__all__ = ["Table", "RemoteLookups", "WeightSource", "look_up", "look_up_bags"]
+__all__ = ["RemoteLookups", "Table", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
