@@ -14,6 +14,7 @@ the ids: the tape, or a captured graph, sees ids that go in and an output whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -272,7 +273,7 @@ class RemoteLookups:
     ) -> list[Tensor]:
         """Return the rows of ``ids``, or with a ``mode`` the bags; constants if the table is not trained."""
         recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and recorded):
+        with nullcontext() if recorded else torch.no_grad():
             if mode is None:
                 options = {"scale_grad_by_freq": scale_grad_by_freq}
                 return [look_up(self._read_from, self._table, ids, padding_id, **options)]
