@@ -276,25 +276,45 @@ def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
 FORKED = """
 import os, sys
 import torch
+import torch.distributed as dist
 from torch import nn
 import anabranch as ab
 
+class Sink:
+    def scalars(self, step, values): pass
+    def event(self, name, facts): pass
+    def close(self): print("closed", flush=True)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
 step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-with ab.Executor(step, "Hybrid", engine="tape") as executor:
+with ab.Executor(step, "Hybrid", engine="tape", sinks=[Sink()]) as executor:
     executor.run(batch=torch.tensor([1, 2]))
     child = os.fork()
     if not child:
         sys.exit(7)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     executor.run(batch=torch.tensor([1, 2]))
 print(type(model[0].weight).__name__)
+dist.destroy_process_group()
 """
 
 
 def test_a_forked_child_that_leaves_the_block_closes_nothing(programs: Programs) -> None:
     done = programs.run(FORKED)
-    assert done.stdout.split() == ["7", "Parameter"], done.stderr
+    assert done.stdout.split() == ["7", "closed", "Parameter"], done.stderr
+
+
+def test_a_graph_of_before_that_saved_the_numbers_refuses_its_backward_within_and_after() -> None:
+    model = Model()
+    x = torch.ones(2, ROWS, requires_grad=True)
+    old = (x @ model.item.weight).sum(), (x @ model.bags.weight).sum()
+    with executor_of(model, adam(model), "Hybrid") as executor:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old[0].backward()
+        trained(executor)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old[1].backward()
 
 
 # A RemoteEmbedding.

@@ -272,3 +272,21 @@ def test_every_method_of_a_module_is_right_or_refused_and_training_goes_on_as_th
     assert isinstance(rest, Exception) or found == rest
     for key, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_is_refused_before_anything_was_copied(assign: bool) -> None:
+    model, other = Model(), Model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(0.5)
+    with opened(model) as executor:
+        before = model.top.weight.detach().clone()
+        for owner, state in ((model, other.state_dict()), (model.item, other.item.state_dict())):
+            with pytest.raises(ValueError, match=r"item\.weight is on the servers.*executor\.load\(path\)"):
+                owner.load_state_dict(state, assign=assign)
+        assert torch.equal(model.top.weight, before)
+        model.load_state_dict({f"top.{k}": v for k, v in other.top.state_dict().items()}, strict=False)  # stays here
+        executor.run(batch=IDS)
+    model.load_state_dict(other.state_dict())
+    assert all(map(torch.equal, model.parameters(), other.parameters()))

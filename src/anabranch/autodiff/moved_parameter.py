@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Lookups", "Move", "MovedParameter", "from_within", "parameters_here"]
+__all__ = ["Move", "MovedParameter", "RowLookups", "from_within", "parameters_here"]
 
 
-class Lookups(Protocol):
+class RowLookups(Protocol):
     """Functions in place of ``F.embedding`` and ``F.embedding_bag``, with their arguments."""
 
     @property
@@ -85,6 +85,7 @@ _FACTS = frozenset(
         Tensor.requires_grad_, _sets("requires_grad"),
     ]
 )  # fmt: skip
+_FACTS_IN_ORDER = tuple(_FACTS)
 # A placeholder again: so zero_grad(), state_dict() and `p.grad is None` do as always, and what is done with it is
 # refused.
 _WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
@@ -113,7 +114,7 @@ class MovedParameter(nn.Parameter):
         stepped_elsewhere: whoever moved it lets the optimizer's step pass over it, which finds no gradient.
     """
 
-    lookups: Lookups
+    lookups: RowLookups
     gone: str | None = None
     detached = False
     stepped_elsewhere = False
@@ -132,11 +133,12 @@ class MovedParameter(nn.Parameter):
             if isinstance(weight, MovedParameter) and weight.gone is None and _looks_up():
                 lookups = weight.lookups
                 return (lookups.rows if func is F.embedding else lookups.bags)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # it reads the user's code, and this, but cannot hash a getter
+            if func in _FACTS_IN_ORDER:
+                return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            raise ValueError("a table on the servers can only be looked up")
         if func in _FACTS:
             return _plain(func, types, args, kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            # Dynamo reads the user's code: it breaks the graph here, and comes again without.
-            raise ValueError("a table on the servers can only be looked up")
         if torch._guards.TracingContext.try_get() is not None:
             return _plain(func, types, args, kwargs)  # Dynamo itself takes down the layout, for its guards
         if (func == _set_grad and args[1] is None) or (func == _grad and args[0].stepped_elsewhere):
@@ -231,7 +233,7 @@ class Move:
         holders: the modules on the ways to it.
     """
 
-    def __init__(self, parameter: nn.Parameter, lookups: Lookups, models: Iterable[nn.Module]) -> None:
+    def __init__(self, parameter: nn.Parameter, lookups: RowLookups, models: Iterable[nn.Module]) -> None:
         self.parameter, self.name = parameter, lookups.name
         self._entries: list[tuple[Mapping[str, Any], str, object]] = []
         self.holders: dict[nn.Module, bool] = {}

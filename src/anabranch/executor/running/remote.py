@@ -54,6 +54,9 @@ _NAMED = 4  # in an error
 _given_back: dict[tuple[tuple[str, ...], str], int] = {}
 
 
+_PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
+
+
 class PushGroup(Protocol):
     """The processes that push together in each step: workers, or all ranks of a grid of pipelines."""
 
@@ -161,7 +164,7 @@ class RemotePart:
         self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
         self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
-        self._hooks = ExitStack()
+        self._hooks, self._heartbeat = ExitStack(), heartbeat
         self.there: list[ServedParameter] = []
         check_served_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
@@ -535,21 +538,16 @@ class RemotePart:
         Raises:
             LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
         """
-        until = Deadline.after(self.client.timeout)
         errors: list[Exception] = []
         try:
             if failed is None:
-                with _collecting(errors):
-                    self.check_unchanged()
+                for part in (self.check_unchanged, self.tables.close, self.count_at_the_edge, self._wait_for_pushes):
+                    with _collecting(errors):
+                        part()
+                    if errors and isinstance(errors[-1], BoundaryError):
+                        break
             with _collecting(errors):
-                self.tables.close()
-                self.count_at_the_edge()
-            if failed is None and self.is_open:
-                with _collecting(errors):
-                    self._wait_for_pushes()
-                until = Deadline.after(self.client.timeout)
-            with _collecting(errors):
-                self._give_back(until)
+                self._give_back(in_haste=failed is not None or any(isinstance(e, BoundaryError) for e in errors))
                 self._note_given_back()
             for model in self._models.values():
                 with _collecting(errors):
@@ -575,16 +573,25 @@ class RemotePart:
 
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
-        if self.consistency.merges and not self.torn:
+        if self.is_open and self.consistency.merges and not self.torn:
             if self.tables.delays:
                 self._meet()  # everyone has flushed
             self.client.wait_for_turn(self.clock)
 
-    def _give_back(self, until: Deadline) -> None:
+    def _give_back(self, *, in_haste: bool) -> None:
         """Give parameters and optimizers the servers' values and states; what cannot be read says so."""
+        if not self.is_open:
+            return
         moves = {move.parameter: move for move in self.tables.moves}
+        until = Deadline.after(self.client.timeout)
         try:
-            self.client.check_joined()  # or it would be another Executor's values
+            # The values may be another Executor's by now. A job whose servers are gone is to end soon.
+            patience = min(self.client.timeout, _PATIENCE * self._heartbeat)
+            self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
+            if in_haste:
+                with suppress(Exception):
+                    self.client.end_by(until)
+                    self.tables.close()
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):

@@ -205,7 +205,8 @@ class StepRunner:
             return self.engine.differentiate(batch, fetch, begin, seed)
         if isinstance(self.engine, GraphEngine):
             ran = self.engine.differentiate(batch, fetch, begin, seed)
-            self.upcoming.learn_from(self.engine.program.graph)
+            if self.engine.program.captures:  # not if it is a mistake that the tape has run
+                self.upcoming.learn_from(self.engine.program.graph)
             return ran
         with self.upcoming.watching(batch):
             return self.engine.differentiate(batch, fetch, begin, seed)

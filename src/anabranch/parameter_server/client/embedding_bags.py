@@ -21,7 +21,7 @@ from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_tables import read_together
-from anabranch.parameter_server.client.remote_weight import TableLookups, WeightSource
+from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
 from anabranch.tensors import Jagged, bags_of
 
 __all__ = ["EmbeddingBagCollection"]
@@ -108,4 +108,4 @@ def _source_of(bag: nn.Module) -> WeightSource | None:
     if isinstance(bag, RemoteEmbedding):
         return bag.source
     lookups = getattr(bag.weight, "lookups", None)
-    return lookups.source if isinstance(lookups, TableLookups) else None
+    return lookups.source if isinstance(lookups, RemoteLookups) else None

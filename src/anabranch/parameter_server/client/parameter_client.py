@@ -319,10 +319,10 @@ class ParameterClient:
         Args:
             name: of the table or parameter.
             rule: its optimizer.
-            until: ends the last read of this client, whose calls take no longer from now on.
+            until: the end of this client's last calls; see ``end_by``.
         """
         holding = self._tables.holding(name)
-        self._end_by(until)
+        self.end_by(until)
         if holding.placement is None:
             step, parts = self._calls.export(self._tables.home(name), ExportMessage(name))
             return ParameterState(parts[0], list(parts[1:]), step)
@@ -334,13 +334,13 @@ class ParameterClient:
             for _ in range(0 if row_wise else rule.states)
         ]
         for first in range(0, rows, CHUNK):
-            self._end_by(until)
+            self.end_by(until)
             ids = torch.arange(first, min(first + CHUNK, rows), device="cpu")
             with_state = torch.full((len(ids),), WITH_STATE, device="cpu")
             found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
             for number, part in enumerate((values, *states)):
                 part[first + found.positions] = found.rows[:, width * number : width * (number + 1)].to(part.dtype)
-        self._end_by(until)
+        self.end_by(until)
         step = next(table["step"] for table in self._calls.describe()[0]["tables"] if table["spec"]["name"] == name)
         if row_wise:
             states = [sums_of(self._tables, name, rows, rule)]
@@ -368,7 +368,8 @@ class ParameterClient:
         order = ids.argsort()
         return ids[order], values[order].to(holding.dtype)
 
-    def _end_by(self, until: Deadline | None) -> None:
+    def end_by(self, until: Deadline | None) -> None:
+        """Let no call that begins now take longer than ``until``; the client is closed next."""
         if until is not None:
             self._calls.timeout = max(until.remaining(), 1e-3)
 
@@ -687,8 +688,9 @@ class ParameterClient:
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._calls.all([self._calls.request(shard, "join", message) for shard in range(self.shards)])
 
-    def check_joined(self) -> None:
+    def check_joined(self, *, until: Deadline | None = None) -> None:
         """Raise ``SchemaError`` if another client has joined the shards as this worker since."""
+        self.end_by(until)
         self.wait_for_turn(0)  # which every worker may read at
 
     def wait_for_turn(self, step: int) -> None:

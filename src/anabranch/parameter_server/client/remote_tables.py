@@ -39,7 +39,7 @@ from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_weight import TableLookups, WeightSource
+from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -184,7 +184,7 @@ class RemoteTables:
     def move(self, models: Sequence[nn.Module]) -> None:
         """Make placeholders of the parameters taken over, in all ``models``; nothing can fail any more."""
         for name, parameter in self._taken.items():
-            lookups = TableLookups(self._sources[name], parameter.shape, parameter.dtype)
+            lookups = RemoteLookups(self._sources[name], parameter.shape, parameter.dtype)
             self.moves.append(Move(parameter, lookups, models))
         self._taken.clear()
 

@@ -14,6 +14,7 @@ the ids: the tape, or a captured graph, sees ids that go in and an output whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -28,7 +29,7 @@ from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import SchemaError
 from anabranch.events import report
 
-__all__ = ["Table", "TableLookups", "WeightSource", "look_up", "look_up_bags"]
+__all__ = ["RemoteLookups", "Table", "WeightSource", "look_up", "look_up_bags"]
 
 
 class WeightSource(Protocol):
@@ -221,7 +222,7 @@ class _PulledRows(torch.autograd.Function):
         return None, None, None
 
 
-class TableLookups:
+class RemoteLookups:
     """``F.embedding`` and ``F.embedding_bag`` on a ``MovedParameter`` whose rows ``source`` reads."""
 
     def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -280,7 +281,7 @@ class TableLookups:
     ) -> list[Tensor]:
         """Return the rows of ``ids``, or with a ``mode`` the bags; constants if the table is not trained."""
         recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and recorded):
+        with nullcontext() if recorded else torch.no_grad():
             if mode is None:
                 options = {"scale_grad_by_freq": scale_grad_by_freq}
                 return [look_up(self._read_from, self._table, ids, padding_id, **options)]
