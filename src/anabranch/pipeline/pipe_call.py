@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from anabranch.pipeline.call_inputs import Join
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
@@ -29,22 +30,8 @@ from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = [
-    "CallOutcome",
-    "Inputs",
-    "Join",
-    "PipeCall",
-    "SharedInput",
-    "Tie",
-    "Turn",
-    "TurnEngine",
-    "deliver",
-    "open_portal",
-]
+__all__ = ["CallOutcome", "Inputs", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
 
-
-Join: TypeAlias = Callable[[Sequence[Structure], Sequence[int]], Structure]
-"""A function from the outputs of microbatches and their numbers of rows to the whole batch's output."""
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 """A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
