@@ -22,7 +22,7 @@ from typing import TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerState", "StateValues"]
+__all__ = ["LayerState", "StateValues", "lazy_clone"]
 
 StateValues = list[object]
 """To put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
@@ -145,21 +145,29 @@ class _Copies:
         return self._replacements[key]
 
     def _lazy(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy on write; ``None`` where PyTorch has none that can be trusted."""
-        # On CUDA the late copy would run on the default stream, in no order with a stage's own one.
-        if tensor.device.type != "cpu":
-            return None
         storage = tensor.untyped_storage()._cdata
         first = self._storages.get(storage)
         if first is not None:
             alike = torch.empty(0, dtype=tensor.dtype, device="cpu")
             return alike.set_(first.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        try:
-            with _cloning:
-                copy = self._storages[storage] = tensor._lazy_clone()
-        except RuntimeError:  # memory that is not PyTorch's own: NumPy's, shared, or a mapped file's
-            return None
+        copy = lazy_clone(tensor)
+        if copy is not None:
+            self._storages[storage] = copy
         return copy
+
+
+def lazy_clone(tensor: Tensor) -> Tensor | None:
+    """Return a copy that takes memory once one side is written to; ``None`` where PyTorch has none to be trusted.
+
+    Not of a caller's batch: a NumPy array that shares its memory would no longer follow it.
+    """
+    if tensor.device.type != "cpu":  # on CUDA the late copy runs on the default stream, in no order with a stage's own
+        return None
+    try:
+        with _cloning:
+            return tensor._lazy_clone()
+    except RuntimeError:  # memory that is not PyTorch's own (NumPy's, shared, a mapped file's), or another layout
+        return None
 
 
 def _is_constant(value: object) -> TypeGuard[Tensor]:
