@@ -57,6 +57,7 @@ class Stage:
         sources: for each stage that sends to it (``OUTSIDE`` for the caller), the values sent.
         targets: for each stage that it sends to, the values sent.
         shared: the skips that several modules pop, in this stage or others.
+        common: the parameters and buffers that other stages use too, by name.
         keywords: the keyword inputs of this call, by the names of the layers that take them.
     """
 
@@ -66,6 +67,7 @@ class Stage:
     sources: Mapping[int, tuple[Route, ...]]
     targets: Mapping[int, tuple[Route, ...]]
     shared: frozenset[SkipName] = frozenset()
+    common: Mapping[str, Tensor] = field(default_factory=dict)
     keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -147,7 +149,16 @@ class StageRun:
             if self.head is not None:  # a copy, because a loss may change its target in place
                 here.target = map_structure(_copied, self.head.targets[i])
             here.inputs = _kept(inputs)
+        plain = (Tensor, nn.Parameter)  # a table on servers has no version
+        versions = {name: t._version for name, t in self.stage.common.items() if type(t) in plain}
         outputs = self._run(i, inputs, here)
+        for name, version in versions.items():
+            if self.stage.common[name]._version != version:
+                raise RuntimeError(
+                    f"{name}, which several stages use, was changed in the forward of stage {self.stage.index}: the "
+                    "stages run different microbatches at once, so each would see another value; put the layers that "
+                    "share it into one stage, or give each its own"
+                )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
