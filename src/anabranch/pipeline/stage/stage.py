@@ -190,7 +190,8 @@ class StageRun:
             raise RuntimeError(
                 f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}, so its "
                 "gradients would be wrong: a layer or the loss has state in a list, a global variable or a generator "
-                'of its own, or calls something that has changed; keep state in buffers, or use checkpoint="never"'
+                "of its own, or calls something that has changed, such as a remote expert; keep state in buffers, or "
+                'use checkpoint="never"'
             )
 
     def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
