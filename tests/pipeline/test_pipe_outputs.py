@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +102,31 @@ def test_what_depends_on_the_microbatch_is_refused_by_path_and_values(name: str)
         with pytest.raises(ValueError, match=re.escape(message)):
             output()
     assert flatten(outputs_of(make, rows, chunks=1)[0]())[0], "one microbatch is the batch"
+
+
+@dataclasses.dataclass
+class Answer:
+    y: Tensor
+
+
+class Named(OrderedDict):
+    """Not opened, as only OrderedDict itself is."""
+
+
+@pytest.mark.parametrize("wrap", [Answer, lambda y: Named(y=y)])
+def test_gradients_of_tensors_in_containers_that_are_not_opened_are_not_lost(wrap: Callable[[Tensor], object]):
+    linear, x = nn.Linear(2, 2), torch.ones(4, 2)
+    pipe = Pipe(nn.Sequential(linear, Returns(wrap)), [1, 1])
+    with pipe, pytest.raises(TypeError, match="output is a (Answer|Named), whose tensors a pipe does not see"):
+        pipe(x)
+    with torch.no_grad():
+        pipe(x)
+    pipe.step(
+        x,
+        target=None,
+        loss=lambda output, _: next(iter((output if wrap is not Answer else vars(output)).values())).sum(),
+    )
+    assert linear.weight.grad is not None
 
 
 class Counted(nn.Module):

@@ -138,6 +138,23 @@ def test_two_modules_that_share_a_tensor_share_it_in_the_second_forward_too(how:
     assert model[1].n is counts.n
 
 
+@pytest.mark.parametrize("how", ["buffer", "frozen"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_tensor_that_two_stages_share_may_be_read_but_not_changed(how: str, checkpoint: str):
+    counts = Counts(how)
+    readers = nn.Sequential(Reads(counts), Reads(counts))
+    plain, x = copy.deepcopy(readers), torch.randn(6, 1, dtype=torch.float64)
+    with Pipe(readers, [1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert close(readers[0].w.grad, plain[0].w.grad)
+    refused = pytest.raises(
+        RuntimeError, match=r"1\.n, which several stages use, was changed in the forward of stage 1"
+    )
+    with Pipe(nn.Sequential(Reads(counts), counts), [1, 1], chunks=3, checkpoint=checkpoint) as pipe, refused:
+        pipe(x)
+
+
 def test_another_backward_starts_from_the_same_state_again():
     model = nn.Sequential(Counts("frozen"))
     model[0].n.shards = 2

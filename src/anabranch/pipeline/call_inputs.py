@@ -17,6 +17,7 @@ from anabranch.tensors import Structure, map_structure
 
 __all__ = [
     "HeadParts",
+    "Join",
     "Loss",
     "NOT_GIVEN",
     "Reduction",
@@ -33,6 +34,8 @@ NOT_GIVEN: Structure = object()
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
+Join: TypeAlias = Callable[[Sequence[Structure], Sequence[int]], Structure]
+"""A function from the outputs of microbatches and their numbers of rows to the whole batch's output."""
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
 HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool, float]

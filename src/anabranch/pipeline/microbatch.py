@@ -6,6 +6,7 @@ none: each microbatch gets them whole.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from enum import Enum
 
@@ -185,4 +186,4 @@ def _agreed(where: str, leaves: Sequence[object], sizes: Sequence[int]) -> objec
 
 
 def _brief(leaf: object) -> str:
-    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else reprlib.repr(leaf)

@@ -24,6 +24,7 @@ from anabranch.pipeline.action_runner import phase_of
 from anabranch.pipeline.call_inputs import (
     NOT_GIVEN,
     HeadParts,
+    Join,
     Loss,
     Reduction,
     batch_rows,
@@ -39,17 +40,7 @@ from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
 from anabranch.pipeline.parts.input_kinds import learn, prepare
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.split import SplitModel, SplitSource
-from anabranch.pipeline.pipe_call import (
-    Inputs,
-    Join,
-    PipeCall,
-    SharedInput,
-    Tie,
-    Turn,
-    TurnEngine,
-    deliver,
-    open_portal,
-)
+from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.actions import Action
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule

@@ -20,6 +20,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from anabranch.pipeline.call_inputs import Join
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
@@ -27,24 +28,10 @@ from anabranch.pipeline.microbatch import cut_rows, open_whole
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
-from anabranch.tensors import Structure, flatten, unflatten
+from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = [
-    "CallOutcome",
-    "Inputs",
-    "Join",
-    "PipeCall",
-    "SharedInput",
-    "Tie",
-    "Turn",
-    "TurnEngine",
-    "deliver",
-    "open_portal",
-]
+__all__ = ["CallOutcome", "Inputs", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
 
-
-Join: TypeAlias = Callable[[Sequence[Structure], Sequence[int]], Structure]
-"""A function from the outputs of microbatches and their numbers of rows to the whole batch's output."""
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 """A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
@@ -258,6 +245,7 @@ class PipeCall:
         if not packets:
             return None, []
         output = self._join([packet.structure() for packet in packets], self.inputs.sizes)
+        _refuse_hidden_gradients(output)
         self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
         needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
         return output, needs_grad
@@ -339,6 +327,17 @@ def _caller_routes(run: StageRun) -> list[str | None]:
 
 def _rows(leaf: object) -> int:
     return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else 0
+
+
+def _refuse_hidden_gradients(output: Structure) -> None:
+    for path, leaf in zip(paths(output), flatten(output)[0], strict=True):
+        inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+        if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) and part.requires_grad for part in inside):
+            where, kind = f"the model's output {path}".rstrip(), type(leaf).__name__
+            raise TypeError(
+                f"{where} is a {kind}, whose tensors a pipe does not see, so their gradients would be lost; return "
+                "tensors in dict, list, tuple or named tuple, or compute the loss in step()"
+            )
 
 
 class _Portal(torch.autograd.Function):

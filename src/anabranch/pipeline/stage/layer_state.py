@@ -13,6 +13,7 @@ side is written to, so frozen weights that no forward changes cost a microsecond
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ from typing import TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerState", "StateValues"]
+__all__ = ["LayerState", "StateValues", "lazy_clone"]
 
 StateValues = list[object]
 """To put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 _OTHER, _MISSING = object(), object()
+_cloning = threading.Lock()
+"""Two clones at once, of a weight that stages on two threads share, tear its memory's bookkeeping in PyTorch."""
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 """Attributes of every module: dicts of its parts and hooks, and its mode, which a forward leaves alone."""
 
@@ -142,25 +145,37 @@ class _Copies:
         return self._replacements[key]
 
     def _lazy(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy on write; ``None`` where PyTorch has none that can be trusted."""
-        # On CUDA the late copy would run on the default stream, in no order with a stage's own one.
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return None
         storage = tensor.untyped_storage()._cdata
         first = self._storages.get(storage)
         if first is not None:
             alike = torch.empty(0, dtype=tensor.dtype, device="cpu")
             return alike.set_(first.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        try:
-            copy = self._storages[storage] = tensor._lazy_clone()
-        except RuntimeError:  # memory that is not PyTorch's own: NumPy's, shared, or a mapped file's
-            return None
+        copy = lazy_clone(tensor)
+        if copy is not None:
+            self._storages[storage] = copy
         return copy
 
 
+def lazy_clone(tensor: Tensor) -> Tensor | None:
+    """Return a copy that takes memory once one side is written to; ``None`` where PyTorch has none to be trusted.
+
+    Not of a caller's batch: a NumPy array that shares its memory would no longer follow it.
+    """
+    if tensor.device.type != "cpu":  # on CUDA the late copy runs on the default stream, in no order with a stage's own
+        return None
+    try:
+        with _cloning:
+            return tensor._lazy_clone()
+    except RuntimeError:  # memory that is not PyTorch's own (NumPy's, shared, a mapped file's), or another layout
+        return None
+
+
 def _is_constant(value: object) -> TypeGuard[Tensor]:
-    """Return True for a tensor without a graph; of subclasses nobody knows what a copy of them is."""
-    return type(value) in (Tensor, nn.Parameter) and not cast(Tensor, value).requires_grad
+    """Return True for a dense tensor without a graph; of subclasses nobody knows what a copy of them is."""
+    if type(value) not in (Tensor, nn.Parameter):
+        return False
+    tensor = cast(Tensor, value)
+    return not tensor.requires_grad and tensor.layout == torch.strided
 
 
 def _address(tensor: Tensor) -> int:

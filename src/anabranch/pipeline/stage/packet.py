@@ -14,7 +14,6 @@ memory is freed when the stage's own operations no longer need it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.pipeline.stage.device_transfers import on_device
+from anabranch.pipeline.stage.layer_state import lazy_clone
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -62,16 +62,13 @@ class Packet:
         """Return the original value, without its graph."""
         return unflatten(self.treedef, self.leaves)
 
-    def versions(self) -> list[int]:
-        """Return a number for each tensor that changes when the tensor is changed in place."""
-        return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-    def cloned(self, only: Collection[int] | None = None) -> Packet:
-        """Return a copy that shares no memory with it, or that of none of ``only`` the leaves with these ids."""
-        leaves = [
-            leaf.clone() if isinstance(leaf, Tensor) and (only is None or id(leaf) in only) else leaf
-            for leaf in self.leaves
-        ]
+    def kept(self, *, from_caller: bool) -> Packet:
+        """Return the same values, out of reach of changes in place; what no stage may change stays as it is."""
+        leaves = list(self.leaves)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not (from_caller and index in self.doubled):
+                lazy = None if from_caller else lazy_clone(leaf)
+                leaves[index] = leaf.clone() if lazy is None else lazy
         return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
 
 

@@ -60,12 +60,13 @@ def _combined(tensor: Tensor) -> Tensor | None:
 
     Not ``torch.hash_tensor``, which takes eight times as long, and in which equal numbers cancel in pairs.
     """
-    if tensor.layout != torch.strided:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return None
     x = tensor.detach() if tensor.ndim else tensor.detach()[None]
     if x.itemsize < 2 or not (x.is_floating_point() or x.is_complex()):
         x = x.double()
-    return x @ _weights(x.shape[-1], x.dtype, x.device)
+    n = x.shape[-1]
+    return x @ _weights(1 << n.bit_length(), x.dtype, x.device)[:n]
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -33,7 +33,6 @@ from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
 from anabranch.pipeline.stage.layer_state import LayerState, StateValues
-from anabranch.pipeline.stage.overlaps import sharing_pairs
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
@@ -42,24 +41,10 @@ from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure, map_structure
 
-__all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun", "StageTraits"]
+__all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun"]
 
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""
-
-
-@dataclass(slots=True)
-class StageTraits:
-    """Observed properties of a stage.
-
-    Attributes:
-        changes_inputs: true if its layers change their inputs in place, so that running it again needs a copy;
-            ``None`` before its first forward.
-        modes: whether each of its modules was in training then: dropout in place changes nothing in eval mode.
-    """
-
-    changes_inputs: bool | None = None
-    modes: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +57,8 @@ class Stage:
         device: the device of its layers.
         sources: for each stage that sends to it (``OUTSIDE`` for the caller), the values sent.
         targets: for each stage that it sends to, the values sent.
-        habits: its observed properties.
         shared: the skips that several modules pop, in this stage or others.
+        common: the parameters and buffers that other stages use too, by name.
         keywords: the keyword inputs of this call, by the names of the layers that take them.
     """
 
@@ -83,7 +68,7 @@ class Stage:
     sources: Mapping[int, tuple[Route, ...]]
     targets: Mapping[int, tuple[Route, ...]]
     shared: frozenset[SkipName] = frozenset()
-    habits: StageTraits = field(default_factory=lambda: StageTraits())
+    common: Mapping[str, Tensor] = field(default_factory=dict)
     keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -128,7 +113,7 @@ class _Pass:
     """One microbatch's pass through the stage, kept from forward to backward."""
 
     inputs: Messages = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)
+    batch: list[tuple[Tensor, int]] = field(default_factory=list)
     target: Structure = None
     state: StateValues = field(default_factory=list)
     fingerprints: Fingerprints = field(default_factory=list)
@@ -147,7 +132,6 @@ class StageRun:
         self.plan = plan
         self.head = head
         modules = [child for layer in stage.layers for child in layer.module.modules()]
-        self._modes = [child.training for child in modules]
         if head is not None and isinstance(head.loss, nn.Module):
             modules += head.loss.modules()
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
@@ -166,10 +150,19 @@ class StageRun:
             here.state = self._state.take()
             if self.head is not None:  # a copy, because a loss may change its target in place
                 here.target = map_structure(_copied, self.head.targets[i])
-            outputs = self._run_keeping_inputs(i, inputs, here)
-        else:
-            outputs = self._run(i, inputs, here)
+            here.inputs = _kept(inputs)
+        plain = (Tensor, nn.Parameter)  # a table on servers has no version
+        versions = {name: t._version for name, t in self.stage.common.items() if type(t) in plain}
+        outputs = self._run(i, inputs, here)
+        for name, version in versions.items():
+            if self.stage.common[name]._version != version:
+                raise RuntimeError(
+                    f"{name}, which several stages use, was changed in the forward of stage {self.stage.index}: the "
+                    "stages run different microbatches at once, so each would see another value; put the layers that "
+                    "share it into one stage, or give each its own"
+                )
         if recompute:
+            here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
         if self.plan.records:
             self._passes[i] = here
@@ -179,41 +172,19 @@ class StageRun:
                 norm.commit()
         return outputs
 
-    def _run_keeping_inputs(self, i: int, inputs: Messages, here: _Pass) -> Messages:
-        """Run forward, and keep the original inputs in ``here``: copies only where layers change them."""
-        habits = self.stage.habits
-        if habits.modes != self._modes:
-            habits.modes, habits.changes_inputs = self._modes, habits.changes_inputs or None
-        copies = _clone_all(inputs) if habits.changes_inputs is not False else inputs
-        before = _versions(inputs)
-        outputs = self._run(i, inputs, here)
-        changed = _versions(inputs) != before
-        if changed and habits.changes_inputs is False:
-            raise RuntimeError(
-                f"stage {self.stage.index} works in place on its input in some calls but not in all, so it cannot run "
-                'forward again; make its first operation out of place, or use checkpoint="never"'
-            )
-        habits.changes_inputs = habits.changes_inputs or changed
-        # A value passed on unchanged may be changed by a later layer.
-        here.inputs = copies if habits.changes_inputs else _clone_all(inputs, _passed_on(inputs, outputs))
-        here.versions = _versions(here.inputs)
-        return outputs
-
     def recompute(self, i: int) -> None:
         """Run microbatch ``i`` forward again, on the same inputs, state and random numbers.
 
         Raises:
-            RuntimeError: the inputs have been changed since, or the outputs are others.
+            RuntimeError: the batch has been changed since, or the outputs are others.
         """
         here = self._passes[i]
-        if _versions(here.inputs) != here.versions:
+        if any(leaf._version != version for leaf, version in here.batch):
             raise RuntimeError(
-                f"the input of stage {self.stage.index} was changed in place after its forward, so it cannot run "
-                "forward "
-                'again; leave the batch as it is until backward is done, or use checkpoint="never"'
+                f"the input of stage {self.stage.index} was changed in place after its forward, which other "
+                "microbatches still read; leave the batch as it is until backward is done"
             )
-        # Copied again: another backward, with retain_graph, starts from them.
-        inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
+        inputs = _kept(here.inputs)  # another backward, with retain_graph, starts from them
         first = here.fingerprints
         with self._state.restored(here.state), recomputing():
             self._run(i, inputs, here, again=True)
@@ -221,8 +192,8 @@ class StageRun:
             raise RuntimeError(
                 f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}, so its "
                 "gradients would be wrong: a layer or the loss has state in a list, a global variable or a generator "
-                "of its own, or calls something that has changed, or the batch was changed in place; keep state in "
-                'buffers, or use checkpoint="never"'
+                "of its own, or calls something that has changed, such as a remote expert; keep state in buffers, or "
+                'use checkpoint="never"'
             )
 
     def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
@@ -406,22 +377,18 @@ def _name_of(route: Route) -> str:
     return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
 
 
-def _clone_all(inputs: Messages, only: Collection[int] | None = None) -> Messages:
-    return {source: [packet.cloned(only) for packet in packets] for source, packets in inputs.items()}
+def _kept(inputs: Messages) -> Messages:
+    return {
+        source: [packet.kept(from_caller=source == OUTSIDE) for packet in packets] for source, packets in inputs.items()
+    }
 
 
-def _passed_on(inputs: Messages, outputs: Messages) -> set[int]:
-    """Return the ids of the input tensors whose memory is sent on."""
-    given, sent = _leaves(inputs), _leaves(outputs)
-    return {id(given[first]) for first, last in sharing_pairs([*given, *sent]) if first < len(given) <= last}
+def _tensors(messages: Messages) -> list[Tensor]:
+    return [leaf for leaf in _leaves(messages) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def _leaves(messages: Messages) -> list[object]:
     return [leaf for packets in messages.values() for packet in packets for leaf in packet.leaves]
-
-
-def _versions(inputs: Messages) -> list[int]:
-    return [version for packets in inputs.values() for packet in packets for version in packet.versions()]
 
 
 def _copied(leaf: object) -> object:

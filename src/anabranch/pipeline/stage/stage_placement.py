@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -140,7 +141,7 @@ def place_stages(
         places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
     else:
         places = _default_devices(split, max(rank_of) + 1)
-    routes, shared = route_skips(split), shared_skips(split)
+    routes, shared, common = route_skips(split), shared_skips(split), _common_tensors(split)
     stages = []
     for j, layers in enumerate(split):
         device = places[rank_of[j]]
@@ -153,8 +154,19 @@ def place_stages(
             sources[OUTSIDE] = (None,)
         if j == len(split) - 1:
             targets[OUTSIDE] = (None,)
-        stages.append(Stage(j, tuple(layers), device, sources, targets, shared))
+        stages.append(Stage(j, tuple(layers), device, sources, targets, shared, common[j]))
     return stages
+
+
+def _common_tensors(split: Sequence[Sequence[Layer]]) -> list[dict[str, torch.Tensor]]:
+    """Return for each stage the parameters and buffers that others use too, by name."""
+    tensors: list[dict[str, torch.Tensor]] = [{} for _ in split]
+    for j, layers in enumerate(split):
+        for layer in layers:
+            tensors[j].update(layer.module.named_parameters(layer.name))
+            tensors[j].update(layer.module.named_buffers(layer.name))
+    uses = Counter(id(tensor) for held in tensors for tensor in {id(t): t for t in held.values()}.values())
+    return [{name: t for name, t in held.items() if uses[id(t)] > 1 and not t.is_inference()} for held in tensors]
 
 
 def _numbered(device: torch.device) -> torch.device:
