@@ -17,8 +17,8 @@ from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
-from anabranch.experts.client.call_counts import CallCounts, CallStatistics
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
+from anabranch.experts.client.expert_call import CallCounts, CallStatistics
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.client.mixture.answers_by_row import (
     check_same_outputs,
