@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
+from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Server, Verb
 
@@ -395,3 +396,33 @@ def test_an_answer_that_does_not_say_how_often_the_expert_changed_costs_a_mixtur
         mixture(inputs()).sum().backward()
         counted = mixture.statistics()
     assert (counted.answered, counted.failed) == (1, {"ProtocolError": 1})
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_stage_that_runs_again_has_the_answers_of_its_first_forward(checkpoint: str, keep: int) -> None:
+    modules = [nn.Sequential(feedforward(), nn.BatchNorm1d(4).double()) for _ in range(2)]
+    first, last = feedforward(), feedforward()
+    batch = inputs(8)
+    parts = batch.detach().chunk(4)
+    here = copy.deepcopy(nn.Sequential(first, modules[0], last))
+    torch.cat([here(part) for part in parts]).square().sum().backward()
+    directory = Directory()
+    backends = [backend_of(modules[0], keep), backend_of(modules[1], keep, uid="m.0")]
+    with ExpertServer(backends, directory=directory):
+        expert = RemoteExpert("e.0", directory)
+        mixture = RemoteMixtureOfExperts(4, [1], directory, "m", k_best=1).double()
+        with Pipe(nn.Sequential(first, expert, last), [2, 1], chunks=4, checkpoint=checkpoint) as pipe:
+            pipe(batch).square().sum().backward()
+        counted = expert.statistics()
+        assert (counted.calls, counted.stale_backwards) == (4, 0 if keep else 3)
+        if keep:
+            for mine, theirs in zip(first.parameters(), here[0].parameters(), strict=True):
+                assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9)  # type: ignore[arg-type]
+        assert modules[0][1].num_batches_tracked == 4
+        with Pipe(nn.Sequential(feedforward(), mixture, last), [2, 1], chunks=4, checkpoint=checkpoint) as pipe:
+            for _ in range(2):
+                pipe(batch).square().sum().backward()
+        counted = mixture.statistics()
+        assert (counted.calls, counted.stale_backwards) == (8, 0 if keep else 6)
+        assert modules[1][1].num_batches_tracked == 8

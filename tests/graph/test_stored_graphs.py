@@ -251,7 +251,22 @@ def test_statistics_of_another_size_than_the_input_are_refused(sine: Path, tmp_p
     tensors = load_file(path)
     tensors = {name: tensor[:1] if tensor.shape == (3,) else tensor for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={"graph": json.dumps(described_in(path))})
-    with pytest.raises(ab.CheckpointError, match="weights or statistics are not as many as channels"):
+    with pytest.raises(ab.CheckpointError, match="do not belong together"):
+        Graph.load(path)
+
+
+def test_attention_over_keys_of_another_batch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "graph.safetensors"
+    key = torch.randn(2, 2, 3, 4)
+    ab.capture(lambda x: nn.functional.scaled_dot_product_attention(x, key, key), torch.randn(2, 2, 5, 4)).save(path)
+    assert "flash_attention" in str(described_in(path))
+    Graph.load(path)
+    described = described_in(path)
+    for one in described["nodes"]:
+        if "example" in one:
+            one["example"].update(shape=[8, 2, 5, 4], stride=[40, 20, 4, 1])
+    save_file(load_file(path), path, metadata={"graph": json.dumps(described)})
+    with pytest.raises(ab.CheckpointError, match="do not belong together"):
         Graph.load(path)
 
 

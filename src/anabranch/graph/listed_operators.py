@@ -8,10 +8,13 @@ is not needed in a file: ``ab.gradients`` derives it from the loaded forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-__all__ = ["is_listed"]
+__all__ = ["check_sizes", "is_listed"]
 
 _MORE = """
 _conj _fft_c2c _is_all_true _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd
@@ -50,3 +53,20 @@ def is_listed(operator: OpOverload) -> bool:
     if name in _LISTED or name.startswith("_foreach_") or torch.Tag.pointwise in operator.tags:
         return True
     return torch.Tag.core in operator.tags and name not in _UNSAFE and "backward" not in name
+
+
+def check_sizes(name: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors whose sizes two operators trust that usual models cannot do without: BatchNorm its weights and
+    statistics, attention its keys, values and mask.
+    """
+    fits = True
+    if "batch_norm" in name:
+        fits = all(tensor.numel() == tensors[0].shape[1] for tensor in tensors[1:])
+    elif "flash_attention" in name:
+        query, key, value = (tensor.shape for tensor in tensors[:3])
+        scores = (*query[:3], key[2])
+        fits = key == value and key[:2] == query[:2] and key[3] == query[3] and query.numel() * key.numel() > 0
+        masks = [torch.broadcast_shapes(mask.shape, scores) for mask in tensors[3:]]  # type: ignore[no-untyped-call]
+        fits = fits and all(mask == scores for mask in masks)
+    if not fits:
+        raise ValueError(f"sizes {[tuple(tensor.shape) for tensor in tensors]} do not belong together")

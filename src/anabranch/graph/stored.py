@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
-from anabranch.graph.listed_operators import is_listed
+from anabranch.graph.listed_operators import check_sizes, is_listed
 from anabranch.graph.nodes import evaluate, resolved
 from anabranch.graph.operation_graph import AnyGraph, Input, OperationGraph
 from anabranch.tensors import flatten, unflatten
@@ -256,17 +256,11 @@ def _example_of(node: fx.Node) -> object:
         args, kwargs = resolved(node, lambda source: source.meta["val"])
         if node.target in _PYTHON_NAMES and node.target is not operator.getitem:
             _check_numbers(node, args)
-        elif "batch_norm" in str(node.target):
-            _check_channels([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
+        else:
+            check_sizes(str(node.target), [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
         return _bounded(evaluate(node, lambda source: source.meta["val"]))
     except Exception as error:
         raise CheckpointError(f"operation {node.name!r} ({node.target}) does not fit its arguments: {error}") from error
-
-
-def _check_channels(tensors: Sequence[Tensor]) -> None:
-    """Refuse weights and statistics of other sizes than their input's, which the kernels of BatchNorm trust."""
-    if any(tensor.numel() != tensors[0].shape[1] for tensor in tensors[1:]):
-        raise ValueError("weights or statistics are not as many as channels")
 
 
 def _check_numbers(node: fx.Node, values: Sequence[Any]) -> None:

@@ -280,7 +280,8 @@ class ExpertCaller:
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
         outputs = list(cross(boundary, gated, drawn, *cast("Sequence[Tensor | None]", leaves)))
-        return asked[0], outputs
+        # A stage of a pipe that runs again is given the first answers, and asks nobody.
+        return asked[0] if asked else self.schema_of(uid_prefix, len(grid_size)), outputs
 
     def _make_calls(
         self,
