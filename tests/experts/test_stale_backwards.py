@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.errors import BoundaryError, PeerLost
-from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts
+from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
+from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
+from anabranch.transport import Server, Verb
 
 SPEC = TensorSpec(4, dtype=torch.float64)
 
@@ -320,3 +324,105 @@ def test_statistics_of_an_expert() -> None:
     assert (counted.calls, counted.answered, counted.cancelled, counted.stale_backwards) == (3, 2, 0, 0)
     assert counted.rows == {"e.0": 6}
     assert sum(counted.failed.values()) == 2
+
+
+def test_a_restart_keeps_the_number_and_an_older_checkpoint_goes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    listen = f"unix:{tmp_path / 'socket'}"
+    places = tmp_path / "first", tmp_path / "second"
+
+    def server(place: Path) -> ExpertServer:
+        torch.manual_seed(0)
+        return ExpertServer([backend_of(feedforward())], listen=listen, checkpoint_dir=place)
+
+    expert = RemoteExpert("e.0", listen)
+    with server(places[0]):
+        expert(inputs()).sum().backward()
+        loss = expert(inputs()).sum()
+    shutil.copytree(places[0], places[1])
+    with server(places[0]):
+        loss.backward()
+        assert expert.statistics().stale_backwards == 0
+        loss = expert(inputs()).sum()
+    with server(places[1]):
+        loss.backward()
+    assert expert.statistics().stale_backwards == 1
+    (message,) = said(caplog)
+    assert "after 2 changes, but its gradient that of the expert after 1: its server has gone back" in message
+
+
+def test_activations_that_were_dropped_and_writes_of_the_owner_count() -> None:
+    module = feedforward()
+    with served(backend_of(module, keep=6)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        first = expert(inputs()).sum()
+        expert(inputs()).sum().backward()  # the server has room for one of them
+        first.backward()
+        assert expert.statistics().stale_backwards == 1
+        first = expert(inputs(7)).sum()
+        with torch.no_grad():
+            module[0].weight.clamp_(-0.1, 0.1)
+        first.backward()
+        assert expert.statistics().stale_backwards == 2
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_a_kept_graph_outlives_every_kind_of_step_in_half_precision(options: dict[str, bool]) -> None:
+    module, x = feedforward().half(), torch.randn(5, 4).half().requires_grad_()
+    expected = gradient_here(module, x, calls=2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **options)  # type: ignore[arg-type]
+    spec = TensorSpec(4, dtype=torch.float16)
+    with served(ExpertBackend("e.0", module, optimizer, args_schema=[spec], keep_activations=100)) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(expert(x)).square().sum().backward()
+    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
+def test_an_answer_that_does_not_say_how_often_the_expert_changed_costs_a_mixture_that_expert() -> None:
+    schema = Schema((SPEC,), {}, SPEC)
+    verbs = [
+        Verb(wire.INFO, lambda call: call.reply(payload=schema.packed)),
+        Verb(wire.FORWARD, lambda call: call.reply(call.tensors, b"\xff")),
+    ]
+    directory = Directory()
+    with (
+        Server(verbs, role="experts") as strange,
+        ExpertServer([backend_of(feedforward(), uid="e.0")], directory=directory),
+    ):
+        directory.announce(["e.1"], strange.endpoint, 60.0)
+        mixture = RemoteMixtureOfExperts(4, [2], directory, "e", k_best=2).double()
+        mixture(inputs()).sum().backward()
+        counted = mixture.statistics()
+    assert (counted.answered, counted.failed) == (1, {"ProtocolError": 1})
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_stage_that_runs_again_has_the_answers_of_its_first_forward(checkpoint: str, keep: int) -> None:
+    modules = [nn.Sequential(feedforward(), nn.BatchNorm1d(4).double()) for _ in range(2)]
+    first, last = feedforward(), feedforward()
+    batch = inputs(8)
+    parts = batch.detach().chunk(4)
+    here = copy.deepcopy(nn.Sequential(first, modules[0], last))
+    torch.cat([here(part) for part in parts]).square().sum().backward()
+    directory = Directory()
+    backends = [backend_of(modules[0], keep), backend_of(modules[1], keep, uid="m.0")]
+    with ExpertServer(backends, directory=directory):
+        expert = RemoteExpert("e.0", directory)
+        mixture = RemoteMixtureOfExperts(4, [1], directory, "m", k_best=1).double()
+        with Pipe(nn.Sequential(first, expert, last), [2, 1], chunks=4, checkpoint=checkpoint) as pipe:
+            pipe(batch).square().sum().backward()
+        counted = expert.statistics()
+        assert (counted.calls, counted.stale_backwards) == (4, 0 if keep else 3)
+        if keep:
+            for mine, theirs in zip(first.parameters(), here[0].parameters(), strict=True):
+                assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9)  # type: ignore[arg-type]
+        assert modules[0][1].num_batches_tracked == 4
+        with Pipe(nn.Sequential(feedforward(), mixture, last), [2, 1], chunks=4, checkpoint=checkpoint) as pipe:
+            for _ in range(2):
+                pipe(batch).square().sum().backward()
+        counted = mixture.statistics()
+        assert (counted.calls, counted.stale_backwards) == (8, 0 if keep else 6)
+        assert modules[1][1].num_batches_tracked == 8

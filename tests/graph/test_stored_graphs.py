@@ -237,3 +237,50 @@ def test_a_graph_that_no_load_may_call_can_be_seen(tmp_path: Path) -> None:
     loaded = kept(forward, tmp_path)
     derived: Any = ab.gradients(loaded, wrt=["weight"])(torch.tensor([1, 2]))
     assert derived[-1].sum() == 6
+
+
+def test_statistics_of_another_size_than_the_input_are_refused(sine: Path, tmp_path: Path) -> None:
+    path = tmp_path / "graph.safetensors"
+    x, none = {"node": "x"}, plain(None)
+    args = [plain(True), plain(0.1), plain(1e-5)]
+    with_call(sine, path, "aten.native_batch_norm.default", x, x, none, none, none, *args)
+    with pytest.raises(ab.CheckpointError, match="does not fit its arguments"):
+        Graph.load(path)
+    model, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    ab.capture(model, x).save(path)
+    tensors = load_file(path)
+    tensors = {name: tensor[:1] if tensor.shape == (3,) else tensor for name, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"graph": json.dumps(described_in(path))})
+    with pytest.raises(ab.CheckpointError, match="do not belong together"):
+        Graph.load(path)
+
+
+def test_attention_over_keys_of_another_batch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "graph.safetensors"
+    key = torch.randn(2, 2, 3, 4)
+    ab.capture(lambda x: nn.functional.scaled_dot_product_attention(x, key, key), torch.randn(2, 2, 5, 4)).save(path)
+    assert "flash_attention" in str(described_in(path))
+    Graph.load(path)
+    described = described_in(path)
+    for one in described["nodes"]:
+        if "example" in one:
+            one["example"].update(shape=[8, 2, 5, 4], stride=[40, 20, 4, 1])
+    save_file(load_file(path), path, metadata={"graph": json.dumps(described)})
+    with pytest.raises(ab.CheckpointError, match="do not belong together"):
+        Graph.load(path)
+
+
+def test_usual_models_and_gradients_are_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    graph = ab.capture(lambda x: nn.functional.huber_loss(layer(x), x), x)
+    torch.manual_seed(1)
+    expected = graph(x)
+    torch.manual_seed(1)
+    assert torch.equal(kept(graph, tmp_path)(x), expected)  # type: ignore[arg-type]
+    images = torch.randn(2, 3, 6, 6)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Hardswish(), nn.Conv2d(4, 2, 3), nn.Softmax(1))
+    graph = ab.capture(lambda x: model(x).square().mean(), images)
+    derived = ab.gradients(graph, wrt=["0.weight"])
+    assert torch.equal(kept(derived, tmp_path)(images)[-1], derived(images)[-1])  # type: ignore[index]

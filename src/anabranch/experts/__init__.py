@@ -5,7 +5,7 @@ boundary operation. ``client`` and ``server`` are its two ends, ``directory.py``
 ``schema.py`` and ``wire.py`` are shared by both ends.
 """
 
-from anabranch.experts.client.call_counts import CallStatistics
+from anabranch.experts.client.expert_call import CallStatistics
 from anabranch.experts.client.mixture.remote_mixture import RemoteMixtureOfExperts
 from anabranch.experts.client.mixture.switch_mixture import RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import RemoteExpert

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
-from anabranch.graph.listed_operators import is_listed
-from anabranch.graph.nodes import evaluate
+from anabranch.graph.listed_operators import check_sizes, is_listed
+from anabranch.graph.nodes import evaluate, resolved
 from anabranch.graph.operation_graph import AnyGraph, Input, OperationGraph
 from anabranch.tensors import flatten, unflatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
@@ -253,16 +253,18 @@ def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node],
 
 def _example_of(node: fx.Node) -> object:
     try:
+        args, kwargs = resolved(node, lambda source: source.meta["val"])
         if node.target in _PYTHON_NAMES and node.target is not operator.getitem:
-            _check_numbers(node)
+            _check_numbers(node, args)
+        else:
+            check_sizes(str(node.target), [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
         return _bounded(evaluate(node, lambda source: source.meta["val"]))
     except Exception as error:
         raise CheckpointError(f"operation {node.name!r} ({node.target}) does not fit its arguments: {error}") from error
 
 
-def _check_numbers(node: fx.Node) -> None:
+def _check_numbers(node: fx.Node, values: Sequence[Any]) -> None:
     """Refuse what Python computes for other than two small numbers: repeated lists, formatted text, huge powers."""
-    values: list[Any] = [value.meta["val"] if isinstance(value, fx.Node) else value for value in node.args]
     if not all(isinstance(value, (int, float)) for value in values):
         raise ValueError("its arguments are no numbers")
     if node.target is operator.pow and (isinstance(node.args[1], fx.Node) or abs(values[1]) > _LARGEST_EXPONENT):

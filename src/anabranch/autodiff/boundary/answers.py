@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.types import Boundary, Crossed
 
-__all__ = ["Answers", "AnswersDiffer", "current_answers", "inside_a_boundary", "replay_from"]
+__all__ = [
+    "Answers",
+    "AnswersDiffer",
+    "FirstForward",
+    "current_answers",
+    "current_first_forward",
+    "inside_a_boundary",
+    "replay_from",
+]
 
 
 class AnswersDiffer(Exception):
@@ -106,6 +115,39 @@ class Answers:
         raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")
 
 
+class FirstForward:
+    """The answers of experts in a forward that will run again: in the second one experts would have changed, by their
+    own statistics at least, so that it is given the answers of the first, in their order.
+    """
+
+    def __init__(self) -> None:
+        self._crossed: list[Crossed] = []
+        self._left: list[Crossed] | None = None
+
+    @contextmanager
+    def current(self, *, again: bool) -> Iterator[None]:
+        """Keep the answers to this thread's calls in the block, or answer them ``again``."""
+        self._left = list(self._crossed) if again else None
+        before, _own.first = _own.first, self
+        try:
+            yield
+        finally:
+            _own.first = before
+
+    def note(self, crossed: Crossed) -> None:
+        """Keep an answer."""
+        if self._left is None:
+            self._crossed.append(_with_copies(crossed))
+
+    def answer(self) -> Crossed | None:
+        """Return the next answer; ``None`` in the first forward, or for a call that the first one did not make."""
+        return _with_copies(self._left.pop(0)) if self._left else None
+
+
+def _with_copies(crossed: Crossed) -> Crossed:
+    return replace(crossed, outputs=[output.clone() for output in crossed.outputs])
+
+
 def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if value is None else value.detach().clone() for value in values]
 
@@ -128,6 +170,7 @@ def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -
 
 class _OfThread(threading.local):
     answers: Answers | None = None
+    first: FirstForward | None = None
     depth = 0  # boundaries in progress: crossings inside one are part of its answer
 
 
@@ -137,6 +180,11 @@ _own = _OfThread()
 def current_answers() -> Answers | None:
     """Return those of the calling thread; ``None`` without any, and in the middle of a boundary."""
     return None if _own.depth else _own.answers
+
+
+def current_first_forward() -> FirstForward | None:
+    """Return that of the calling thread; ``None`` without any, and in the middle of a boundary."""
+    return None if _own.depth else _own.first
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary.answers import Answers, current_answers, inside_a_boundary
+from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
 from anabranch.autodiff.boundary.types import Boundary, Crossed, Form
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
@@ -43,6 +43,10 @@ __all__ = [
     "run_forward",
     "traced_by",
 ]
+
+
+# What a second call may answer otherwise than a first one of the same step.
+_CHANGING = frozenset({"expert", "mixture"})
 
 
 class Tracer(Protocol):
@@ -197,6 +201,9 @@ def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequ
     answers = current_answers()
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)
+    first = current_first_forward() if boundary.kind in _CHANGING else None
+    if first is not None and (answer := first.answer()) is not None:
+        return answer
     with inside_a_boundary():
         crossed = boundary.forward(inputs, wants)
     if not crossed.fresh:
@@ -204,6 +211,8 @@ def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequ
         crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
     if answers is not None:
         answers.note_forward(boundary, inputs, crossed)
+    if first is not None:
+        first.note(crossed)
     return crossed
 
 

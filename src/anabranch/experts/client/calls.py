@@ -28,7 +28,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
-from anabranch.experts.client.call_counts import CallCounts, changes_by_us
+from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changes_by_us
 from anabranch.experts.compression import check_parts, check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
@@ -36,46 +36,6 @@ from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, 
 __all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "expect", "output_forms", "sample_forms"]
 
 _TICKET_BYTES = 16
-
-
-class ExpertCall(msgspec.Struct, eq=False):
-    """One call of an expert: its inputs and its outcome.
-
-    Attributes:
-        uid: the expert.
-        endpoint: its server.
-        schema: the expert's schema.
-        inputs: the inputs, flat, in the schema's order; freed once sent.
-        evaluating: the caller is in eval mode, so the expert runs in eval mode too.
-        outputs: the answer; freed once passed on, because the graph must not hold its own outputs.
-        answered: true if there was an answer.
-        error: the reason for a missing answer; ``None`` without an answer means that the call was cancelled.
-        gradient_error: the reason for a missing gradient.
-        ticket: names the activations that the server keeps for the backward; empty if it keeps none.
-        changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
-        given: names and versions of the outputs, while others hold them: they explain why a gradient was refused.
-    """
-
-    uid: str
-    endpoint: str
-    schema: Schema
-    inputs: Sequence[Tensor | None]
-    evaluating: bool = False
-    outputs: list[Tensor | None] | None = None
-    answered: bool = False
-    error: Exception | None = None
-    gradient_error: Exception | None = None
-    ticket: bytes = b""
-    changes: int = 0
-    changed_by_us: int = 0
-    rows: int = 0
-    given: Sequence[tuple[str, weakref.ref[Tensor], int]] = ()
-
-    def __post_init__(self) -> None:
-        for tensor in self.inputs:
-            if tensor is not None:
-                self.rows = tensor.shape[0]
-                return
 
 
 class Calls(msgspec.Struct, eq=False):

@@ -16,9 +16,9 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_t
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
-from anabranch.experts.client.call_counts import CallCounts, CallStatistics
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
 from anabranch.experts.client.connections import ModuleClient
+from anabranch.experts.client.expert_call import CallCounts, CallStatistics
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading

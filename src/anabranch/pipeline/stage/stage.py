@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from anabranch.autodiff.boundary.answers import FirstForward
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
@@ -122,6 +123,7 @@ class _Pass:
     loss_edge: GradientEdge | None = None
     hooked: set[int] = field(default_factory=set)
     split: SplitBackward | None = None
+    experts: FirstForward = field(default_factory=FirstForward)
 
 
 class StageRun:
@@ -192,7 +194,7 @@ class StageRun:
             raise RuntimeError(
                 f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}, so its "
                 "gradients would be wrong: a layer or the loss has state in a list, a global variable or a generator "
-                "of its own, or calls something that has changed, such as a remote expert; keep state in buffers, or "
+                "of its own, or calls something that has changed; keep state in buffers, or "
                 'use checkpoint="never"'
             )
 
@@ -202,6 +204,8 @@ class StageRun:
             stack.enter_context(plan.modes.entered())
             stack.enter_context(_standing_in(self._slots))
             here.hooked = stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
+            if plan.records and (self.stage.index, i) in plan.recompute:
+                stack.enter_context(here.experts.current(again=again))
             store = SkipStore(self.stage.shared)
             stack.enter_context(using_store(store))
             watch = Watch()

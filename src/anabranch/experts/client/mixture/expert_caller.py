@@ -17,8 +17,8 @@ from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, PeerLost, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
-from anabranch.experts.client.call_counts import CallCounts, CallStatistics
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
+from anabranch.experts.client.expert_call import CallCounts, CallStatistics
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.client.mixture.answers_by_row import (
     check_same_outputs,
@@ -280,7 +280,8 @@ class ExpertCaller:
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
         outputs = list(cross(boundary, gated, drawn, *cast("Sequence[Tensor | None]", leaves)))
-        return asked[0], outputs
+        # A stage of a pipe that runs again is given the first answers, and asks nobody.
+        return asked[0] if asked else self.schema_of(uid_prefix, len(grid_size)), outputs
 
     def _make_calls(
         self,

@@ -21,8 +21,8 @@ from anabranch.autodiff.boundary.crossing import Form
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, SchemaError
 from anabranch.experts.client.beam_search import Choices
-from anabranch.experts.client.call_counts import CallStatistics
 from anabranch.experts.client.connections import ModuleClient
+from anabranch.experts.client.expert_call import CallStatistics
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.client.mixture.answers_by_row import scores_of, weighted_sum
 from anabranch.experts.client.mixture.expert_caller import CallerModes, CallLimits, ExpertCaller

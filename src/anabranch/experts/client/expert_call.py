@@ -1,4 +1,4 @@
-"""Counters of a module's calls, and gradients that belong to other weights than the output whose gradient they are.
+"""One call of an expert, counters of calls, and how far a gradient is from the output that it is the gradient of.
 
 A backward runs the forward again from the weights that the expert has by then. Where others train it too, it may have
 changed since the forward, which is normal and counted. Where this process has changed it itself, the results are not
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from anabranch.experts.client.calls import ExpertCall
+import msgspec
+from torch import Tensor
 
-__all__ = ["CallCounts", "CallStatistics", "changes_by_us"]
+from anabranch.experts.schema import Schema
+
+__all__ = ["CallCounts", "CallStatistics", "ExpertCall", "changes_by_us"]
 
 _log = logging.getLogger("anabranch")
 
@@ -32,6 +35,46 @@ _BACK = "its server has gone back to an earlier state"
 _BY_US = (
     "this process has changed it in between, by the backward of another call or a forward that writes to the expert"
 )
+
+
+class ExpertCall(msgspec.Struct, eq=False):
+    """One call of an expert: its inputs and its outcome.
+
+    Attributes:
+        uid: the expert.
+        endpoint: its server.
+        schema: the expert's schema.
+        inputs: the inputs, flat, in the schema's order; freed once sent.
+        evaluating: the caller is in eval mode, so the expert runs in eval mode too.
+        outputs: the answer; freed once passed on, because the graph must not hold its own outputs.
+        answered: true if there was an answer.
+        error: the reason for a missing answer; ``None`` without an answer means that the call was cancelled.
+        gradient_error: the reason for a missing gradient.
+        ticket: names the activations that the server keeps for the backward; empty if it keeps none.
+        changes: how often the expert had changed before its forward, and ``changed_by_us`` by this process.
+        given: names and versions of the outputs, while others hold them: they explain why a gradient was refused.
+    """
+
+    uid: str
+    endpoint: str
+    schema: Schema
+    inputs: Sequence[Tensor | None]
+    evaluating: bool = False
+    outputs: list[Tensor | None] | None = None
+    answered: bool = False
+    error: Exception | None = None
+    gradient_error: Exception | None = None
+    ticket: bytes = b""
+    changes: int = 0
+    changed_by_us: int = 0
+    rows: int = 0
+    given: Sequence[tuple[str, weakref.ref[Tensor], int]] = ()
+
+    def __post_init__(self) -> None:
+        for tensor in self.inputs:
+            if tensor is not None:
+                self.rows = tensor.shape[0]
+                return
 
 
 @dataclass(frozen=True, slots=True)
