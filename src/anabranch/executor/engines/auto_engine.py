@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Ready, StepOutput
+from anabranch.executor.engines.engine import Begin, Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.graph_payoff import GraphPayoff
 from anabranch.executor.engines.tape_engine import TapeEngine
@@ -154,9 +154,7 @@ class AutoEngine:
         if self._graph is not None:
             self._graph.follow_model()
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         return self._run(
             lambda graph: graph.differentiate(batch, fetch, begin, seed),
@@ -276,7 +274,7 @@ class AutoEngine:
 
         return self._try(batch, fetch, lambda: self._tape.step(batch, fetch), noting, whole=True)
 
-    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float) -> StepOutput:
+    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float) -> StepOutput:
         (self._graph or self._make_graph()).program.set_seed(seed)
         return self._try(
             batch,

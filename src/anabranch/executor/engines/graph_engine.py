@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anabranch import spans
-from anabranch.executor.engines.engine import Ready, StepOutput
+from anabranch.executor.engines.engine import Begin, Ready, StepOutput
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.running.clipping import clip_gradients
 from anabranch.executor.running.fetching import Fetch
@@ -112,9 +112,7 @@ class GraphEngine:
         if self._errors_to is not None:
             self._errors_to.follow_model()
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
         self._program.set_seed(seed)
@@ -249,7 +247,7 @@ class _RunListener:
         parameters: Mapping[str, Tensor],
         attached: Collection[str],
         ready: Ready,
-        begin: Callable[[Tensor], None],
+        begin: Begin,
         fetch: Fetch,
     ) -> None:
         self._parameters, self._attached, self._ready = parameters, attached, ready

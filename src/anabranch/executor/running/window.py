@@ -39,6 +39,7 @@ class Total:
     """Totals of a run over all workers.
 
     Attributes:
+        differing: whether the checksums of the parameters are not all equal.
         rows: the weight of the run.
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
@@ -46,27 +47,26 @@ class Total:
         trying: how many would try a graph in the next run.
         rejecting: how many reject the one that was tried.
         with_rows: how many had rows.
-        differing: whether the checksums are not all equal.
     """
 
+    differing: bool
     rows: float
     loss: float
     active: int
     stopping: int
-    trying: int = 0
-    rejecting: int = 0
-    with_rows: int = 0
-    differing: bool = False
+    trying: int
+    rejecting: int
+    with_rows: int
 
 
 def header(
     loss: Tensor | None,
     rows: float,
-    *,
     run: int,
+    device: torch.device,
+    *,
     active: bool,
     stopping: bool,
-    device: torch.device,
     vote: tuple[bool, bool] = (False, False),
     digits: Sequence[float] = (),
 ) -> Tensor:
@@ -120,13 +120,5 @@ class Totals:
                 operation="all_reduce of rows and loss",
                 step=self._run,
             )
-        return Total(
-            high * _PART + low,
-            loss,
-            active=int(active),
-            stopping=int(stopping),
-            trying=int(trying),
-            rejecting=int(rejecting),
-            with_rows=int(with_rows),
-            differing=digits_differ(digits, self._size),
-        )
+        counts = map(int, (active, stopping, trying, rejecting, with_rows))
+        return Total(digits_differ(digits, self._size), high * _PART + low, loss, *counts)
