@@ -19,6 +19,7 @@ from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
 from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
 from anabranch.executor.plan.step_survey import StepSurvey, TableLookups, survey_step
 from anabranch.executor.routes import Place
+from anabranch.executor.running.window import HEADER_SIZE
 
 # Powers of two, so that sums are exact.
 MACHINE = Profile(
@@ -33,6 +34,9 @@ MACHINE = Profile(
     push_whole=LinkSpeed(128.0, 4.0),
 )
 FACTS = StepFacts("train")
+
+ALONE = 8 * HEADER_SIZE
+CARRIED = (3 + 2 + HEADER_SIZE) * 4  # elements, flags, header
 
 
 def table(place: Place, **options: Any) -> RowsHeld:
@@ -58,9 +62,9 @@ def planned(*holdings: RowsHeld, surveys: list[StepSurvey | None] | None = None,
 
 def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket() -> None:
     plan = planned(head(Place.WORKERS))
-    assert plan.bytes == {"workers": (3 + 2 + 8) * 4}  # elements, flags, header
-    assert plan.parts == {"compute": 8.0, "optimizers": 6.0, "workers": 1024.0 + 52.0}
-    assert plan.step_seconds == 8.0 + 6.0 + 1076.0
+    assert plan.bytes == {"workers": CARRIED}
+    assert plan.parts == {"compute": 8.0, "optimizers": 6.0, "workers": 1024.0 + CARRIED}
+    assert plan.step_seconds == 8.0 + 6.0 + 1024.0 + CARRIED
     assert [(row.name, row.boundary, row.bytes) for row in plan.rows] == [("head", "workers", 20)]
 
 
@@ -73,21 +77,21 @@ def test_a_large_tables_dense_gradient_takes_new_memory_in_each_run() -> None:
 def test_sums_of_other_dtypes_leave_the_header_its_own_message() -> None:
     held = RowsHeld("half", (3,), torch.float16, Place.WORKERS, nn.Parameter(torch.zeros(3).half()))
     plan = planned(held)
-    assert plan.bytes == {"workers": (3 + 2) * 4 + 64}  # summed in float32
-    assert plan.parts["workers"] == 2 * 1024.0 + 84.0
+    assert plan.bytes == {"workers": (3 + 2) * 4 + ALONE}  # summed in float32
+    assert plan.parts["workers"] == 2 * 1024.0 + 20.0 + ALONE
 
 
 def test_runs_that_are_accumulated_compute_each_and_tell_their_rows() -> None:
     plan = planned(head(Place.WORKERS), accumulate=3)
-    assert plan.bytes == {"workers": 52 + 2 * 64}
+    assert plan.bytes == {"workers": CARRIED + 2 * ALONE}
     assert plan.parts["compute"] == 24.0
-    assert plan.parts["workers"] == 3 * 1024.0 + 52.0 + 128.0
+    assert plan.parts["workers"] == 3 * 1024.0 + CARRIED + 2 * ALONE
 
 
 def test_rows_on_servers_are_read_and_moved_by_their_number() -> None:
     plan = planned(table(Place.ROWS))
     size = 4 + 16
-    assert plan.bytes == {"workers": 64, "servers": 10 * size + 9 * size}
+    assert plan.bytes == {"workers": ALONE, "servers": 10 * size + 9 * size}
     assert plan.parts["servers"] == 16.0 + 32.0 + (10 * size + 4 * 10) + (2 * 9 * size + 8 * 9)
     assert "optimizers" not in plan.parts  # that is the servers' business
 
@@ -124,7 +128,7 @@ def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed
 def test_sparse_gradients_travel_as_long_as_the_longest_workers() -> None:
     surveys: list[StepSurvey | None] = [survey(moved=3), survey(moved=9)]
     plan = planned(table(Place.WORKERS, sparse=True), surveys=surveys)
-    assert plan.bytes["workers"] == 64 + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
+    assert plan.bytes["workers"] == ALONE + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
 
 
 def test_a_frozen_table_is_read_and_not_moved() -> None:
@@ -133,7 +137,7 @@ def test_a_frozen_table_is_read_and_not_moved() -> None:
 
 def test_without_a_batch_a_plan_says_which_parts_it_leaves_out() -> None:
     plan = planned(table(Place.ROWS), head(Place.WORKERS), surveys=[None, None])
-    assert plan.bytes["workers"] == 52
+    assert plan.bytes["workers"] == CARRIED
     assert [row.bytes for row in plan.rows] == [None, 20]
     assert "without a batch" in str(plan)
 
