@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.testing import LocalJob
 from launched import run
 
@@ -41,9 +42,9 @@ def test_a_hybrid_job_plans_both_boundaries_by_parameter() -> None:
         assert plan["rows"]["head.0.weight"] == ["workers", (35 + 2) * 4]
         tables = plan["rows"]["table.weight"][1] + plan["rows"]["bags.weight"][1]
         assert plan["planned"]["servers"] == tables
-        # What is summed: every dense parameter with two flags, and a header of eight numbers.
+        # What is summed: every dense parameter with two flags, and a header.
         dense = sum(size for name, (_, size) in plan["rows"].items() if name.startswith(("norm", "head")))
-        assert plan["planned"]["workers"] == dense + 8 * 4
+        assert plan["planned"]["workers"] == dense + HEADER_SIZE * 4
 
 
 def test_the_ranks_of_a_pipe_plan_their_traffic_and_every_stage_s_work() -> None:

@@ -14,13 +14,7 @@ __all__ = ["check_arguments", "check_log_path"]
 
 
 def check_arguments(
-    *,
-    seed: object,
-    cache: object,
-    dataloaders: object,
-    state: object,
-    check_workers: object,
-    steps: Iterable[str],
+    *, seed: object, cache: object, dataloaders: object, state: object, check_workers: object, steps: Iterable[str]
 ) -> None:
     """Raise for an argument of the wrong kind.
 
@@ -35,10 +29,9 @@ def check_arguments(
         raise TypeError(f"cache is an ab.Cache or None, got {cache!r}{rows}")
     if not isinstance(dataloaders, Mapping | None):
         raise TypeError(f"dataloaders is a dict of loaders by the step's name, got {dataloaders!r}")
-    if isinstance(check_workers, bool) or not isinstance(check_workers, Integral):
-        raise TypeError(f"check_workers is a whole number of steps, 0 for never, got {check_workers!r}")
-    if check_workers < 0:
-        raise ValueError(f"check_workers is a whole number of steps, 0 for never, got {check_workers!r}")
+    if isinstance(check_workers, bool) or not isinstance(check_workers, Integral) or check_workers < 0:
+        kind = ValueError if isinstance(check_workers, Integral) and check_workers < 0 else TypeError
+        raise kind(f"check_workers is a number of steps, or 0 for never, got {check_workers!r}")
     names = sorted(steps)
     for name in dataloaders or {}:
         if name not in names:

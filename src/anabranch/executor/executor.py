@@ -175,12 +175,7 @@ class Executor:
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         engines = EngineChoice.parse(engine, compile)
         check_arguments(
-            seed=seed,
-            cache=cache,
-            dataloaders=dataloaders,
-            state=state,
-            check_workers=check_workers,
-            steps=self._steps,
+            seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers, steps=self._steps
         )
         sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Ready, StepOutput
+from anabranch.executor.engines.engine import Begin, Ready, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
@@ -68,9 +68,7 @@ class CheckedGraph(GraphEngine):
         super().follow_model()
         self._tape.follow_model()
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         self._raise_refusal()
         try:

@@ -12,10 +12,13 @@ from torch import Tensor
 from anabranch.executor.running.fetching import Fetch
 from anabranch.tensors import Structure
 
-__all__ = ["Engine", "Ready", "StepOutput", "loss_and_returned"]
+__all__ = ["Begin", "Engine", "Ready", "StepOutput", "loss_and_returned"]
 
 Ready: TypeAlias = "Callable[[Tensor, Tensor], Tensor | None]"
 """``ready(parameter, gradient)`` takes a final gradient and returns the tensor that replaces it."""
+
+Begin: TypeAlias = "Callable[[Tensor], None]"
+"""``begin(loss)`` is called before the first gradient is final."""
 
 _NOTHING: Mapping[str, Tensor] = {}
 
@@ -51,12 +54,8 @@ class Engine(Protocol):
         """Look up the model's parameters again: some were replaced."""
         ...
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
-        """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called before the first
-        gradient is final.
-        """
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
+        """Forward, and backward from the gradient ``seed`` of the loss."""
         ...
 
     def update(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.engine import Ready, StepOutput
+from anabranch.executor.engines.engine import Begin, Ready, StepOutput
 from anabranch.executor.running.clipping import clip_gradients
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.finite import all_finite, nonfinite_names
@@ -95,9 +95,7 @@ class GraphEngine:
         self._program.follow_model()
         self._parameters = parameters_here(self._step.model)
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
         assert self._ready is not None
         self._program.set_seed(seed)
@@ -211,7 +209,7 @@ class _RunListener:
         parameters: Mapping[str, Tensor],
         attached: Collection[str],
         ready: Ready,
-        begin: Callable[[Tensor], None],
+        begin: Begin,
         fetch: Fetch,
     ) -> None:
         self._parameters, self._attached, self._ready = parameters, attached, ready

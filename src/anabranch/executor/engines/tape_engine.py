@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
+from anabranch.executor.engines.engine import Begin, Ready, StepOutput, loss_and_returned
 from anabranch.executor.running.clipping import clip_gradients
 from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.finite import nonfinite_names
@@ -53,9 +53,7 @@ class TapeEngine:
         named = parameters_here(self._step.model)
         self._names, self._parameters = list(named), list(named.values())
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called in between."""
         factor = seed if self.scale is None else seed * self.scale.value
         self._manager.release()  # if an interrupt kept the run before from doing so
@@ -69,7 +67,7 @@ class TapeEngine:
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float
+        self, batch: Structure, fetch: Fetch, begin: Begin, seed: float
     ) -> tuple[StepOutput, dict[Tensor, Tensor]]:
         """``differentiate``, and a copy of each gradient as it was passed on."""
         assert self._attached is not None

@@ -28,7 +28,7 @@ from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.drift import Drift
-from anabranch.executor.engines.engine import Engine, Ready, StepOutput
+from anabranch.executor.engines.engine import Begin, Engine, Ready, StepOutput
 from anabranch.executor.running.clipping import clip_scale
 from anabranch.executor.running.fetching import FACTS, Fetch
 from anabranch.executor.running.finite import nonfinite_names
@@ -139,9 +139,7 @@ class _ScheduleEngine:
     def follow_model(self) -> None:
         """Nothing is kept of the model's parameters."""
 
-    def differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float = 1.0
-    ) -> StepOutput:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
         shared = self._run(batch, seed)
         begin(shared.loss)

@@ -25,7 +25,7 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.drift import Drift
 from anabranch.executor.engines.checked_graph import CheckedGraph
-from anabranch.executor.engines.engine import Engine, StepOutput
+from anabranch.executor.engines.engine import Begin, Engine, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.loaders.upcoming import UpcomingIds
@@ -198,9 +198,7 @@ class StepRunner:
             raise
         self.mean_rows = total / workers if workers else None
 
-    def _differentiate(
-        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None], seed: float
-    ) -> StepOutput:
+    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float) -> StepOutput:
         if self.upcoming is None or not self.upcoming.learning:
             return self.engine.differentiate(batch, fetch, begin, seed)
         if isinstance(self.engine, GraphEngine):
@@ -238,15 +236,7 @@ class StepRunner:
         if self.remote is not None:
             self.remote.start_run(weight, factor)
         stopping = self._wants_to_stop()
-        share = header(
-            loss,
-            weight,
-            run=self._calls,
-            active=active,
-            stopping=stopping,
-            device=self._device,
-            digits=self._digits,
-        )
+        share = header(loss, weight, self._calls, self._device, active=active, stopping=stopping, digits=self._digits)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(factor, last=last, header=share, step=self.runs)

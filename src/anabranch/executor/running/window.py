@@ -39,30 +39,30 @@ class Total:
     """Totals of a run over all workers.
 
     Attributes:
+        differing: whether the checksums of the parameters are not all equal.
         rows: the weight of the run.
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
         stopping: how many were asked to stop.
         with_rows: how many had rows.
-        differing: whether the checksums are not all equal.
     """
 
+    differing: bool
     rows: float
     loss: float
     active: int
     stopping: int
-    with_rows: int = 0
-    differing: bool = False
+    with_rows: int
 
 
 def header(
     loss: Tensor | None,
     rows: float,
-    *,
     run: int,
+    device: torch.device,
+    *,
     active: bool,
     stopping: bool,
-    device: torch.device,
     digits: Sequence[float] = (),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
@@ -115,11 +115,5 @@ class Totals:
                 operation="all_reduce of rows and loss",
                 step=self._run,
             )
-        return Total(
-            high * _PART + low,
-            loss,
-            active=int(active),
-            stopping=int(stopping),
-            with_rows=int(with_rows),
-            differing=digits_differ(digits, self._size),
-        )
+        counts = map(int, (active, stopping, with_rows))
+        return Total(digits_differ(digits, self._size), high * _PART + low, loss, *counts)
