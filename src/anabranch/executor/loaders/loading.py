@@ -72,8 +72,8 @@ class BoundLoader:
     2
 
     Args:
-        loader: any iterable of batches; an iterator has one epoch. Samplers of a ``DataLoader`` that have a
-            ``set_epoch`` get the number of each epoch after the first.
+        loader: any iterable of batches; an iterator has one epoch. It, its samplers and its dataset, if they have a
+            ``set_epoch``, get the number of each epoch after the first.
         rank: this worker's.
         world_size: the number of workers.
         prefetch: fetch the next batch while the step runs.

@@ -14,7 +14,6 @@ import uuid
 from datetime import datetime
 from pathlib import Path
 
-from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.manifest import Manifest
 from anabranch.checkpoint.storage import Place
 from anabranch.errors import CheckpointError
@@ -32,7 +31,7 @@ class RunName:
 
     def __init__(self, *, shared: bool) -> None:
         start = os.environ.get(JOB_VARIABLE)
-        rank = "" if shared else f"-{job().rank}"
+        rank = "" if shared or job().world_size == 1 else f"-{job().rank}"
         self._name = uuid.uuid4().hex if start is None else start + rank
         self._by = f"{Path(sys.argv[0]).name or 'python'}, process {os.getpid()} on {socket.gethostname()}"
         self._loaded: set[int] = set()
@@ -41,9 +40,9 @@ class RunName:
         """Return the entry of a checkpoint."""
         return {"name": self._name, "by": self._by}
 
-    def take_over(self, found: Checkpoint) -> None:
-        """Continue the run that has saved ``found``."""
-        self._loaded |= found.written()
+    def take_over(self, written: set[int]) -> None:
+        """Continue the run whose checkpoints, the one that was loaded among them, were ``written`` at these times."""
+        self._loaded |= written
 
     def check(self, place: Place, newest: Manifest) -> None:
         """Raise ``CheckpointError`` if the ``newest`` checkpoint in ``place`` is neither this run's nor was loaded."""

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -334,11 +334,15 @@ class Saver:
         """Return the buffers that are not those of the rank whose model is saved; every worker calls it."""
         if self._size == 1:
             return {}
-        buffers = {
-            prefix + name: value.detach().cpu().contiguous().clone()
+        parameters = {
+            prefix + name
             for prefix, model in self._models.items()
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        buffers = {
+            name: value.detach().cpu().contiguous().clone()
+            for name, value in self._model_state()
+            if isinstance(value, Tensor) and name not in parameters
         }
         hashes = {name: hashlib.blake2b(_bytes(value)).hexdigest() for name, value in buffers.items()}
         first = self._gather(msgspec.json.encode(hashes))[self._rank % self._stages]
@@ -460,6 +464,7 @@ class Saver:
     def _load_newest(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         chosen: Checkpoint | None = None
+        known: set[int] = set()
         answer: dict[str, object] = {}
         if self._rank == 0:
             try:
@@ -470,6 +475,7 @@ class Saver:
                 answer = {"failure": str(error)}
             if chosen is not None:
                 answer = {"path": _name_of(chosen.path), "generation": chosen.generation}
+                known = chosen.written()
         answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
         if "failure" in answer:
             raise CheckpointError(cast(str, answer["failure"]))
@@ -480,8 +486,7 @@ class Saver:
                 chosen or checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
             )
         )()
-        if chosen is not None:
-            self._run.take_over(chosen)
+        self._run.take_over(known)
         return True
 
     def _together(self, plan: Callable[[], _T], failed: str = "cannot load the checkpoint, so no rank loads it") -> _T:
