@@ -1,4 +1,4 @@
-"""An executor's side of the servers: the reads of a step's forward, its pushes, and what is seen of the model after them.
+"""An executor's side of the servers: what a step reads and pushes, and what is seen of the model between two runs.
 
 ::
 
