@@ -1,4 +1,4 @@
-"""An executor's side of the servers: a step's reads in forward, its pushes, and what is seen of the model after them.
+"""An executor's side of the servers: what a step reads and pushes, and what is seen of the model between two runs.
 
 ::
 
