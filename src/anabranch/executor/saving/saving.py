@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
