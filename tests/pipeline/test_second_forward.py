@@ -361,6 +361,27 @@ def test_a_second_forward_with_another_result_is_refused_by_stage_and_microbatch
         assert model[1].w.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "by", "is_noise"),
+    [
+        (torch.float64, 1e-15, True),
+        (torch.float64, 1e-10, False),
+        (torch.float32, 2e-7, True),
+        (torch.float32, 1e-4, False),
+        (torch.bfloat16, 0.02, False),
+    ],
+)
+def test_another_order_of_sums_is_not_taken_for_another_result(dtype: torch.dtype, by: float, is_noise: bool):
+    model = nn.Sequential(Outside(lambda: 1.0 + by * is_recomputing()).to(dtype))
+    with Pipe(model, [1], chunks=2, checkpoint="always") as pipe:
+        y = pipe(torch.randn(64, 8).to(dtype))
+        if is_noise:
+            y.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="stage 0 returned other values"):
+                y.sum().backward()
+
+
 def test_a_loss_with_another_result_is_refused_too():
     factor = of_a_list()
     refused = pytest.raises(RuntimeError, match="stage 0 returned other values")

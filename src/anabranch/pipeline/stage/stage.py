@@ -216,7 +216,8 @@ class StageRun:
                 self.losses[i] = loss.detach()
             outputs = self._cut_all(value, store, here)
             if here.state:
-                here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
+                with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
+                    here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
             return mark_doubled(outputs, watch.tensors())
 
     def _enter_all(
