@@ -148,9 +148,7 @@ def test_a_tensor_that_two_stages_share_may_be_read_but_not_changed(how: str, ch
         pipe(x).sum().backward()
     plain(x).sum().backward()
     assert close(readers[0].w.grad, plain[0].w.grad)
-    refused = pytest.raises(
-        RuntimeError, match=r"1\.n, which several stages use, was changed in the forward of stage 1"
-    )
+    refused = pytest.raises(RuntimeError, match=r"\.n, which several stages use, was changed in a forward")
     with Pipe(nn.Sequential(Reads(counts), counts), [1, 1], chunks=3, checkpoint=checkpoint) as pipe, refused:
         pipe(x)
 

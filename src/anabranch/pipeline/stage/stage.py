@@ -155,9 +155,9 @@ class StageRun:
         for name, version in versions.items():
             if self.stage.common[name]._version != version:
                 raise RuntimeError(
-                    f"{name}, which several stages use, was changed in a forward: the stages run different microbatches "
-                    "at once, so each would see another value; put the layers that share it into one stage, or give "
-                    "each its own"
+                    f"{name}, which several stages use, was changed in a forward: the stages run different "
+                    "microbatches at once, so each would see another value; put the layers that share "
+                    "it into one stage, or give each its own"
                 )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
