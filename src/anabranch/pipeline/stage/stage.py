@@ -159,9 +159,9 @@ class StageRun:
         for name, version in versions.items():
             if self.stage.common[name]._version != version:
                 raise RuntimeError(
-                    f"{name}, which several stages use, was changed in the forward of stage {self.stage.index}: the "
-                    "stages run different microbatches at once, so each would see another value; put the layers that "
-                    "share it into one stage, or give each its own"
+                    f"{name}, which several stages use, was changed in a forward: the stages run different "
+                    "microbatches at once, so each would see another value; put the layers that share "
+                    "it into one stage, or give each its own"
                 )
         if recompute:
             here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
@@ -222,7 +222,8 @@ class StageRun:
                 self.losses[i] = loss.detach()
             outputs = self._cut_all(value, store, here)
             if here.state:
-                here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
+                with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
+                    here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
             return mark_doubled(outputs, watch.tensors())
 
     def _enter_all(
