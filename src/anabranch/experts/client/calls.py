@@ -224,7 +224,8 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
     try:
         kept, call.changes, changed = wire.read_answer(outcome.payload)
     except ProtocolError as error:
-        call.error = error
+        # Another one: the traceback of ``error``, and of what it is from, holds this call, a cycle.
+        call.error = ProtocolError(str(error), peer=call.endpoint)
         return
     if kept != call.ticket:
         call.ticket = b""
