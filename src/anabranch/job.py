@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["JOB_VARIABLE", "DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
+__all__ = ["DirectoryLike", "Grid", "JOB_VARIABLE", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
 
 Role = Literal["worker", "expert"]
 

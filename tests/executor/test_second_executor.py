@@ -63,7 +63,8 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     first = executor_of(Model())
     for _ in range(2):
         first.run("train", BATCH)
-    first._end(clean=False)
+    first._end(RuntimeError())
+    monkeypatch.setattr("anabranch.executor.running.remote._given_back", {})  # as in another process
     yield "two steps"
     for server in running:
         server.__exit__(None, None, None)
@@ -124,7 +125,7 @@ def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
         first = executor_of(new_model(), "PS", **options)
         for _ in range(2):
             first.run("train", BATCH)
-        first._end(clean=False)
+        first._end(RuntimeError())
         with executor_of(new_model(), "PS", served="adopt", **options) as second:
             assert [second.run("train", BATCH)["loss"] for _ in range(2)] == losses[2:]
 
@@ -312,7 +313,7 @@ def there():
 torch.distributed.init_process_group("gloo")
 first = executor_of()
 losses = [first.run(batch=ids + rank)["loss"].item() for _ in range(2)]
-first._end(clean=False)
+first._end(RuntimeError())
 before = there()
 with executor_of() as second:
     try:

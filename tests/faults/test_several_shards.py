@@ -152,6 +152,8 @@ def test_an_executor_does_not_save_half_a_step(shards: Any, tmp_path: Path, monk
                 executor.run(batch={"ids": IDS, "scale": scale})
         with pytest.raises(ab.BoundaryError, match="restart the job"):
             executor.save(tmp_path)
+        with pytest.raises(ab.BoundaryError, match="restart the job"):
+            executor.close()
 
 
 @pytest.mark.parametrize("rule", [SGD, ADAM], ids=["sgd", "adam"])

@@ -177,7 +177,7 @@ def test_a_remote_embedding_takes_hot_rows() -> None:
 def test_a_checkpoint_is_loaded_into_a_file_or_memory_as_its_reader_says(tmp_path: Path) -> None:
     """A run that has outgrown memory goes on in a file."""
 
-    def run(load: bool, **place: object) -> tuple[torch.Tensor, int]:
+    def run(load: bool, folder: Path = tmp_path / "first", **place: object) -> tuple[torch.Tensor, int]:
         adam = functools.partial(torch.optim.Adam, lr=0.1)
         module = ab.RemoteEmbedding("t", 40, 4, mode="sum", optimizer=adam, **place)
         model = torch.nn.Sequential(module, torch.nn.Linear(4, 1))
@@ -188,10 +188,10 @@ def test_a_checkpoint_is_loaded_into_a_file_or_memory_as_its_reader_says(tmp_pat
         everyone = torch.arange(40)[:, None]
         with ab.Executor({"train": step, "read": read}, "Hybrid") as executor:
             if load:
-                executor.load(tmp_path)
+                executor.load(folder)
             else:
                 executor.run("train", everyone)
-                executor.save(tmp_path)
+                executor.save(folder)
             before = executor._remote.client.statistics()[0].tables["t"]
             rows = executor.run("read", everyone)["rows"].clone()
             after = executor._remote.client.statistics()[0].tables["t"]
@@ -203,5 +203,5 @@ def test_a_checkpoint_is_loaded_into_a_file_or_memory_as_its_reader_says(tmp_pat
         rows, looked_up = run(load=True, **place)
         assert torch.equal(rows, saved)
         assert looked_up == counted
-    run(load=False, memory_map=True, hot_rows=10)
-    assert run(load=True)[1] == 0
+    run(load=False, folder=tmp_path / "second", memory_map=True, hot_rows=10)
+    assert run(load=True, folder=tmp_path / "second")[1] == 0

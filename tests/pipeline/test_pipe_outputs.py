@@ -157,3 +157,56 @@ def test_constants_between_a_split_models_modules_are_compared_too():
         with pytest.raises(ValueError, match="is 'a tensor' in one microbatch and None in another"):
             pipe(x)
         assert pipe(x[:6])[1] is None
+
+
+class Entries(nn.Module):
+    """A detector's habit: a list with an entry per row."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list(x.unbind(0))
+
+
+def test_a_list_with_an_entry_per_row_is_refused() -> None:
+    with (
+        Pipe(nn.Sequential(nn.Linear(4, 4), Entries()), [1, 1], chunks=3) as pipe,
+        pytest.raises(ValueError, match="list of 2 values"),
+    ):
+        pipe(torch.randn(6, 4))
+
+
+class HoldsModel(nn.Module):
+    """A loss that holds the model, for a penalty over its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean() + 0.1 * sum(p.square().sum() for p in self.model.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_loss_that_holds_the_model_leaves_its_layers_to_their_stages(schedule: str) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).double()
+    x, target = torch.randn(2, 8, 4, dtype=torch.float64).unbind(0)
+    HoldsModel(model)(model(x), target).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    held = list(model.parameters())
+    model.zero_grad()
+    with Pipe(model, [1, 1, 1], chunks=4, schedule=schedule) as pipe:
+        for _ in range(3):
+            model.zero_grad()
+            pipe.step(x, target, loss=HoldsModel(model))
+            for parameter, gradient in zip(held, expected, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
+    assert all(now is before for now, before in zip(model.parameters(), held, strict=True))
+
+
+def test_a_forward_replaced_on_an_instance_is_the_layers_own() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = inner.forward
+    inner.forward = lambda x: before(x) + x  # type: ignore[method-assign]
+    model, x = nn.Sequential(inner, nn.Linear(4, 1)), torch.randn(6, 4)
+    expected = model(x)
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        torch.testing.assert_close(pipe(x), expected)

@@ -231,6 +231,8 @@ class Executor:
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
+            for number, runner in enumerate(self._runners.values()):
+                runner.number = number
             self._engines = engines
             self._evaluators = self._new_evaluators()
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
@@ -316,7 +318,7 @@ class Executor:
 
     def _take_to_servers(self) -> RemotePart:
         """Let the servers hold what the routes say, from the first run on if they hold nothing of these names yet."""
-        remote = self._make_remote(self._routes, served=self._served)
+        remote = self._remote = self._make_remote(self._routes, served=self._served)
         for runner in self._runners.values():
             runner.take_to_servers(RemoteWindow(remote, runner.step))
             if remote.rows and not isinstance(runner, PipeRunner):

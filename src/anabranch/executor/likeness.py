@@ -36,7 +36,7 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
         ValueError: on every worker, if parameters differ (sums of unlike buckets crash), or optimizers of what is
             all-reduced, or if a forward writes each worker's own rows.
     """
-    _check_max_norm(steps)
+    _check_tables(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
     models, optimizers = list(_model_lines(steps)), list(optimizer_lines(steps, reduced))
     mine = "\n".join(models) + "\n\n" + "\n".join(optimizers)
@@ -81,7 +81,7 @@ def _compare(what: str, everyone: list[str], cure: str) -> None:
                 )
 
 
-def _check_max_norm(steps: Mapping[str, Step]) -> None:
+def _check_tables(steps: Mapping[str, Step]) -> None:
     for step in steps.values():
         for name, module in step.model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -89,6 +89,11 @@ def _check_max_norm(steps: Mapping[str, Step]) -> None:
                     f"{name}: max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, each "
                     "worker those of its own batch, so that several workers would train different tables; leave it "
                     "None and shrink the looked-up rows in the forward, or all rows after each step"
+                )
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+                raise ValueError(
+                    f"{name}: scale_grad_by_freq=True divides gradients by how often an id is in the batch, of which "
+                    "each worker sees only its shard, so that several workers would train another table; leave it False"
                 )
 
 

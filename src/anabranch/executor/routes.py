@@ -142,14 +142,16 @@ def plan_routes(
     traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
     overrides = _checked_overrides(overrides or {}, named, elsewhere, mode)
     owners = _owners(steps)
-    routes = []
+    routes: list[Route] = []
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named.items():
+        names.setdefault(parameter, []).append(name)
+    for parameter, (name, *others) in names.items():  # models of several steps may share it: one place
+        override = next((overrides[each] for each in (name, *others) if each in overrides), None)
         if isinstance(parameter, MovedParameter) and parameter in owners:
             parameter.refuse("a second Executor")
         users = users_of(parameter, models.values())
-        place, why = _place(
-            name, parameter, users, mode, overrides.get(name), owned=parameter in owners, tied=parameter in tied
-        )
+        place, why = _place(name, parameter, users, mode, override, owned=parameter in owners, tied=parameter in tied)
         rule = optimizer = None
         if place.served:
             _check_served(name, parameter, users)

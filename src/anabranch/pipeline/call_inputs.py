@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.pipeline.microbatch import count_batch_rows, has_rows, scatter
 from anabranch.pipeline.stage.partition import (
@@ -81,7 +81,12 @@ def check_rows(value: Structure, rows: int, what: str) -> None:
 
 
 def make_head(
-    parts: HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
+    parts: HeadParts,
+    sizes: Sequence[int],
+    rows: int,
+    stage: Stage,
+    finish: Callable[[Structure], Structure],
+    model: nn.Module,
 ) -> Head:
     """Return the loss of each microbatch, as the last stage computes it."""
     loss, target, reduction, keeps_output, seed = parts
@@ -91,4 +96,8 @@ def make_head(
         for part in scatter(target, sizes)
     ]
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, on_device, weights, keeps_output, finish, seed)
+    own: list[nn.Module] = []
+    if isinstance(loss, nn.Module):
+        layers = set(model.modules())
+        own = [module for module in loss.modules() if module not in layers]
+    return Head(loss, on_device, weights, keeps_output, finish, seed, own)

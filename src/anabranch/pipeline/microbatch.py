@@ -146,8 +146,20 @@ def gather(parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
                 "the model's output has a different structure in some microbatches, so they cannot be joined: "
                 f"{treedef} in the first, {other} in microbatch {i}"
             )
+    _refuse_lists_of_rows(parts[0], sizes)
     columns = zip(paths(parts[0]), zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
     return unflatten(treedef, [_join(path, leaves, sizes) for path, leaves in columns])
+
+
+def _refuse_lists_of_rows(value: object, sizes: Sequence[int]) -> None:
+    """Raise for a list with an entry per row, such as a detector's boxes: entries of microbatches would be joined."""
+    if type(value) is list and len(value) > 1 and all(len(value) == size for size in sizes):
+        raise ValueError(
+            f"the model's output has a list of {len(value)} values in microbatches of {list(sizes)} rows, and values "
+            "of single rows cannot be joined; stack them into a tensor, use chunks=1, or return a tuple of other values"
+        )
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _refuse_lists_of_rows(part, sizes)
 
 
 def _join(path: str, leaves: Sequence[object], sizes: Sequence[int]) -> object:

@@ -489,7 +489,11 @@ class Pipe(nn.Module):
         last = len(self._stages) - 1
         runs = {}
         for stage in (self._stages[j] for j in self._here):
-            at_end = make_head(head, facts.sizes, rows, stage, self._finish) if head and stage.index == last else None
+            at_end = (
+                make_head(head, facts.sizes, rows, stage, self._finish, self.module)
+                if head and stage.index == last
+                else None
+            )
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
         given = Inputs(args, inputs, facts.sizes)

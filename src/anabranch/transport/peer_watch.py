@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+import torch
+
 from anabranch import spans, waits
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
@@ -153,10 +155,12 @@ def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
     said once after five seconds.
     """
     answer: Future[_T] = Future()
+    inference = torch.is_inference_mode_enabled()  # a thread's own
 
     def run() -> None:
         try:
-            answer.set_result(call())
+            with torch.inference_mode(inference):
+                answer.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             answer.set_exception(error)
 

@@ -59,6 +59,11 @@ class TapeEngine:
         self._manager.release()  # if an interrupt kept the run before from doing so
         with self._manager:
             loss, returned = self._forward(batch, fetch)
+            if any(parameter.grad is not None for parameter in self._parameters):
+                raise ValueError(
+                    "the loss called backward() itself, whose gradients servers, several workers and accumulate=... "
+                    "would not get; return the sum of the losses"
+                )
             begin(loss)
             began = spans.begin()
             self._manager.backward(loss, None if factor == 1.0 else torch.full_like(loss, factor))

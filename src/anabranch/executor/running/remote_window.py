@@ -37,6 +37,14 @@ class RemoteWindow:
         self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
         self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
         self._weight = self._factor = 1.0
+        # Other steps' optimizers move these, so that this step's gradients of them go nowhere, as in the plain loop.
+        self._foreign = {moved.name for moved in part.moved if moved.optimizer not in step.optimizers}
+        if self._foreign and step.clip_grad_norm is not None:
+            name = min(self._foreign)
+            raise ValueError(
+                f"a step clips by the norm of all gradients, but that of {name}, which another step's optimizer "
+                f"moves, is on the servers; keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+            )
         self.start()
 
     def start(self) -> None:
@@ -58,6 +66,8 @@ class RemoteWindow:
     def ready(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a final gradient of a copy."""
         name = self._names[parameter]
+        if name in self._foreign:
+            return
         gradient = gradient if self._factor == 1.0 else gradient * self._factor
         self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
 
@@ -66,7 +76,7 @@ class RemoteWindow:
         self._total += self._weight
         frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}  # since the lookup, too
         for name, (ids, grads) in self.part.tables.take().items():
-            if name in frozen:
+            if name in frozen or name in self._foreign:
                 continue
             self._rows.setdefault(name, []).append((ids, grads if self._factor == 1.0 else grads * self._factor))
         for parameter in self.parameters.values():

@@ -60,6 +60,7 @@ class StepRunner:
     remote: RemoteWindow | None = None
     upcoming: UpcomingIds | None = None
     between: Callable[[], None] | None = None
+    number = 0  # among the executor's training steps, the same on all workers
 
     def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None, drift: Drift | None = None) -> None:
         self.step = step
@@ -236,13 +237,14 @@ class StepRunner:
         if self.remote is not None:
             self.remote.start_run(weight, factor)
         stopping = self._wants_to_stop()
-        share = header(loss, weight, self._calls, self._device, active=active, stopping=stopping, digits=self._digits)
+        call = 31 * self._calls + self.number  # of this step: no near call of another step has the same, modulo 1024
+        share = header(loss, weight, call, self._device, active=active, stopping=stopping, digits=self._digits)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(factor, last=last, header=share, step=self.runs)
-            return Totals(self._buckets.header, self._calls, self._workers.size)
+            return Totals(self._buckets.header, call, self._workers.size)
         self._buckets.start_run(factor, last=last, step=self.runs)
-        return Totals.alone(share, self._workers, self._calls)
+        return Totals.alone(share, self._workers, call)
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0

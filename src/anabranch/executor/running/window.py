@@ -109,8 +109,8 @@ class Totals:
         high, low, loss, active, stopping, runs, with_rows, *digits = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
-                "the workers are in different runs: a loss that raises on one worker only must end the job, or be "
-                "caught on all of them",
+                "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
+                "that raises on one worker only must end the job, or be caught on all of them",
                 peer="the other workers",
                 operation="all_reduce of rows and loss",
                 step=self._run,

@@ -25,9 +25,10 @@ def refusal_of(error: BaseException, what: str) -> CaptureError:
     """
     said = str(error).strip().splitlines() or [type(error).__name__]
     explained = [line.strip().removeprefix("Explanation: ") for line in said if line.strip().startswith("Explanation:")]
-    words = ". ".join([said[0].rstrip("."), *explained[:1]]).rstrip(".")
-    # An operation that refuses these shapes, or an exception of the user's own code.
-    raises = type(error).__name__ == "TorchRuntimeError" or said[0] == "Observed exception"
+    own = said[0] == "Observed exception"  # of the user's own code, told in the line of the context
+    told = [line.strip().removeprefix("Developer debug context: ") for line in said if own and " context: " in line]
+    words = ". ".join([said[0].rstrip("."), *(told or explained)[:1]]).rstrip(".")
+    raises = own or type(error).__name__ == "TorchRuntimeError"  # the other is an operation that refuses these shapes
     kind = Raises if raises else CaptureError
     cure = "" if what == "the function" else "; use engine='tape'"
     refusal = kind(f"{user_line(getattr(error, 'real_stack', None))}{what} cannot be a graph: {words}{cure}")

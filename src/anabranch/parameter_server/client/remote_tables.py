@@ -719,7 +719,8 @@ _awaited: set[threading.Thread] = set()
 @atexit.register
 def _await_asides() -> None:
     for thread in list(_awaited):
-        thread.join()
+        while thread.is_alive():  # its call has a deadline of its own
+            thread.join(timeout=1.0)
 
 
 class _Aside(Generic[_T]):
@@ -828,11 +829,18 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
     Raises:
         ValueError: it does not have the parameter, or servers cannot run it.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        if any(held is parameter for held in group["params"]):
-            RowOptimizer.from_torch(optimizer, number)
-            return lambda: RowOptimizer.from_torch(optimizer, number)
-    raise ValueError(f"the optimizer does not have {name}; give it the parameters before they move to the servers")
+
+    def rule() -> RowOptimizer:
+        for number, group in enumerate(optimizer.param_groups):
+            if any(held is parameter for held in group["params"]):
+                return RowOptimizer.from_torch(optimizer, number)
+        raise ValueError(
+            f"the optimizer does not have {name}; give it the parameters before they move to the servers, and "
+            "freeze one with requires_grad_(False)"
+        )
+
+    rule()
+    return rule
 
 
 def _no_rule() -> RowOptimizer:

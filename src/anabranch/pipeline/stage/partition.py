@@ -59,7 +59,8 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
 
 def _is_plain(module: nn.Sequential) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module).forward is nn.Sequential.forward and not any(hooks)
+    # On the instance, too: a replaced forward is code of its own.
+    return getattr(module.forward, "__func__", None) is nn.Sequential.forward and not any(hooks)
 
 
 def _open(module: nn.Sequential, prefix: str) -> Iterable[Layer]:

@@ -77,7 +77,8 @@ class Stage:
 class Head:
     """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
 
-    ``finish`` makes the model's output from the result of the last layer; backward starts from ``seed``.
+    ``finish`` makes the model's output from the result of the last layer; backward starts from ``seed``. ``modules``
+    are the loss's own: what it holds of the model belongs to the stages.
     """
 
     loss: Callable[[Structure, Structure], Structure]
@@ -86,6 +87,7 @@ class Head:
     keeps_outputs: bool
     finish: Callable[[Structure], Structure] = lambda output: output
     seed: float = 1.0
+    modules: Sequence[nn.Module] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,8 @@ class StageRun:
         self.plan = plan
         self.head = head
         modules = [child for layer in stage.layers for child in layer.module.modules()]
-        if head is not None and isinstance(head.loss, nn.Module):
-            modules += head.loss.modules()
+        if head is not None:
+            modules += head.modules
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
         self._state = LayerState(modules)
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
