@@ -138,6 +138,7 @@ class Executor:
     """
 
     _trace: RunTrace | None = None
+    _inside: str | None = None  # the step that runs
     _undecided = False
     _end_saves: Callable[[Deadline], None] | None = None
 
@@ -451,12 +452,14 @@ class Executor:
         """
         self._check_open()
         step = self._step(name)
+        if self._inside is not None:
+            raise RuntimeError(f"run({name!r}) was called inside a run of {self._inside!r}; call it between two runs")
         wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
         if self._remote is not None:
             self._remote.check_fetch(wanted.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            took: StepTaken | None = None
+            self._inside, took = name, cast("StepTaken | None", None)
             if isinstance(step, TrainStep):
                 values, took = self._running.train(name, step, batch, wanted)
             else:
@@ -467,6 +470,7 @@ class Executor:
             self._watching.failed(error, self.step)
             raise
         finally:
+            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})

@@ -126,11 +126,13 @@ def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
     return [unflatten(treedef, list(parts)) for parts in zip(*cut, strict=True)] if leaves else [batch] * len(sizes)
 
 
-def gather(parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
+def gather(parts: Sequence[Structure], sizes: Sequence[int], *, lists: bool = False) -> Structure:
     """Return the outputs of microbatches of ``sizes`` rows as one: tensors joined along their rows, equal values once.
 
     >>> gather([{"y": torch.zeros(2, 1)}, {"y": torch.zeros(1, 1)}], [2, 1])["y"].shape
     torch.Size([3, 1])
+
+    A list with an entry per row cannot be joined, and is refused unless ``lists`` are known to be of other values.
 
     Raises:
         ValueError: values that depend on the microbatch and cannot be joined: no tensors, or without a row or the same
@@ -146,7 +148,8 @@ def gather(parts: Sequence[Structure], sizes: Sequence[int]) -> Structure:
                 "the model's output has a different structure in some microbatches, so they cannot be joined: "
                 f"{treedef} in the first, {other} in microbatch {i}"
             )
-    _refuse_lists_of_rows(parts[0], sizes)
+    if not lists:
+        _refuse_lists_of_rows(parts[0], sizes)
     columns = zip(paths(parts[0]), zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
     return unflatten(treedef, [_join(path, leaves, sizes) for path, leaves in columns])
 

@@ -289,8 +289,8 @@ class SplitSource:
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Return the value of the last part from those of microbatches of ``sizes`` rows."""
         tokens = [value[0] for value in values]
-        gather([self.program(token).constants() for token in tokens], sizes)
-        return (tokens[0], *gather([value[1:] for value in values], sizes))
+        gather([self.program(token).constants() for token in tokens], sizes, lists=True)
+        return (tokens[0], *gather([value[1:] for value in values], sizes, lists=True))
 
     def output(self, value: object) -> object:
         """Return the model's output from the value of the last part."""
