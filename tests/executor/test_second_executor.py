@@ -293,6 +293,7 @@ import json, sys
 import torch
 from torch import nn
 import anabranch as ab
+from anabranch.executor.running import remote
 from anabranch.parameter_server import ParameterClient
 
 rank, ids = ab.job().rank, torch.tensor([[1, 2], [3, 1]])
@@ -314,6 +315,7 @@ torch.distributed.init_process_group("gloo")
 first = executor_of()
 losses = [first.run(batch=ids + rank)["loss"].item() for _ in range(2)]
 first._end(RuntimeError())
+remote._given_back.clear()  # as in another process
 before = there()
 with executor_of() as second:
     try:
