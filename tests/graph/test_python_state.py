@@ -151,7 +151,6 @@ def test_python_effects_of_a_step_happen_once_a_step_or_are_refused(what: str) -
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callable[[Any, float], object]]] = {
     "a long list": (lambda: [1.0] * 500, lambda m, x: sum(m.held), lambda h, v: h.__setitem__(7, v)),
     "a deque": (lambda: collections.deque([1.0]), lambda m, x: m.held[0], lambda h, v: h.__setitem__(0, v)),
-    "a list in a tuple": (lambda: ([1.0],), lambda m, x: m.held[0][0], lambda h, v: h[0].__setitem__(0, v)),
     "a list in a dict": (lambda: {"a": [1.0]}, lambda m, x: m.held["a"][0], lambda h, v: h["a"].__setitem__(0, v)),
     "an array": (lambda: np.ones(2), lambda m, x: float(m.held[1]), lambda h, v: h.__setitem__(1, v)),
     "bytes": (lambda: bytearray(1), lambda m, x: 1 + m.held[0], lambda h, v: h.__setitem__(0, int(v))),
