@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from traceback import StackSummary
 
 from torch import fx
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.origins import OURS
@@ -38,7 +39,10 @@ def refusal_of(error: BaseException, what: str) -> CaptureError:
 
 def reason_of_call(error: Exception, line: str) -> str:
     """Return the error of one of Dynamo's calls, in one line, for the user's line."""
-    return f"{line}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    words = (str(error).splitlines() or [""])[0]
+    if isinstance(error, DynamicOutputShapeException):  # its message is the operator's name alone
+        words = f"the shape of a result depends on values ({words}), which a graph cannot hold; use engine='tape'"
+    return f"{line}{type(error).__name__}: {words}"
 
 
 def user_line(stack: StackSummary | None) -> str:
