@@ -41,11 +41,12 @@ class _Slot:
         self.handle: RemovableHandle | None = None
         self.aside: RemovableHandle | None = None
 
-    def unhook(self) -> None:
-        """Take the hooks off the tensor."""
+    def unhook(self, handles: set[RemovableHandle]) -> None:
+        """Take the hooks off the tensor, and out of the manager's ``handles``."""
         for handle in (self.handle, self.aside):
             if handle is not None:
                 handle.remove()
+                handles.discard(handle)
         self.handle = self.aside = None
 
 
@@ -83,8 +84,10 @@ class GradManager:
         self._recording = False
         self.siblings: object | None = None
         self.tokens = sessions.Tokens()
-        # Hooks belong to the tensors and would outlive the manager.
-        weakref.finalize(self, _unhook, self._slots)
+        # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold no
+        # callbacks: these may lead back to the manager.
+        self._handles: set[RemovableHandle] = set()
+        weakref.finalize(self, _remove, self._handles)
 
     def attach(
         self, tensors: Tensor | Iterable[Tensor], callbacks: Callback | Iterable[Callback] | None = ()
@@ -120,7 +123,7 @@ class GradManager:
                 slot = self._slots[key] = _Slot(tensor, _forgetter(weakref.ref(self), key))
             elif not chain:
                 continue
-            slot.unhook()
+            slot.unhook(self._handles)
             slot.callbacks += chain
             self._unprepared[key] = slot
         if chain and not self._hooked:
@@ -178,6 +181,8 @@ class GradManager:
             slot.handle = self._sweep.watch_leaf(tensor, slot.callbacks)
         elif slot.callbacks:
             slot.handle = self._sweep.watch_result(tensor, slot.callbacks)
+        if slot.handle is not None:
+            self._handles.add(slot.handle)
 
     def release(self) -> None:
         """End the session without a backward; nothing happens if there is none."""
@@ -283,6 +288,7 @@ class GradManager:
         slot = self._slots[id(leaf)]
         if slot.aside is None:
             slot.aside = self._sweep.set_grad_aside(leaf)
+            self._handles.add(slot.aside)
 
     def _resolve(self) -> list[Tensor]:
         """Wait for all futures and collect the callbacks' final results, before anything is written."""
@@ -385,6 +391,6 @@ def _forgetter(manager: weakref.ref[GradManager], key: int) -> Callable[[weakref
     return forget
 
 
-def _unhook(slots: dict[int, _Slot]) -> None:
-    for slot in slots.values():
-        slot.unhook()
+def _remove(handles: set[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

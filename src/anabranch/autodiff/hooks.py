@@ -13,7 +13,8 @@ owner puts it back. Results of operations have (1) alone.
 
 Hooks are set once and stay from step to step; outside their own sweep they do nothing. All tensors with the same
 callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
-processor's cache, and on small models fetching one object a parameter costs as much as the hook itself.
+processor's cache, and on small models fetching one object a parameter costs as much as the hook itself. A hook holds
+its sweep weakly: callbacks lead back to the model, and the garbage collector does not see through autograd's C++ part.
 """
 
 from __future__ import annotations
@@ -65,7 +66,17 @@ class Sweep:
         replaced: whether a callback has returned anything, which may be a future.
     """
 
-    __slots__ = ("_distinct", "_hooks", "replaced", "running", "set_aside", "tensors", "values")
+    __slots__ = (
+        "__weakref__",
+        "_chains",
+        "_distinct",
+        "_hooks",
+        "replaced",
+        "running",
+        "set_aside",
+        "tensors",
+        "values",
+    )
 
     def __init__(self) -> None:
         self.running = False
@@ -73,6 +84,7 @@ class Sweep:
         self.values: list[Gradient] = []
         self.set_aside: dict[int, Tensor] = {}
         self.replaced = False
+        self._chains: list[tuple[Callback, ...]] = []
         self._hooks: dict[tuple[Callback, ...], Callable[[Tensor], None]] = {}
         self._distinct = 0  # how many arrived in the last sweep that was seen to have no repetition
 
@@ -108,49 +120,57 @@ class Sweep:
         return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
     def _hook_at_3(self, callbacks: tuple[Callback, ...]) -> Callable[[Tensor], None]:
-        set_aside, tensor_arrived, value_arrived = self.set_aside, self.tensors.append, self.values.append
+        held, number = weakref.ref(self), len(self._chains)
+        self._chains.append(callbacks)
 
         def hook(leaf: Tensor) -> None:
-            if not self.running:
-                return
-            grad = leaf.grad
-            leaf.grad = set_aside.get(id(leaf)) if set_aside else None
-            if grad is None:
-                return
-            tensor_arrived(leaf)
-            value: Gradient = grad
-            try:
-                for callback in callbacks:
-                    answer = callback(leaf, value)
-                    if answer is not None:
-                        value = answer
-                        self.replaced = True
-            finally:  # a future that one callback returned before another raised must not be lost
-                value_arrived(value)
+            sweep = held()
+            if sweep is not None and sweep.running:
+                sweep._take(leaf, sweep._chains[number])
 
         return hook
 
+    def _take(self, tensor: Tensor, callbacks: tuple[Callback, ...]) -> None:
+        """Run ``callbacks`` on the gradient in ``.grad``, and put back what it held before."""
+        grad = tensor.grad
+        tensor.grad = self.set_aside.get(id(tensor)) if self.set_aside else None
+        if grad is None:
+            return
+        self.tensors.append(tensor)
+        value: Gradient = grad
+        try:
+            for callback in callbacks:
+                answer = callback(tensor, value)
+                if answer is not None:
+                    value = answer
+                    self.replaced = True
+        finally:  # a future that one callback returned before another raised must not be lost
+            self.values.append(value)
+
     def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
         """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
-        watched, key = weakref.ref(leaf), id(leaf)
+        held, watched, key = weakref.ref(self), weakref.ref(leaf), id(leaf)
 
         def hook(grad: Tensor | None) -> None:
-            if grad is not None and self.running and (alive := watched()) is not None and alive.grad is not None:
-                self.set_aside[key] = alive.grad
-                alive.grad = None
+            sweep, alive = held(), watched()
+            if grad is None or sweep is None or not sweep.running or alive is None or alive.grad is None:
+                return
+            sweep.set_aside[key] = alive.grad
+            alive.grad = None
 
         return leaf.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
-        hook = self._hook_at_3(callbacks)
+        held = weakref.ref(self)
 
         def look(tensor: Tensor | None, grad: Tensor) -> None:
-            if self.running and tensor is not None:
+            sweep = held()
+            if sweep is not None and sweep.running and tensor is not None:
                 if tensor.grad is not None:
-                    self.set_aside[id(tensor)] = tensor.grad
+                    sweep.set_aside[id(tensor)] = tensor.grad
                 tensor.grad = grad
-                hook(tensor)
+                sweep._take(tensor, callbacks)
 
         return watch_result(result, look)
 

@@ -210,7 +210,7 @@ class Joint:
         if listener is not None:
             listener.begin(self.backward.outputs)
         if listening and listener is not None:
-            ran = self.backward.program_for(listener).run(*free)
+            ran = self.backward.run(listener, free)
         else:
             ran = self._apart().run(*free)
         results = dict(zip(self.backward.graph.outputs, ran, strict=True))

@@ -74,9 +74,8 @@ class Backward:
         """The names of the results that are sparse rows and their ids."""
         return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
 
-    def program_for(self, listener: GradientListener) -> Program:
-        """Return the graph's program, which passes each result to ``listener`` at the line where it is final."""
-        self._listeners[:] = [listener]
+    def run(self, listener: GradientListener, inputs: Sequence[object]) -> Sequence[object]:
+        """Run the graph's program, which passes each result to ``listener`` at the line where it is final."""
         if not self._programs:
             listeners = self._listeners
 
@@ -88,7 +87,11 @@ class Backward:
 
             names = ["loss", *(f"{name}.grad" for name in self.dense)]
             self._programs.append(self.graph.program_with_callbacks({name: callback(name) for name in names}))
-        return self._programs[0]
+        self._listeners[:] = [listener]
+        try:
+            return self._programs[0].run(*inputs)
+        finally:
+            self._listeners.clear()  # it leads to the executor, and Dynamo keeps the program
 
     def notify(self, listener: GradientListener, results: Mapping[str, object]) -> None:
         """Pass results that are all available to ``listener``."""
