@@ -377,7 +377,6 @@ def test_pages_and_drawings_show_boundaries_in_their_colour(tmp_path: Path) -> N
     model = Model(Scale("ffn.3"))
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters(), lr=0.1)])
     program.run(torch.randn(3, 4))
-    program.graph.profile(torch.randn(3, 4), runs=1)
     program.graph.to_html(tmp_path / "graph.html")
     found = re.search(r'type="application/json">(.*?)</script>', (tmp_path / "graph.html").read_text(), re.DOTALL)
     assert found is not None
@@ -386,6 +385,5 @@ def test_pages_and_drawings_show_boundaries_in_their_colour(tmp_path: Path) -> N
         ("fake_forward", "forward", "fake ffn.3"),
         ("fake_backward", "backward", "fake ffn.3"),
     ]
-    assert all(node["time"] > 0 for node in nodes)
     coloured = [line for line in program.graph.to_dot().splitlines() if "fillcolor" in line]
     assert ["fake_forward" in coloured[0], "fake_backward" in coloured[1], len(coloured)] == [True, True, 2]

@@ -92,13 +92,6 @@ def test_a_compiled_step_follows_a_number_that_changes() -> None:
     assert mine == pytest.approx(plain, rel=1e-5)
 
 
-def test_passes_that_would_not_be_applied_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="compile=True has no joint graph to which 1 passes could apply"):
-        StepProgram(model, lambda m, x: m(x).sum(), [optimizer], passes=[lambda graph: graph], compile=True)
-
-
 def test_an_error_of_inductor_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 

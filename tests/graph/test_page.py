@@ -28,9 +28,8 @@ def data_of(page: str) -> dict[str, list[dict[str, object]]]:
     return json.loads(found[1])  # type: ignore[no-any-return]
 
 
-def test_the_page_holds_every_operation_with_module_shape_bytes_and_time(tmp_path: Path) -> None:
+def test_the_page_holds_every_operation_with_module_shape_and_bytes(tmp_path: Path) -> None:
     graph = step_graph()
-    graph.profile(torch.ones(8, 16), runs=2)
     graph.to_html(tmp_path / "graph.html")
     nodes = data_of((tmp_path / "graph.html").read_text())["nodes"]
     by_phase = {phase: [n for n in nodes if n["phase"] == phase] for phase in {n["phase"] for n in nodes}}
@@ -40,7 +39,6 @@ def test_the_page_holds_every_operation_with_module_shape_bytes_and_time(tmp_pat
     assert len(by_phase["input"]) == len(graph.inputs)
     assert {"0", "1", "2"} <= {n["scope"] for n in by_phase["forward"]}
     assert {"0", "1", "2"} <= {n["scope"] for n in by_phase["backward"]}
-    assert all(n["time"] > 0 for n in operations)  # type: ignore[operator]
     addmm = next(n for n in operations if n["label"] == "addmm")
     assert (addmm["shape"], addmm["bytes"], addmm["dtype"]) == ("8x16", 512, "float32")
     assert all(nodes[i]["name"] for n in nodes for i in n["inputs"])  # type: ignore[attr-defined]

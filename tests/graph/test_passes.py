@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import functools
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.graph import Graph, StepProgram, capture, gradients
-from anabranch.graph.passes.collective_buckets import bucket_collectives, sink_waits
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles, sum_to_final_shape
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.passes.in_place import reuse_in_place
 from covering import pairwise
-from programs import start
 
 
 def operations(graph: Graph) -> list[str]:
@@ -214,110 +208,6 @@ def test_a_pass_changes_no_bit_of_a_step_and_not_its_argument(improve: Callable[
     before = [str(node) for node in graph.nodes]
     assert_same_step(graph, improve(graph))
     assert [str(node) for node in graph.nodes] == before
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def reduced_backward() -> tuple[Graph, Tensor]:
-    import torch.distributed._functional_collectives as collectives
-
-    def fn(x: Tensor) -> tuple[Tensor, ...]:
-        a = torch.sin(x)
-        b = torch.cos(a)
-        c = torch.exp(b)
-        return tuple(collectives.all_reduce(g * 2, "sum", dist.group.WORLD) / 3 for g in (c, b, a))
-
-    return capture(fn, torch.ones(4)), torch.randn(4)
-
-
-@pytest.mark.usefixtures("group")
-def test_collectives_are_launched_where_their_inputs_are_final_and_waits_sink() -> None:
-    graph, x = reduced_backward()
-    early = sink_waits(bucket_collectives(graph, bucket_bytes=1))
-    names = operations(early)
-    assert names[:6] == ["sin", "mul", "all_reduce", "cos", "mul", "all_reduce"]
-    assert names.index("wait_tensor") > max(i for i, name in enumerate(names) if name == "all_reduce")
-    assert all(map(torch.equal, graph(x), early(x)))  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("group")
-def test_small_collectives_are_merged_into_one_transfer() -> None:
-    graph, x = reduced_backward()
-    merged = sink_waits(merge_duplicates(bucket_collectives(graph)))
-    assert operations(merged).count("all_reduce") == 1
-    assert operations(merged).count("wait_tensor") == 1
-    assert all(map(torch.equal, graph(x), merged(x)))  # type: ignore[arg-type]
-
-
-WORKER = textwrap.dedent(
-    """
-    import sys
-    import torch, torch.distributed as dist
-    import torch.distributed._functional_collectives as collectives
-    from torch import nn
-    from anabranch.graph import StepProgram
-
-    rank, store = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    def average(outputs, gradients, rows):
-        total = collectives.wait_tensor(collectives.all_reduce(rows, "sum", dist.group.WORLD))
-        share = {n: collectives.all_reduce(g * rows, "sum", dist.group.WORLD) / total for n, g in gradients.items()}
-        loss = collectives.all_reduce(outputs["loss"] * rows, "sum", dist.group.WORLD) / total
-        return {**outputs, "loss": loss}, share
-
-    def build():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-    def loss_of(model, batch):
-        return model(batch).square().mean()
-
-    torch.manual_seed(rank)
-    batches = [torch.randn(3 + rank, 4) for _ in range(4)]
-    model, optimizer = build()
-    program = StepProgram(model, loss_of, [optimizer], between=average)
-    losses = [program.run(batch, torch.tensor(float(len(batch))))["loss"] for batch in batches]
-    assert sum("all_reduce" in n.operation for n in program.graph.nodes) <= 2
-
-    plain, plain_optimizer = build()
-    for batch, seen in zip(batches, losses):
-        loss = loss_of(plain, batch)
-        plain_optimizer.zero_grad()
-        loss.backward()
-        rows = torch.tensor(float(len(batch)))
-        total = rows.clone()
-        dist.all_reduce(total)
-        flat = torch.cat([(p.grad * rows).reshape(-1) for p in plain.parameters()])
-        dist.all_reduce(flat)
-        flat /= total
-        for p, part in zip(plain.parameters(), flat.split([p.numel() for p in plain.parameters()])):
-            p.grad = part.view_as(p).clone()
-        whole = loss.detach() * rows
-        dist.all_reduce(whole)
-        assert torch.equal(whole / total, seen)
-        plain_optimizer.step()
-    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
-    dist.destroy_process_group()
-    """
-)
-
-
-def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    with ExitStack() as stack:
-        workers = [stack.enter_context(start(script, rank, tmp_path / "store")) for rank in range(2)]
-        for worker in workers:
-            _, errors = worker.communicate(timeout=200)
-            assert worker.returncode == 0, errors
 
 
 @pytest.mark.quick_cases(3)

@@ -84,8 +84,8 @@ class GradManager:
         self._recording = False
         self.siblings: object | None = None
         self.tokens = sessions.Tokens()
-        # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold no
-        # callbacks: these may lead back to the manager.
+        # Hooks belong to the tensors and would outlive the manager. A finalizer keeps its arguments alive, so they hold
+        # no callbacks: these may lead back to the manager.
         self._handles: set[RemovableHandle] = set()
         weakref.finalize(self, _remove, self._handles)
 

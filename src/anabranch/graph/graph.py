@@ -17,7 +17,6 @@ from anabranch.graph.passes.shapes import infer_shapes
 from anabranch.graph.run.codegen import Program, generate
 from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 from anabranch.graph.run.lowering import lower
-from anabranch.graph.run.profile import profile
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -122,20 +121,10 @@ class Graph(OperationGraph):
         """
         return infer_shapes(self, input_shapes)
 
-    def profile(self, *inputs: Structure, runs: int = 10) -> dict[str, float]:
-        """Run the graph operation by operation; returns the median seconds of each, which ``to_html`` shows too.
-
-        These are real runs: state is updated. Free inputs are given as in a call.
-        """
-        leaves, _ = flatten(inputs)
-        self.times = profile(self, leaves, runs)
-        return self.times
-
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: the operations by module, boundaries coloured, shapes and bytes on edges.
 
-        Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
-        shows the time of each operation.
+        Forward reads downwards, backward upwards beside it. The page can be searched and zoomed.
         """
         from anabranch.graph.view.graph_page import to_html
 

@@ -55,7 +55,6 @@ class OperationGraph:
         self._argument_structure = argument_structure
         self._output_structure = output_structure
         self.origin: Origin | None = None
-        self.times: dict[str, float] = {}
 
     @property
     def inputs(self) -> list[str]:

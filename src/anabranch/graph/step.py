@@ -31,13 +31,13 @@ from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, cha
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.run.joint import Joint, JointKey
-from anabranch.graph.step_state import Between, Gate, Pass, SparseGradients, StepState
+from anabranch.graph.step_state import Between, Gate, SparseGradients, StepState
 from anabranch.graph.trace.backward import GradientListener, Gradients, check_loss
 from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.graph.trace.update import containers_of
-from anabranch.tensors import Structure, flatten
+from anabranch.tensors import Structure
 
-__all__ = ["Between", "Gate", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]
+__all__ = ["Between", "Gate", "Loss", "Prepared", "SparseGradients", "StepProgram"]
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
@@ -51,8 +51,6 @@ class _Task:
     """The task of the run in progress."""
 
     key: JointKey
-    extra: Structure
-    leaves: Sequence[object]
     begin: Callable[[Sequence[str]], None] | None
     listener: GradientListener | None
     may_trace: bool = True
@@ -114,7 +112,6 @@ class StepProgram(StepState):
         loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors.
         optimizers: torch optimizers over disjoint parameters.
         between: a function that is traced between gradients and optimizers; see ``Between``.
-        passes: applied to each joint graph before it runs, after ours.
         compile: compile the graph with Inductor, which rounds differently, except for the optimizers.
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         gate: asked before each update; see ``Gate``.
@@ -126,7 +123,6 @@ class StepProgram(StepState):
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
-        ValueError: ``passes`` together with ``compile`` or ``gate``: there is no joint graph to apply them to.
     """
 
     def __init__(
@@ -136,23 +132,16 @@ class StepProgram(StepState):
         optimizers: Sequence[Optimizer],
         *,
         between: Between | None = None,
-        passes: Sequence[Pass] = (),
         compile: bool = False,  # noqa: A002 - the executor's own word
         leaves_gradients: bool = False,
         gate: Gate | None = None,
         activation_budget: int | None = None,
         when_slow: Callable[[], None] | None = None,
     ) -> None:
-        if passes and (compile or gate is not None):
-            raise ValueError(
-                f"{'a gate' if gate else 'compile=True'} has no joint graph to which {len(passes)} passes could apply; "
-                "leave them out"
-            )
         super().__init__(
             model,
             optimizers,
             between=between,
-            passes=passes,
             compile=compile,
             leaves_gradients=leaves_gradients,
             gate=gate,
@@ -179,7 +168,6 @@ class StepProgram(StepState):
     def run(
         self,
         batch: Structure,
-        extra: Structure = (),
         fetch: Sequence[str] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
         *,
@@ -189,7 +177,6 @@ class StepProgram(StepState):
 
         Args:
             batch: a nested structure of tensors.
-            extra: tensors and floats that ``between`` takes.
             fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
                 it; sparse for a table looked up sparsely, ``None`` where none arrives).
             begin: called with the names of the outputs before any computation.
@@ -199,8 +186,7 @@ class StepProgram(StepState):
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
         gradients = tuple(name for name in fetch if name.endswith(".grad"))
         self._check_fetched(gradients)
-        leaves = [] if extra == () else [leaf for leaf in flatten(extra)[0] if isinstance(leaf, (Tensor, float))]
-        task = _Task(self._key(True, extra, gradients), extra, leaves, begin, None)
+        task = _Task(self._key(True, gradients), begin, None)
         found, outputs = self._through_front(task, batch, modules, may_trace)
         assert task.results is not None
         for name in gradients:
@@ -223,7 +209,7 @@ class StepProgram(StepState):
             listener: called with the loss and each dense gradient the moment it is final, while backward continues.
             may_trace: as for ``run``.
         """
-        task = _Task(self._key(False, (), ()), (), (), None, listener)
+        task = _Task(self._key(False, ()), None, listener)
         found, outputs = self._through_front(task, batch, tuple(fetch), may_trace)
         assert task.joint is not None
         assert task.results is not None
@@ -240,7 +226,7 @@ class StepProgram(StepState):
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
         gradients = tuple(name for name in fetch if name.endswith(".grad"))
-        task = _Task(self._key(whole, (), gradients), (), (), None, None, only_prepare=True)
+        task = _Task(self._key(whole, gradients), None, None, only_prepare=True)
         try:
             self._through_front(task, batch, modules, True)
         except _OnlyPrepared as prepared:
@@ -248,7 +234,7 @@ class StepProgram(StepState):
             return Prepared(joint, args)
         raise AssertionError("a run that only prepares ends behind the guards")
 
-    def _key(self, whole: bool, extra: Structure, gradients: tuple[str, ...]) -> JointKey:
+    def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
         if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
         numbers = None if self.refused_update is not None else self._group_numbers.current()
@@ -262,8 +248,7 @@ class StepProgram(StepState):
                     "step to step, and each change needs a new graph; use engine='tape', or a scheduler that leaves "
                     "them alone (cycle_momentum=False)"
                 )
-        look = () if extra == () else kind_of(extra)
-        return JointKey(whole, self.epoch, self._numbers if whole else None, look, gradients)
+        return JointKey(whole, self.epoch, self._numbers if whole else None, gradients)
 
     def _through_front(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
@@ -299,8 +284,6 @@ class StepProgram(StepState):
             if name not in outputs:
                 raise ValueError(f"{name!r} cannot be fetched: the forward called no module of that name")
         found: dict[str, Structure] = {"loss": loss.detach()}
-        if task.joint is not None and task.results is not None:
-            found |= {name: task.results[name] for name in task.joint.added}
         for name, value in (extras or {}).items():
             found[name] = value.detach() if isinstance(value, Tensor) else value
         return found, dict(outputs)
@@ -342,7 +325,7 @@ class StepProgram(StepState):
         self.captures += 1
         try:
             with undisturbed():
-                return Joint(self, call, args, task.key, task.extra)
+                return Joint(self, call, args, task.key)
         except (AnabranchError, ValueError, TypeError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -374,7 +357,7 @@ class _Programs:
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         task.joint = joint
-        task.results = joint.run(args, task.leaves, task.begin, task.listener, task.later)
+        task.results = joint.run(args, task.begin, task.listener, task.later)
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:

@@ -16,15 +16,11 @@ from anabranch.graph.graph import Graph
 from anabranch.graph.run.bound_state import BoundState
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, check_captured, has_state
-from anabranch.tensors import Structure
 
-__all__ = ["Between", "Gate", "Pass", "SparseGradients", "StepState"]
+__all__ = ["Between", "Gate", "SparseGradients", "StepState"]
 
-Between: TypeAlias = Callable[
-    [dict[str, Tensor], dict[str, Tensor], Structure], tuple[dict[str, Tensor], dict[str, Tensor]]
-]
-"""``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
-Pass: TypeAlias = Callable[[Graph], Graph]
+Between: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""``between(gradients)`` returns what the optimizers get instead: clipping."""
 Gate: TypeAlias = Callable[[list[Tensor], Sequence[str], Mapping[str, Sequence[SparseRows]], bool], bool]
 """``gate(dense, names, sparse, own)`` returns False if nothing is to be updated with these gradients.
 
@@ -43,7 +39,7 @@ class StepState:
     Args:
         model: its parameters and buffers are updated in place.
         optimizers: torch optimizers over disjoint parameters.
-        between, passes, compile, leaves_gradients, gate, activation_budget: as ``StepProgram`` takes them.
+        between, compile, leaves_gradients, gate, activation_budget: as ``StepProgram`` takes them.
 
     Attributes:
         epoch: a new object each time that the tensors are looked up again.
@@ -59,14 +55,13 @@ class StepState:
         optimizers: Sequence[Optimizer],
         *,
         between: Between | None,
-        passes: Sequence[Pass],
         compile: bool,  # noqa: A002 - the executor's own word
         leaves_gradients: bool,
         gate: Gate | None,
         activation_budget: int | None,
     ) -> None:
         self.model, self.optimizers = model, list(optimizers)
-        self.between, self.passes, self.compile = between, tuple(passes), compile
+        self.between, self.compile = between, compile
         self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
         self.refused_update: CaptureError | None = None
         self._seed = 1.0

@@ -250,14 +250,12 @@ def _check(fetch: Fetch) -> Callable[[Sequence[str]], None] | None:
 def _clipping(max_norm: float) -> Between:
     """Clips dense gradients in the graph as ``clip_gradients`` does, into new memory: gradients may share theirs."""
 
-    def clip(
-        outputs: dict[str, Tensor], gradients: dict[str, Tensor], _extra: Structure
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def clip(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         if not gradients:
-            return outputs, gradients
+            return gradients
         copies = {name: gradient.clone() for name, gradient in gradients.items()}
         holders = [SimpleNamespace(grad=copy) for copy in copies.values()]
         torch.nn.utils.clip_grad_norm_(cast("list[Tensor]", holders), max_norm)
-        return outputs, copies
+        return copies
 
     return clip

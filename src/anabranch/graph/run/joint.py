@@ -15,7 +15,6 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Binding, arrange
 from anabranch.graph.graph import Graph
-from anabranch.graph.passes.collective_buckets import bucket_collectives, sink_waits
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.passes.join import join
@@ -31,7 +30,6 @@ from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
 from anabranch.graph.trace.update import has_state
-from anabranch.tensors import Structure, flatten, paths, unflatten
 
 __all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
@@ -44,14 +42,12 @@ class JointKey:
         whole: with the update; else forward and backward alone.
         epoch: the binding of state.
         numbers: the numbers in the optimizers' groups.
-        extra: the kind of the arguments given to ``between``.
         gradients: the gradients requested, as ``<parameter>.grad``.
     """
 
     whole: bool
     epoch: object
     numbers: object
-    extra: object
     gradients: tuple[str, ...]
 
 
@@ -65,9 +61,7 @@ class Joint:
         confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
     """
 
-    def __init__(
-        self, step: StepState, call: TracedCall, args: Sequence[object], key: JointKey, extra: Structure
-    ) -> None:
+    def __init__(self, step: StepState, call: TracedCall, args: Sequence[object], key: JointKey) -> None:
         self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
         self.confirmed = False
         self._outputs = output_names(call)
@@ -95,7 +89,7 @@ class Joint:
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._memory = SharedMemory(arguments, written_inputs(self.backward.graph))
-        self._between = self._trace_between(extra) if key.whole else None
+        self._between = self._trace_between() if key.whole else None
         self._program: Program | None = None
         self._backward_program: Program | None = None
         self._update_program: Program | None = None
@@ -132,13 +126,6 @@ class Joint:
         self._memory.check(args)
 
     @property
-    def added(self) -> list[str]:
-        """The results of ``between`` in addition to those of the loss."""
-        if self._between is None:
-            return []
-        return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
-
-    @property
     def variants(self) -> bool:
         """True if the program is valid for only one value of a Python float."""
         return self._binding.holds_numbers
@@ -159,7 +146,6 @@ class Joint:
     def run(
         self,
         args: Sequence[object],
-        extra: Sequence[object] = (),
         begin: Callable[[Sequence[str]], None] | None = None,
         listener: GradientListener | None = None,
         later: list[Callable[[], None]] | None = None,
@@ -168,7 +154,6 @@ class Joint:
 
         Args:
             args: the values of Dynamo's placeholders.
-            extra: the tensors and floats that ``between`` takes.
             begin: called with the names of the loss's results before the program runs.
             listener: called with gradients while backward runs.
             later: receives the optimizers' own step if it is outside the graph; without it they step at once.
@@ -181,8 +166,7 @@ class Joint:
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
-            return self._run_apart(free, extra, later)
-        free = [*free, *extra] if extra else free
+            return self._run_apart(free, later)
         results: dict[str, object]
         if self._update_program is None:
             results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
@@ -218,9 +202,7 @@ class Joint:
             self.backward.notify(listener, results)
         return results
 
-    def _run_apart(
-        self, free: Sequence[object], extra: Sequence[object], later: list[Callable[[], None]] | None
-    ) -> dict[str, object]:
+    def _run_apart(self, free: Sequence[object], later: list[Callable[[], None]] | None) -> dict[str, object]:
         """Run part by part: the first time, when optimizers have no state yet, and when they step outside the graph."""
         step, backward = self._step, self.backward
         ran = self._apart().run(*free)
@@ -231,8 +213,7 @@ class Joint:
         for name in rows:
             del results[name]
         if self._between is not None:
-            given = [results[b.name] for b in self._between.bindings if b.bound is None and b.name in results]
-            given += extra
+            given = [results[b.name] for b in self._between.bindings if b.bound is None]
             results |= dict(zip(self._between.outputs, self._between.program().run(*given), strict=True))
         gradients: dict[str, Tensor] = {}
         for name in backward.dense:
@@ -316,9 +297,7 @@ class Joint:
             keep |= {f"{name}.grad" for name in backward.dense}
         graph = backward.graph
         if self._between is not None:
-            sparse = [name for name in keep if name not in self._between.outputs]
-            graph = sink_waits(bucket_collectives(join(graph, self._between, sparse)))
-            keep |= {name for name in self._between.outputs if not name.endswith(".grad")}
+            graph = join(graph, self._between, [name for name in keep if name not in self._between.outputs])
         front = graph
         examples = dict(zip(graph.outputs, graph.examples(), strict=True))
         dense: dict[str, Tensor] = {}
@@ -337,10 +316,8 @@ class Joint:
             graph = spread_fused_updates(join_fused_updates(joined))
             if graph is not joined:  # parameters are written to in another order, and while backward continues
                 self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
-        for improve in step.passes:
-            graph = improve(graph)
         self.graph = graph
-        if step.compile or step.gate is not None or (can_replay(front) and not step.passes):
+        if step.compile or step.gate is not None or can_replay(front):
             self._split(front, update, dense)
         else:
             self._program = graph.program()
@@ -359,7 +336,7 @@ class Joint:
             self._program = Replayed(front.program(), front, read_at_once)
         self._update_program = update.program() if update is not None else Program("", lambda: ())
 
-    def _trace_between(self, extra: Structure) -> Graph | None:
+    def _trace_between(self) -> Graph | None:
         between, backward = self._step.between, self.backward
         if between is None:
             return None
@@ -369,29 +346,16 @@ class Joint:
                 "and update(), or sparse=False"
             )
         examples = dict(zip(backward.graph.outputs, backward.graph.examples(), strict=True))
-        leaves, structure = flatten(extra)
-        outputs = [name for name in backward.outputs if isinstance(examples[name], Tensor)]
-        names = [*outputs, *(f"{name}.grad" for name in backward.dense)]
-        sources = [TraceSource(name, examples[name]) for name in names]  # type: ignore[arg-type]
-        sources += [
-            TraceSource(f"extra.{path}" if path else "extra", leaf)
-            for path, leaf in zip(paths(extra), leaves, strict=True)
-            if isinstance(leaf, (Tensor, float))
-        ]
-        found: list[str] = []
+        names = [f"{name}.grad" for name in backward.dense]
+        sources = [TraceSource(name, cast(Tensor, examples[name])) for name in names]
 
         def body(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
             recorder.phase = "between"
-            results = dict(zip(outputs, values, strict=False))
-            gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))
-            given = iter(values[len(names) :])
-            rebuilt = unflatten(structure, [next(given) if isinstance(v, (Tensor, float)) else v for v in leaves])
             with torch.no_grad():
-                results, gradients = between(results, gradients, rebuilt)
-            found[:] = [*results, *(f"{name}.grad" for name in gradients)]
-            return [*results.values(), *gradients.values()]
+                gradients = between(dict(zip(backward.dense, values, strict=True)))
+            return [gradients[name] for name in backward.dense]
 
-        return build(body, sources, found)
+        return build(body, sources, names)
 
 
 def _now_or(later: list[Callable[[], None]] | None, action: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ def graph_data(graph: OperationGraph) -> dict[str, object]:
     records = _records(graph)
     plan = plan_memory(graph)
     operations = sum(record["phase"] not in ("input", "output") for record in records)
-    facts = {"operations": operations, "peak": plan.peak_bytes, "seconds": sum(graph.times.values())}
+    facts = {"operations": operations, "peak": plan.peak_bytes}
     alive = _alive(plan)
     makers = [""] * len(alive)
     for name, (first, _) in plan.intervals.items():
@@ -58,10 +58,7 @@ def _records(graph: OperationGraph) -> list[dict[str, object]]:
     for node in graph.fx.nodes:
         if node.op == "call_function":
             index[node] = len(records)
-            found = {**_look(node), "inputs": [index[source] for source in node.all_input_nodes]}
-            if node.name in graph.times:
-                found["time"] = graph.times[node.name]
-            records.append(found)
+            records.append({**_look(node), "inputs": [index[source] for source in node.all_input_nodes]})
     for name, result in zip(graph.outputs, graph.results, strict=True):
         if isinstance(result, fx.Node):
             look = {**_look(result), "inputs": [index[result]], "boundary": ""}

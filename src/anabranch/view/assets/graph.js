@@ -3,18 +3,18 @@ const COLUMNS = {input: 0, forward: 1, backward: 2, between: 3, update: 3, outpu
 const WIDTH = 250, LEAF = 20, FOLDED = 28, HEAD = 24, PAD = 7, GAP = 4, BETWEEN = 110;
 document.body.className = "graph";
 $("title").textContent = document.title;
-const {operations, peak: most, seconds} = data.facts;
-$("facts").textContent = `${operations.toLocaleString("en")} operations, at most ${bytes(most)}${seconds ? `, ${duration(1e6 * seconds)}` : ""}`;
+const {operations, peak: most} = data.facts;
+$("facts").textContent = `${operations.toLocaleString("en")} operations, at most ${bytes(most)}`;
 const KEYS = {forward: "forward", backward: "backward", update: "optimizer", boundary: "boundary", input: "inputs, state"};
 for (const name in KEYS) $("keys").append(element("span", {class: "key", style: "margin-right:9px"}, element("i", {style: `background:var(--${name})`}), KEYS[name]));
 
 // Groups: of each phase, consecutive operations of one module, one level of its name after the other.
-const leafOf = index => ({leaf: index, title: nodes[index].label, count: 1, bytes: nodes[index].bytes, time: nodes[index].time || 0, boundary: nodes[index].boundary, phase: nodes[index].phase});
+const leafOf = index => ({leaf: index, title: nodes[index].label, count: 1, bytes: nodes[index].bytes, boundary: nodes[index].boundary, phase: nodes[index].phase});
 const groupOf = (title, path, phase, children) => {
-  const made = {title, path, phase, children, open: false, count: 0, bytes: 0, time: 0, boundary: ""};
+  const made = {title, path, phase, children, open: false, count: 0, bytes: 0, boundary: ""};
   for (const child of children) {
     child.parent = made;
-    made.count += child.count; made.bytes += child.bytes; made.time += child.time;
+    made.count += child.count; made.bytes += child.bytes;
     made.boundary = made.boundary || child.boundary;
   }
   return made;
@@ -116,7 +116,7 @@ const ends = ({a, b}) => {
   return [xa, ya, xa + reach, ya, xb - reach, yb, xb, yb];
 };
 const countOf = item => `${item.count} ${item.phase === "input" || item.phase === "output" ? "tensor" : "op"}${item.count === 1 ? "" : "s"}`;
-const formOf = item => item.children ? countOf(item) : nodes[item.leaf].boundary && nodes[item.leaf].phase !== "output" ? nodes[item.leaf].boundary : nodes[item.leaf].time ? duration(nodes[item.leaf].time * 1e6) : nodes[item.leaf].shape;
+const formOf = item => item.children ? countOf(item) : nodes[item.leaf].boundary && nodes[item.leaf].phase !== "output" ? nodes[item.leaf].boundary : nodes[item.leaf].shape;
 const redraw = canvasOf(canvas, (context, width, tall) => {
   const paint = {}, of = name => paint[name] = paint[name] || colour(name);
   context.fillStyle = of("ground"); context.fillRect(0, 0, width, tall);
@@ -159,7 +159,6 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
     context.beginPath(); context.roundRect(item.x, item.y, item.w, item.h, open ? 8 : 4);
     context.fillStyle = of(open ? "paper" : fill); context.fill();
     context.lineWidth = item === picked ? 3 / Math.min(1, scale) : open ? 1 : .5; context.strokeStyle = of(item === picked ? "mark" : open ? fill in KEYS ? fill : "line" : "line"); context.stroke();
-    if (item.time && !open) { context.fillStyle = of("wait"); context.fillRect(item.x, item.y + item.h - 3, item.w * item.time / longest, 3); }
     if (scale * LEAF < 7) continue;
     context.globalAlpha = 1;
     const line = item.y + (open ? HEAD / 2 + 1 : item.h / 2), side = open ? `${countOf(item)}, click to fold` : (item.children ? "▸ " : "") + formOf(item);
@@ -173,7 +172,6 @@ const redraw = canvasOf(canvas, (context, width, tall) => {
   }
   drawEdges(edge => !quiet(edge));
 });
-const longest = Math.max(...columns.flat().map(item => item.time), 1e-12);
 const zoom = (factor, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2) => {
   const next = Math.min(3, Math.max(.01, scale * factor));
   dx = x - (x - dx) * next / scale; dy = y - (y - dy) * next / scale; scale = next; redraw();
@@ -238,8 +236,8 @@ const select = item => {
     close.addEventListener("click", () => select(null));
     const from = [...new Set(item.edges.filter(edge => edge.b === item).map(edge => edge.a))], to = [...new Set(item.edges.filter(edge => edge.a === item).map(edge => edge.b))];
     const rows = node
-      ? {name: node.name, module: node.scope, phase: node.phase, shape: node.shape, dtype: node.dtype, bytes: node.bytes ? bytes(node.bytes) : "", time: node.time ? duration(node.time * 1e6) : "", boundary: node.boundary}
-      : {module: item.path, phase: item.phase, operations: item.count, results: bytes(item.bytes), time: item.time ? duration(item.time * 1e6) : "", boundary: item.boundary};
+      ? {name: node.name, module: node.scope, phase: node.phase, shape: node.shape, dtype: node.dtype, bytes: node.bytes ? bytes(node.bytes) : "", boundary: node.boundary}
+      : {module: item.path, phase: item.phase, operations: item.count, results: bytes(item.bytes), boundary: item.boundary};
     if (from.length) rows["reads from"] = linksTo(from);
     if (to.length) rows["read by"] = linksTo(to);
     for (const name in rows) if (rows[name]) table.append(element("tr", {}, element("td", {}, name), element("td", {}, rows[name])));
