@@ -37,7 +37,7 @@ from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.graph.trace.update import containers_of
 from anabranch.tensors import Structure
 
-__all__ = ["Between", "Gate", "Loss", "Prepared", "SparseGradients", "StepProgram"]
+__all__ = ["Between", "EvalProgram", "Gate", "Loss", "Prepared", "SparseGradients", "StepProgram"]
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
@@ -79,9 +79,9 @@ class Prepared:
         """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
         return any(map(is_collective, self.joint.backward.graph.fx.nodes))
 
-    def differentiate(self) -> dict[str, object]:
+    def compute(self) -> dict[str, object]:
         """Run forward and backward on the batch that it was made for, without Python's side effects; returns the
-        backward graph's results by name.
+        graph's results by name.
         """
         return self.joint.run_backward(self.args)
 
@@ -147,7 +147,7 @@ class StepProgram(StepState):
             gate=gate,
             activation_budget=activation_budget,
         )
-        self._front = DynamoFront(_evaluated(loss), self._make)
+        self._front = self._front_of(loss)
         self._front.when_slow = when_slow
         self._recorder = OutputRecorder()
         self._task: _Task | None = None
@@ -162,6 +162,9 @@ class StepProgram(StepState):
         if self._last is None:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last
+
+    def _front_of(self, loss: Callable[..., object]) -> DynamoFront:
+        return DynamoFront(_evaluated(loss), self._make)
 
     # --- running
 
@@ -232,7 +235,7 @@ class StepProgram(StepState):
         except _OnlyPrepared as prepared:
             joint, args = prepared.args
             return Prepared(joint, args)
-        raise AssertionError("a run that only prepares ends behind the guards")
+        raise CaptureError(f"{self._front.what} computes nothing from tensors")
 
     def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
         if not self._state.intact(kept_by_optimizers=self.refused_update is None):
@@ -253,12 +256,24 @@ class StepProgram(StepState):
     def _through_front(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
     ) -> tuple[dict[str, Structure], dict[str, Structure]]:
+        (loss, extras), outputs = self._call(task, batch, modules, may_trace)
+        for optimizer in self.optimizers if task.key.whole else ():
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        found: dict[str, Structure] = {"loss": loss.detach()}
+        for name, value in (extras or {}).items():
+            found[name] = value.detach() if isinstance(value, Tensor) else value
+        return found, outputs
+
+    def _call(
+        self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
+    ) -> tuple[Any, dict[str, Structure]]:
+        """Return the function's own result, and the outputs of the submodules ``modules``."""
         kind = (kind_of(batch), modules, _SMALLEST * 0.5 == 0.0)  # with denormals flushed, constants fold differently
         if kind not in self._kinds:
             if len(self._kinds) >= _MOST_GRAPHS:
                 raise CaptureError(
-                    f"{_MOST_GRAPHS} kinds of batches have been captured for this step, and there is yet another "
-                    "shape, dtype or fetch; pad batches to a few shapes, or use engine='tape'"
+                    f"{_MOST_GRAPHS} kinds of batches have been captured for {self._front.what}, and there is yet "
+                    "another shape, dtype or fetch; pad batches to a few shapes, or use engine='tape'"
                 )
             if may_trace:
                 learn_forms(self.model.modules())
@@ -268,7 +283,7 @@ class StepProgram(StepState):
         self.rates.refresh()
         try:
             with self._recorder.recording(self.model, modules) as outputs:
-                loss, extras = self._front.run(kind, self.model, batch, may_trace=may_trace)
+                result = self._front.run(kind, self.model, batch, may_trace=may_trace)
         finally:
             self._task = None
         try:
@@ -278,15 +293,10 @@ class StepProgram(StepState):
         finally:
             if task.joint is not None:
                 self._last = task.joint.graph
-        for optimizer in self.optimizers if task.key.whole else ():
-            optimizer._opt_called = True  # type: ignore[attr-defined]
         for name in modules:
             if name not in outputs:
                 raise ValueError(f"{name!r} cannot be fetched: the forward called no module of that name")
-        found: dict[str, Structure] = {"loss": loss.detach()}
-        for name, value in (extras or {}).items():
-            found[name] = value.detach() if isinstance(value, Tensor) else value
-        return found, dict(outputs)
+        return result, dict(outputs)
 
     def finish(self, prepared: Prepared) -> None:
         """Confirm a program after the optimizers' own step, whose new state is not a change."""
@@ -303,7 +313,8 @@ class StepProgram(StepState):
     # --- programs
 
     def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
-        check_loss(call)
+        if self.differentiates:
+            check_loss(call)
         changed = changed_objects()
         if changed and self.refused_update is None and not changed.isdisjoint(containers_of(self.optimizers)):
             self.refused_update = CaptureError("the loss changes its groups or its state")
@@ -332,6 +343,51 @@ class StepProgram(StepState):
             raise CaptureError(
                 f"the step cannot be a graph ({type(error).__name__}: {error}); use engine='tape'"
             ) from error
+
+
+class EvalProgram(StepProgram):
+    """The result of ``outputs(model, batch)``, computed by graphs: a step without backward and update.
+
+    >>> model = nn.Linear(3, 1)
+    >>> program = EvalProgram(model, lambda model, batch: {"y": model(batch)})
+    >>> with torch.no_grad():
+    ...     bool((program.evaluate(torch.ones(2, 3))[0]["y"] == model(torch.ones(2, 3))).all())
+    True
+
+    Args:
+        model: the caller sets its mode; graphs are guarded by it.
+        outputs: returns a mapping of tensors.
+        compile: compile the graph with Inductor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Callable[..., object],
+        *,
+        compile: bool = False,  # noqa: A002
+    ) -> None:
+        super().__init__(model, outputs, (), compile=compile)
+        self.differentiates = False
+
+    def _front_of(self, loss: Callable[..., object]) -> DynamoFront:
+        return DynamoFront(_marked(loss), self._make, what="the evaluation")
+
+    def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
+        return JointKey(False, self.epoch, None, ())
+
+    def evaluate(
+        self, batch: Structure, fetch: Sequence[str] = (), *, may_trace: bool = True
+    ) -> tuple[Any, dict[str, Structure]]:
+        """Return the result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under
+        ``no_grad``.
+
+        Args:
+            batch: a nested structure of tensors.
+            fetch: names of submodules.
+            may_trace: as for ``run``.
+        """
+        return self._call(_Task(self._key(False, ()), None, None), batch, tuple(fetch), may_trace)
 
 
 class _Programs:
@@ -419,3 +475,18 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         return marked, named
 
     return evaluated
+
+
+def _marked(outputs: Callable[..., object]) -> Callable[..., object]:
+    """Return ``outputs`` with its results named, in a form that Dynamo can read."""
+
+    def marked(model: nn.Module, batch: object) -> object:
+        result = outputs(model, batch)
+        if not isinstance(result, Mapping):
+            return result
+        named = {}
+        for name, value in result.items():
+            named[name] = mark(name, value) if isinstance(value, Tensor) else value
+        return named
+
+    return marked

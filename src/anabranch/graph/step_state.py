@@ -42,6 +42,7 @@ class StepState:
         between, compile, leaves_gradients, gate, activation_budget: as ``StepProgram`` takes them.
 
     Attributes:
+        differentiates: False for an evaluation, which is a step's forward alone.
         epoch: a new object each time that the tensors are looked up again.
         parameters: the model's, by name.
         names: the names of those that the optimizers hold.
@@ -61,6 +62,7 @@ class StepState:
         activation_budget: int | None,
     ) -> None:
         self.model, self.optimizers = model, list(optimizers)
+        self.differentiates = True
         self.between, self.compile = between, compile
         self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
         self.refused_update: CaptureError | None = None

@@ -154,7 +154,7 @@ class CheckedGraph(GraphEngine):
             check_gradients(found.dense, found.sparse, gradients, parameters, before.gradients_before())
 
         try:
-            repeat(before, after, answers, prepared.differentiate, check)
+            repeat(before, after, answers, prepared.compute, check)
         except Differs as error:
             self._refused = (
                 f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}; "

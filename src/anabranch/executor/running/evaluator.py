@@ -15,7 +15,7 @@ from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
-from anabranch.graph.evaluation import EvalProgram, PreparedEvaluation
+from anabranch.graph.step import EvalProgram, Prepared
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -70,7 +70,7 @@ class Evaluator:
         except GuardMiss:
             pass
         try:
-            prepared = program.prepare(batch, fetch.modules)
+            prepared = program.prepare(batch, fetch.modules, whole=False)
         except Raises as error:  # eager mode raises it too, after the operations before it
             returned = self._eagerly(batch, fetch)
             self._wrong = str(error)
@@ -93,14 +93,14 @@ class Evaluator:
     def _as_graph(
         self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
     ) -> Mapping[str, Tensor]:
-        returned, outputs = program.run(batch, fetch.modules, may_trace=may_trace)
+        returned, outputs = program.evaluate(batch, fetch.modules, may_trace=may_trace)
         _check(returned)
         self._on_graph = True
         fetch.record(outputs)
         fetch.check(returned)
         return cast("Mapping[str, Tensor]", returned)
 
-    def _compared(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+    def _compared(self, prepared: Prepared, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         """Return eager mode's result; a graph that gives other bits, or fails, makes the next run an error."""
         model, answers = self._step.model, Answers()
         before = Snapshot(model, prepared.args)
@@ -115,7 +115,7 @@ class Evaluator:
 
         failed = None
         try:
-            repeat(before, after, answers, prepared.run, check)
+            repeat(before, after, answers, prepared.compute, check)
         except Differs as error:
             failed = f"the graph's results are not bitwise those of eager mode: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts

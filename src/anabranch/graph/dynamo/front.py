@@ -169,7 +169,7 @@ class DynamoFront:
         what: str = "the step",
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        self._function, self._make, self._what = function, make, what
+        self._function, self._make, self.what = function, make, what
         self._settings: dict[str, Any] = {**_SOUND, **(settings or {})}
         self._fronts: dict[object, _Compiled] = {}
         self._exhausted: dict[object, str] = {}
@@ -211,7 +211,7 @@ class DynamoFront:
             except _NotCompiled:
                 pass
         if not may_trace:
-            raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
+            raise GuardMiss(f"no graph of {self.what} matches the current batch and Python values")
         return self._trace(kind, compiled, args)
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
@@ -220,7 +220,7 @@ class DynamoFront:
             raise CaptureError(known)
         if self._changes > _MOST_VARIANTS:
             raise CaptureError(
-                f"classes or functions that {self._what} uses change from step to step; use engine='tape'"
+                f"classes or functions that {self.what} uses change from step to step; use engine='tape'"
             )
         self.failure = None
         opaque.take_failure()
@@ -260,7 +260,7 @@ class DynamoFront:
         for entry in entries:
             if isinstance(entry.value, (np.ndarray, np.generic)):
                 line = user_line(getattr(entry.orig_guard, "user_stack", None))
-                self.failure = _of_numpy(self._what, str(entry.name), line)
+                self.failure = _of_numpy(self.what, str(entry.name), line)
                 raise CaptureError(str(self.failure))  # a copy: Dynamo adds to the message
         values = [entry.value for entry in entries]
         kinds = (value if isinstance(value, type) else type(value) for value in values)
@@ -278,18 +278,18 @@ class DynamoFront:
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Return the function that Dynamo is to call in place of ``module``."""
         if not self._may_trace:
-            raise GuardMiss(f"no graph of {self._what} matches the current batch and Python values")
+            raise GuardMiss(f"no graph of {self.what} matches the current batch and Python values")
         try:
             _refuse_what_is_lost()
             self._traced.update(torch._guards.TracingContext.get_traced_code() or ())
-            call = _describe(module, self._what)
+            call = _describe(module, self.what)
             call.check()
             program = self._noting(self._make(call))
             self._has_made = True
             return program
         except BaseException as error:
             expected = isinstance(error, (AnabranchError, UserMistake, WrongType)) or not isinstance(error, Exception)
-            self.failure = error if expected else refusal_of(error, self._what)
+            self.failure = error if expected else refusal_of(error, self.what)
             raise
 
     def _noting(self, program: Callable[..., Sequence[object]]) -> Callable[..., Sequence[object]]:
@@ -316,7 +316,7 @@ class DynamoFront:
             return self.failure or failed  # type: ignore[return-value]
         if type(error).__name__ == "FailOnRecompileLimitHit":
             self._exhausted[kind] = (
-                f"Python values that {self._what} reads change from step to step, and each change needs a new graph; "
+                f"Python values that {self.what} reads change from step to step, and each change needs a new graph; "
                 "pass them in the batch, make them tensors that are changed in place, or use engine='tape'"
             )
             self._fronts.pop(kind, None)
@@ -328,7 +328,7 @@ class DynamoFront:
             )
         if isinstance(error, AnabranchError) or not isinstance(error, Exception):
             return error
-        return refusal_of(error, self._what)
+        return refusal_of(error, self.what)
 
 
 class _Forms:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
-from anabranch.graph.dynamo.traced_calls import Binding, arrange
+from anabranch.graph.dynamo.traced_calls import Arguments, Binding, arrange
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
@@ -25,7 +25,14 @@ from anabranch.graph.run.inductor import compiled
 from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
 from anabranch.graph.step_state import SparseGradients, StepState
-from anabranch.graph.trace.backward import GradientListener, capture_backward, loss_of, output_names
+from anabranch.graph.trace.backward import (
+    Backward,
+    GradientListener,
+    capture_backward,
+    capture_forward,
+    loss_of,
+    output_names,
+)
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
@@ -67,15 +74,14 @@ class Joint:
         self._outputs = output_names(call)
         names = {"0": "", "1": "batch"}
         arguments = arrange(call, args, step.tensors, names)
-        seed = None if key.whole else step.seed_of(loss_of(call))
         try:
-            self.backward = capture_backward(call, arguments, args, self._wanted(), seed)
+            self.backward = self._captured(call, arguments, args)
         except CaptureError:
             if not call.numbers and not any(isinstance(value, int) for value in args):
                 raise
             # An operation that reads a number's value, like dropout its probability: a graph for each value.
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
-            self.backward = capture_backward(call, arguments, args, self._wanted(), seed)
+            self.backward = self._captured(call, arguments, args)
         self._binding = Binding(call, arguments, args)
         self._arguments = arguments
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
@@ -104,6 +110,12 @@ class Joint:
         found = self._step_of()
         assert found is not None
         return found
+
+    def _captured(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> Backward:
+        if not self._step.differentiates:
+            return capture_forward(call, arguments, args)
+        seed = None if self.key.whole else self._step.seed_of(loss_of(call))
+        return capture_backward(call, arguments, args, self._wanted(), seed)
 
     def _wanted(self) -> list[str]:
         step, asked = self._step, {name.removesuffix(".grad") for name in self.key.gradients}

@@ -189,6 +189,20 @@ def capture_backward(
     return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups), tuple(kept))
 
 
+def capture_forward(call: TracedCall, arguments: Arguments, args: Sequence[object]) -> Backward:
+    """Return the graph of a call's results alone, computed without recording, as a ``Backward`` without gradients."""
+    outputs = output_names(call)
+    names = tuple(dict.fromkeys(outputs))
+    kinds: dict[str, InputKind] = {source.name: "buffer" for source in arguments.sources if source.state}
+
+    def traced(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
+        with torch.no_grad():
+            results, _ = run_calls(call, arguments.given(args, values), recorder)
+        return list(dict(zip(outputs, results, strict=True)).values())
+
+    return Backward(build(traced, arguments.sources, names, kinds=kinds), names, (), ())
+
+
 def output_names(call: TracedCall) -> list[str]:
     """Return a name for each output of a call: the name that it was marked with, else its position."""
     (results,) = call.module.graph.output_node().args
