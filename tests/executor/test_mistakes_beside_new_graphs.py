@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.executor.engines.checked_graph import CheckedGraph
+from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.engines.tape_engine import TapeEngine
-from anabranch.executor.running.fetching import Fetch
 
 SGD = torch.optim.SGD
 Loss: TypeAlias = Callable[[Any, Any], Tensor]

@@ -29,6 +29,8 @@ from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.drift import Drift
 from anabranch.executor.engines.choice import EngineChoice
+from anabranch.executor.engines.evaluator import Evaluator
+from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.likeness import check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
@@ -43,8 +45,6 @@ from anabranch.executor.plan import ModeChoice, Plan, Planner
 from anabranch.executor.plan.auto import agreed, check_auto, modes_possible, tell
 from anabranch.executor.plan.pipe_survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
-from anabranch.executor.running.evaluator import Evaluator
-from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
 from anabranch.executor.running.remote import RemotePart, Served

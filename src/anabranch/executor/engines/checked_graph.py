@@ -23,10 +23,10 @@ from torch import Tensor
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Begin, Ready, StepOutput
+from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
-from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises

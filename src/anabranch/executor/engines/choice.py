@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 from anabranch.choices import choice
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine
+from anabranch.executor.engines.evaluator import Evaluator
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
-from anabranch.executor.running.evaluator import Evaluator
 from anabranch.executor.steps import EvalStep, TrainStep
 
 __all__ = ["EngineChoice"]

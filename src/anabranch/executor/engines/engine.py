@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from anabranch.executor.running.fetching import Fetch
+from anabranch.executor.engines.fetching import Fetch
 from anabranch.tensors import Structure
 
 __all__ = ["Begin", "Engine", "Ready", "StepOutput", "loss_and_returned"]

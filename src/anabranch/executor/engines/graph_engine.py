@@ -21,10 +21,10 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.executor.engines.clipping import clip_gradients
 from anabranch.executor.engines.engine import Begin, Ready, StepOutput
-from anabranch.executor.running.clipping import clip_gradients
-from anabranch.executor.running.fetching import Fetch
-from anabranch.executor.running.finite import all_finite, nonfinite_names
+from anabranch.executor.engines.fetching import Fetch
+from anabranch.executor.engines.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slow_capture import PATIENCE

@@ -15,11 +15,11 @@ from torch import Tensor
 from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
 from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.executor.engines.clipping import clip_gradients
 from anabranch.executor.engines.engine import Begin, Ready, StepOutput, loss_and_returned
-from anabranch.executor.running.clipping import clip_gradients
-from anabranch.executor.running.fetching import Fetch
-from anabranch.executor.running.finite import nonfinite_names
-from anabranch.executor.running.loss_scale import LossScale
+from anabranch.executor.engines.fetching import Fetch
+from anabranch.executor.engines.finite import nonfinite_names
+from anabranch.executor.engines.loss_scale import LossScale
 from anabranch.executor.steps import TrainStep
 from anabranch.tensors import Structure
 

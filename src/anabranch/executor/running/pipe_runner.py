@@ -28,10 +28,10 @@ from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.drift import Drift
+from anabranch.executor.engines.clipping import clip_scale
 from anabranch.executor.engines.engine import Begin, Engine, Ready, StepOutput
-from anabranch.executor.running.clipping import clip_scale
-from anabranch.executor.running.fetching import FACTS, Fetch
-from anabranch.executor.running.finite import nonfinite_names
+from anabranch.executor.engines.fetching import FACTS, Fetch
+from anabranch.executor.engines.finite import nonfinite_names
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe

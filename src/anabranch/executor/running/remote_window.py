@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from anabranch.executor.running.finite import nonfinite_names
+from anabranch.executor.engines.finite import nonfinite_names
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.steps import TrainStep
 from anabranch.parameter_server import merge_rows

@@ -25,14 +25,14 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.drift import Drift
 from anabranch.executor.engines.checked_graph import CheckedGraph
+from anabranch.executor.engines.clipping import clip_gradients, clip_scale, clip_values, norm_of
 from anabranch.executor.engines.engine import Begin, Engine, StepOutput
+from anabranch.executor.engines.fetching import Fetch
+from anabranch.executor.engines.finite import nonfinite_error, nonfinite_names
 from anabranch.executor.engines.graph_engine import GraphEngine
+from anabranch.executor.engines.loss_scale import LossScale
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.executor.running.clipping import clip_gradients, clip_scale, clip_values, norm_of
-from anabranch.executor.running.fetching import Fetch
-from anabranch.executor.running.finite import nonfinite_error, nonfinite_names
-from anabranch.executor.running.loss_scale import LossScale
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of

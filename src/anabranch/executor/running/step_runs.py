@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from anabranch.executor.engines.evaluator import Evaluator
+from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.observing.watching import Watching, rates_of
-from anabranch.executor.running.evaluator import Evaluator
-from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.running.pipe_runner import evaluated
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner

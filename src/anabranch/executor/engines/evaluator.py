@@ -10,8 +10,8 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
+from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
-from anabranch.executor.running.fetching import Fetch
 from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
