@@ -1,4 +1,4 @@
-"""The plan of the source tree: imports without circles, small folders, and no name for two things."""
+"""The plan of the source tree: imports without circles, and no class name for two things."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import networkx as nx
 import anabranch as ab
 
 ROOT = Path(ab.__file__).parent
-MOST_FILES = 15
 
 
 def test_imports_form_no_circle_however_late_they_are_made() -> None:
@@ -20,11 +19,6 @@ def test_imports_form_no_circle_however_late_they_are_made() -> None:
     imports = nx.DiGraph((a, b) for a in found.modules for b in found.find_modules_directly_imported_by(a))
     assert imports.number_of_edges() > 1000
     assert [sorted(part) for part in nx.strongly_connected_components(imports) if len(part) > 1] == []
-
-
-def test_no_two_files_share_a_name() -> None:
-    names = Counter(path.name for path in ROOT.rglob("*.py") if not path.name.startswith("__"))
-    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_no_two_classes_share_a_name_that_other_files_use() -> None:
@@ -35,8 +29,3 @@ def test_no_two_classes_share_a_name_that_other_files_use() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, times in names.items() if times > 1] == []
-
-
-def test_a_folder_holds_few_files() -> None:
-    files = Counter(path.parent for path in ROOT.rglob("*.py") if path.name != "__init__.py")
-    assert {str(folder): number for folder, number in files.items() if number > MOST_FILES} == {}

@@ -10,7 +10,7 @@ from loader_kinds import bound
 
 from anabranch.executor.loaders import loading
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.graph.run import joint as joint_module
+from anabranch.graph.step import joint as joint_module
 
 
 @pytest.fixture

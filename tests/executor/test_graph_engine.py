@@ -313,7 +313,7 @@ def test_a_device_out_of_memory_is_said_so(monkeypatch: pytest.MonkeyPatch) -> N
     step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
     with ab.Executor(step, engine="graph") as executor:
         with monkeypatch.context() as patch:
-            patch.setattr("anabranch.graph.step.Joint", exhausted)
+            patch.setattr("anabranch.graph.step.program.Joint", exhausted)
             with pytest.raises(torch.OutOfMemoryError):
                 executor.run(batch=batch_of())
         executor.run(batch=batch_of(rows=4))

@@ -18,7 +18,7 @@ from anabranch.autodiff.boundary.crossing import Form, cross
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
-from anabranch.graph.dynamo.random_states import random_states_untouched
+from anabranch.graph.dynamo.undisturbed import random_states_untouched
 from anabranch.graph.run import cuda_graphs
 from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
 

@@ -12,11 +12,11 @@ from torch import Tensor, fx
 
 from anabranch.errors import SchemaError
 from anabranch.graph.operation_graph import Input, InputKind, OperationGraph, Origin
-from anabranch.graph.passes.recompute import recompute
 from anabranch.graph.passes.shapes import infer_shapes
 from anabranch.graph.run.codegen import Program, generate
 from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
 from anabranch.graph.run.lowering import lower
+from anabranch.graph.run.recompute import recompute
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["RECURRENT", "call_recurrent", "copy_node", "evaluate", "made", "resolved", "same_layout"]
+__all__ = ["RECURRENT", "bytes_of", "call_recurrent", "copy_node", "evaluate", "made", "resolved", "same_layout"]
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -75,3 +76,12 @@ def made(graph: fx.Graph, like: fx.Node, target: object, *args: object, **kwargs
     with torch.no_grad(), modes[0] if modes else nullcontext():
         node.meta["val"] = evaluate(node, lambda source: source.meta["val"])
     return node
+
+
+def bytes_of(value: object) -> int:
+    """Return the bytes that a traced value occupies when it is computed for real."""
+    if isinstance(value, Tensor):
+        return math.prod(value.shape) * value.element_size()
+    if isinstance(value, (tuple, list)):
+        return sum(map(bytes_of, value))
+    return 0

@@ -30,7 +30,7 @@ from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients,
 from anabranch.executor.steps import TrainStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
-from anabranch.graph.step import Prepared
+from anabranch.graph.step.program import Prepared
 from anabranch.tensors import Structure
 
 __all__ = ["CheckedGraph"]

@@ -15,7 +15,7 @@ from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, rep
 from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
-from anabranch.graph.step import EvalProgram, Prepared
+from anabranch.graph.step.program import EvalProgram, Prepared
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 

@@ -28,9 +28,9 @@ from anabranch.executor.engines.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slow_capture import PATIENCE
-from anabranch.graph.run.joint import leave_gradient
-from anabranch.graph.step import Between, Prepared, SparseGradients
-from anabranch.graph.trace.lookups import as_sparse_gradient
+from anabranch.graph.step.joint import leave_gradient
+from anabranch.graph.step.lookups import as_sparse_gradient
+from anabranch.graph.step.program import Between, Prepared, SparseGradients
 from anabranch.tensors import Structure
 
 __all__ = ["GraphEngine"]

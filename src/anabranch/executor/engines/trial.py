@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import MovedParameter, parameters_here
-from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
 from anabranch.tensors.memory import shown_once
 
 __all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]

@@ -36,7 +36,7 @@ from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of
-from anabranch.graph.run.joint import accumulate
+from anabranch.graph.step.joint import accumulate
 from anabranch.tensors import Structure
 
 __all__ = ["StepRunner"]

@@ -1,7 +1,4 @@
 """TorchDynamo as the front-end: Python code becomes torch calls, under guards on the state that it read.
 
-Open ``front.py`` first. ``guards`` checks state that Dynamo's own guards do not see; ``refusals.py`` explains why code
-cannot be a graph.
+Open ``front.py`` first; ``refusals.py`` explains why code cannot be a graph.
 """
-
-__all__: list[str] = []

@@ -42,11 +42,9 @@ from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.inlined_code import InlinedCode
-from anabranch.graph.dynamo.other_threads import unseen_by_other_threads
-from anabranch.graph.dynamo.random_states import random_states_untouched
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
-from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slow_capture import log_if_slow
+from anabranch.graph.dynamo.undisturbed import random_states_untouched, silent, unseen_by_other_threads
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
 
 __all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "changed_objects", "mark", "mistake"]

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.origins import OURS
+from anabranch.graph.trace.make_fx import OURS
 
 __all__ = ["Raises", "reason_of_call", "refusal_of", "user_line", "user_line_of"]
 

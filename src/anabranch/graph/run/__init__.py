@@ -1,8 +1,5 @@
-"""Running graphs: one straight-line program per step, its memory, and other ways to execute it.
+"""Running graphs: ``codegen.py`` writes a graph as one straight-line program.
 
-Open ``joint.py`` first: it joins a step's graphs; ``codegen.py`` writes the program. ``bound_state.py`` compares,
-before each step, the state that programs are bound to. ``inductor.py`` and ``cuda_graphs.py`` pass the program to
-PyTorch's compiler and to CUDA.
+``lifetimes.py`` plans its memory, ``recompute.py`` makes it fit a budget; ``inductor.py`` and ``cuda_graphs.py`` pass
+it to PyTorch's compiler and to CUDA.
 """
-
-__all__: list[str] = []

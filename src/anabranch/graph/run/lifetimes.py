@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.run.lowering import lower
-from anabranch.graph.trace.make_fx import bytes_of
 
 __all__ = ["MemoryPlan", "plan_memory", "storage_bytes"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import operator
+import os
 import re
 import sys
 import threading
@@ -46,15 +46,14 @@ from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
-from anabranch.graph.dynamo.origins import OURS
 
 __all__ = [
+    "OURS",
     "Interceptor",
     "TraceRecorder",
     "TraceSource",
     "UserMistake",
     "WrongType",
-    "bytes_of",
     "constants",
     "free_name",
     "is_library",
@@ -63,6 +62,10 @@ __all__ = [
     "undisturbed",
     "user_line",
 ]
+
+# With the separator: torch_geometric is not torch.
+OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
+"""Prefixes of the files of torch and of this package: their lines are not the user's."""
 
 _LIBRARIES = (
     *OURS,
@@ -534,12 +537,3 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
             raise CaptureError(f"the function makes {str(node.target)!r}, which a graph cannot keep: {type(value)}")
         found[node] = value
     return found
-
-
-def bytes_of(value: object) -> int:
-    """Return the bytes that a traced value occupies when it is computed for real."""
-    if isinstance(value, Tensor):
-        return math.prod(value.shape) * value.element_size()
-    if isinstance(value, (tuple, list)):
-        return sum(map(bytes_of, value))
-    return 0

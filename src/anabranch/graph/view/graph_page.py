@@ -10,9 +10,9 @@ from torch import Tensor, fx
 
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
+from anabranch.graph.nodes import bytes_of
 from anabranch.graph.operation_graph import OperationGraph
 from anabranch.graph.run.lifetimes import MemoryPlan, plan_memory
-from anabranch.graph.trace.make_fx import bytes_of
 from anabranch.tensors.dtypes import dtype_name
 from anabranch.view.page import page_of
 

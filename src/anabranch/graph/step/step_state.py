@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
-from anabranch.graph.run.bound_state import BoundState
-from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
-from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, check_captured, has_state
+from anabranch.graph.step.bound_state import BoundState
+from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.step.update import GroupNumbers, LearningRates, capture_update, check_captured, has_state
 
 __all__ = ["Between", "Gate", "SparseGradients", "StepState"]
 

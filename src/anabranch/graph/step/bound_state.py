@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import hooks_registered
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.graph.trace.unseen_hooks import refuse_hooks
+from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 
 __all__ = ["BoundState"]
 

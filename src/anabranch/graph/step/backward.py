@@ -13,8 +13,8 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.step.lookups import Lookup, SparseLookups, SparseRows
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.lookups import Lookup, SparseLookups, SparseRows
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, free_name
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.silence import silent
+from anabranch.graph.dynamo.undisturbed import silent
+from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
-from anabranch.graph.trace.unseen_hooks import refuse_hooks
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "check_captured", "containers_of", "has_state"]
 

@@ -15,10 +15,10 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls
+from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
-from anabranch.graph.trace.unseen_hooks import refuse_hooks
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:

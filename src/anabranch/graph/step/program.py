@@ -26,15 +26,14 @@ from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.batch_kinds import kind_of
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark, mistake
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
-from anabranch.graph.run.joint import Joint, JointKey
-from anabranch.graph.step_state import Between, Gate, SparseGradients, StepState
-from anabranch.graph.trace.backward import GradientListener, Gradients, check_loss
+from anabranch.graph.step.backward import GradientListener, Gradients, check_loss
+from anabranch.graph.step.joint import Joint, JointKey
+from anabranch.graph.step.step_state import Between, Gate, SparseGradients, StepState
+from anabranch.graph.step.update import containers_of
 from anabranch.graph.trace.make_fx import undisturbed
-from anabranch.graph.trace.update import containers_of
 from anabranch.tensors import Structure
 
 __all__ = ["Between", "EvalProgram", "Gate", "Loss", "Prepared", "SparseGradients", "StepProgram"]
@@ -490,3 +489,22 @@ def _marked(outputs: Callable[..., object]) -> Callable[..., object]:
         return named
 
     return marked
+
+
+def kind_of(batch: object) -> object:
+    """Return the shapes, dtypes and devices of the tensors of plain containers, and the types of all else.
+
+    A hint which programs to try first: guards decide, and a wrong hint costs a longer search.
+    """
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype, batch.device
+    if isinstance(batch, Mapping):
+        return tuple([(key, kind_of(value)) for key, value in batch.items()])
+    if isinstance(batch, (tuple, list)):
+        return tuple([kind_of(value) for value in batch])
+    if isinstance(batch, (str, bool)):
+        return batch
+    kept = getattr(batch, "__dict__", None)
+    if kept and not callable(batch):
+        return type(batch), tuple([kind_of(v) for v in kept.values() if isinstance(v, (Tensor, dict))])
+    return type(batch)

@@ -18,14 +18,11 @@ from anabranch.graph.graph import Graph
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.passes.join import join
-from anabranch.graph.passes.recompute import recompute_marked
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.cuda_graphs import Replayed, can_replay
 from anabranch.graph.run.inductor import compiled
-from anabranch.graph.run.lost_history import without_history
-from anabranch.graph.run.shared_memory import SharedMemory, written_inputs
-from anabranch.graph.step_state import SparseGradients, StepState
-from anabranch.graph.trace.backward import (
+from anabranch.graph.run.recompute import recompute_marked
+from anabranch.graph.step.backward import (
     Backward,
     GradientListener,
     capture_backward,
@@ -33,10 +30,12 @@ from anabranch.graph.trace.backward import (
     loss_of,
     output_names,
 )
+from anabranch.graph.step.lookups import as_sparse_gradient
+from anabranch.graph.step.shared_memory import SharedMemory, written_inputs
+from anabranch.graph.step.step_state import SparseGradients, StepState
+from anabranch.graph.step.update import has_state
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
-from anabranch.graph.trace.update import has_state
 
 __all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
@@ -150,7 +149,7 @@ class Joint:
             if isinstance(value, Tensor) and value.requires_grad:  # a view of a parameter, made with autograd off
                 found[index] = value.detach()
         for index in self.backward.kept:
-            found[index] = without_history(cast(Tensor, found[index]))
+            found[index] = _without_history(cast(Tensor, found[index]))
         return found
 
     # --- running
@@ -408,3 +407,25 @@ def _own_memory(graph: Graph) -> bool:
     effects = graph.effects()
     outputs = zip(graph.outputs, cast("Sequence[fx.Node]", graph.fx.output_node().args[0]), strict=True)
     return all(effects.root[node].op == "call_function" for name, node in outputs if name.endswith(".grad"))
+
+
+class _Lost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[None, None]:
+        raise CaptureError(
+            "a gradient reaches a tensor that the model kept from an earlier step, which ran as a graph and recorded "
+            "no history; detach() it where it is kept, or use engine='tape'"
+        )
+
+
+def _without_history(value: Tensor) -> Tensor:
+    """Return ``value``, which the model keeps, as a tensor that raises ``CaptureError`` if a gradient arrives.
+
+    On the tape it would keep the history of its step. A graph has none, and its gradient must not be silently missing.
+    """
+    with torch.enable_grad():
+        return _Lost.apply(value, torch.empty(0, requires_grad=True, device="cpu"))  # type: ignore[no-any-return,no-untyped-call]
