@@ -234,31 +234,6 @@ def test_a_table_that_is_also_a_heads_weight_has_one_dense_gradient_as_in_the_pl
         workers.log.clear()
 
 
-def test_the_sums_of_an_open_window_can_be_taken_out_and_put_back() -> None:
-    model = nn.ModuleDict({"table": nn.Embedding(10, 4, sparse=True), "layer": nn.Linear(4, 4)})
-
-    def run(buckets: GradientBuckets) -> None:
-        model.zero_grad()
-        one_run(buckets, model, model["layer"](model["table"](torch.tensor([1, 2]))).square().sum(), last=False)
-
-    whole = GradientBuckets(parameters_of(model), None)
-    whole.start_window()
-    run(whole)
-    sums = whole.sums()
-    assert sums["table.weight"].is_sparse
-    run(whole)
-    whole.finish(1.0)
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    resumed = GradientBuckets(parameters_of(model), None)
-    resumed.start_window()
-    resumed.restore_sums(sums)
-    run(resumed)
-    resumed.finish(1.0)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad.to_dense(), expected[name].to_dense()), name
-
-
 def test_gradients_lie_in_memory_as_their_parameters_do_so_that_fused_optimizers_see_them_right() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

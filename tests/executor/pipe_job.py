@@ -219,7 +219,7 @@ def train() -> dict:
 
 
 def save() -> dict:
-    """Trains, in the middle of an accumulation window saves, and goes on."""
+    """Trains, saves, and goes on."""
     case, path, runs = json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     piped = Piped(case)
     with piped.executor as executor:

@@ -50,6 +50,21 @@ def test_a_lone_worker_stops_after_the_run_under_way() -> None:
         assert executor.stopping
 
 
+def test_an_accumulating_worker_stops_behind_the_optimizer_step(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer, accumulate=3)
+    with ab.Executor(step) as executor:
+        executor.request_stop()
+        found = []
+        for _ in range(4):
+            executor.run(batch=torch.ones(2, 3))
+            found.append(executor.stopping)
+            if executor.stopping:
+                executor.save(tmp_path)
+        assert found == [False, False, True, False]
+
+
 def test_sigterm_lets_the_workers_finish_the_same_step_and_save_it(tmp_path: Path) -> None:
     script, logs = tmp_path / "draining.py", tmp_path / "logs"
     script.write_text(DRAINING)

@@ -345,26 +345,3 @@ class GradientBuckets:
         if dense is None or sparse is None:
             return sparse if dense is None else dense
         return dense + sparse
-
-    # The sums of a window in progress, for a checkpoint in the middle of it.
-
-    def sums(self) -> dict[str, Tensor]:
-        """Return this worker's sums of the open window, by parameter; sparse sums stay sparse."""
-        found: dict[str, Tensor] = {}
-        for bucket in self._buckets:
-            for index, name in enumerate(bucket.names):
-                if index in bucket.written:
-                    found[name] = bucket.slots[index].clone()
-                elif index in bucket.sparse and (rows := bucket.sparse[index].parts()) is not None:
-                    found[name] = rows
-        for table in self._tables:
-            if (rows := table.parts()) is not None:
-                found[table.name] = rows.to_dense() if table.has_dense else rows
-        return found
-
-    def restore_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Continues the window whose ``sums`` are given; called right after ``start_window``."""
-        self.start_run(1.0, last=False)
-        for name, total in sums.items():
-            self.ready(self._parameters[name], total)
-        self.launch_rest()

@@ -400,11 +400,9 @@ class Executor:
         """Choose the mode with the fastest estimated step, the same on all workers; return its plan."""
         assert self._workers is not None
         plans: dict[CommMode, Plan] = {}
-        choice = ModeChoice("AllReduce", "an accumulation window that a checkpoint left open continues unchanged")
-        if not any(runner.window()[0] for runner in self._runners.values()):
-            possible = modes_possible(self._routes_in, self._steps, cache)
-            plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)
-            choice = agreed(plans, partial(self._workers.all_gather_bytes, operation="choice of comm_mode"))
+        possible = modes_possible(self._routes_in, self._steps, cache)
+        plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)
+        choice = agreed(plans, partial(self._workers.all_gather_bytes, operation="choice of comm_mode"))
         tell(choice, self._rank)
         self._undecided, self.comm_mode, self._routes = False, choice.mode, self._routes_in(choice.mode)
         if self._routes.served:
@@ -577,10 +575,10 @@ class Executor:
     # Stopping together.
 
     def request_stop(self) -> None:
-        """Request that all workers stop after the same run; may be called from a signal handler.
+        """Request that all workers stop after the same optimizer step; may be called from a signal handler.
 
-        The request is sent with the next training run, so that ``stopping`` becomes true on every worker after the same
-        run and all can save together::
+        The request is sent with the next training run, so that ``stopping`` becomes true on every worker behind the
+        same optimizer step and all can save together::
 
             signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
             while not executor.stopping:
@@ -592,15 +590,16 @@ class Executor:
 
     @property
     def stopping(self) -> bool:
-        """True if a worker asked to stop before the last training run; the same on all workers."""
-        return any(runner.stopping for runner in self._runners.values())
+        """True behind the optimizer step after which all workers stop, if one had asked; the same on all workers."""
+        runners = self._runners.values()
+        return any(runner.stop_requested for runner in runners) and not any(runner.in_window for runner in runners)
 
     # Checkpoints.
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> None:
         """Save the state of training, completely or not at all; every worker calls it.
 
-        Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
+        Models, optimizers, schedulers, the runs and steps done, every worker's random
         number generators, the positions of the loaders without prefetched batches, and the objects given as ``state``.
         The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of storage that fsspec reaches
         (extra ``storage``), such as ``s3://bucket/run``.
@@ -610,6 +609,7 @@ class Executor:
         ``"save"`` callbacks.
 
         Raises:
+            RuntimeError: a step is between two runs of an accumulation window; says how many are left.
             CheckpointError: it could not be written, or one before it; raised on every worker.
             WorkersDiffer: as for ``run``; nothing is written.
             DeadlineExceeded: two are still being written after ``timeout`` seconds.

@@ -100,8 +100,8 @@ class TrainStep(StepDescription):
         clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
         on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the local gradients
             by parameter name, averaged over workers and accumulated batches, to read or to change in place.
-        flush: how to handle an accumulation window that is incomplete at the end of a loader's epoch: ``"keep"``
-            continues it in the next epoch, ``"step"`` takes an optimizer step after the epoch's last batch, ``"drop"``
+        flush: how to handle an accumulation window that is incomplete at the end of a loader's epoch: ``"step"`` takes
+            an optimizer step after the epoch's last batch, ``"keep"`` continues it in the next epoch, ``"drop"``
             discards it.
         activation_budget: the most memory that forward and backward may have allocated at once, in bytes or as
             ``"2GiB"``: activations and gradients, not parameters, optimizer state and batches. The step then runs as a
@@ -128,7 +128,7 @@ class TrainStep(StepDescription):
         skip_nonfinite: bool | None = False,
         clip_grad_value: float | None = None,
         on_gradients: Callable[[dict[str, Tensor]], object] | None = None,
-        flush: Literal["keep", "step", "drop"] = "keep",
+        flush: Literal["step", "keep", "drop"] = "step",
         activation_budget: int | str | None = None,
     ) -> None:
         _check_model(model)

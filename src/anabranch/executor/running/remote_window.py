@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypedDict
-
 from torch import Tensor
 
 from anabranch.executor.engines.finite import nonfinite_names
@@ -13,18 +10,10 @@ from anabranch.executor.steps import TrainStep
 from anabranch.parameter_server import merge_rows
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 
-__all__ = ["RemoteWindow", "Sums"]
+__all__ = ["RemoteWindow"]
 
 _UNSENT = (*REFUSALS, TypeError, ValueError)
 """Errors of a push that left the servers as they were, but for one that some shards refused, which the client knows."""
-
-
-class Sums(TypedDict):
-    """The weight of an open window on one worker, and its sums for copies and for the tables' rows."""
-
-    total: float
-    dense: dict[str, Tensor]
-    rows: dict[str, dict[str, Tensor]]
 
 
 class RemoteWindow:
@@ -125,28 +114,6 @@ class RemoteWindow:
     def names(self) -> set[str]:
         """The parameters whose gradients this window may hold."""
         return {*self.parameters, *self.part.rows}
-
-    def sums(self) -> Sums:
-        """Return the open window on this worker, for a checkpoint."""
-        rows = {name: merge_rows(parts) for name, parts in self._rows.items()}
-        return {
-            "total": self._total,
-            "dense": {name: gradient.to_dense() for name, gradient in self._dense.items()},
-            "rows": {name: {"ids": ids, "grads": grads} for name, (ids, grads) in rows.items()},
-        }
-
-    def restore(self, windows: Iterable[Sums]) -> None:
-        """Continue the open windows of several workers as one; other stages restore their own part."""
-        self.start()
-        here = self.names
-        for window in windows:
-            self._total += window["total"]
-            for name in window["dense"].keys() & here:
-                gradient = window["dense"][name]
-                self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
-            for name in window["rows"].keys() & here:
-                part = window["rows"][name]
-                self._rows.setdefault(name, []).append((part["ids"], part["grads"]))
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the gradients just pushed, of all workers together."""

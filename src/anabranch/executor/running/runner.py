@@ -87,7 +87,7 @@ class StepRunner:
         self._buckets: GradientBuckets | None = None
         self._device = first.device
         self.asked_to_stop = False
-        self.stopping = False
+        self._stop_seen = False
         self.skipped = 0
         self.scale: LossScale | None = None
         self._nonfinite: list[str] | None = None
@@ -247,7 +247,7 @@ class StepRunner:
         return Totals.alone(share, self._workers, call)
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
-        self.stopping = self.stopping or total.stopping > 0
+        self._stop_seen = self._stop_seen or total.stopping > 0
         if self._digits and self._drift is not None:
             if self._drift.differs_anywhere(total.differing):
                 self._differing_at = self.steps
@@ -314,7 +314,7 @@ class StepRunner:
             engine = self._engine_that_accumulates()
         ran = engine.step(batch, fetch)
         self.runs += 1
-        self.stopping = self._wants_to_stop()
+        self._stop_seen = self._wants_to_stop()
         if ran.nonfinite:
             self._drop_others(ran.nonfinite)
             self._pass_over(list(ran.nonfinite))
@@ -564,6 +564,8 @@ class StepRunner:
         self._closing = last and self.step.flush == "step"
         try:
             yield
+            if last and self.step.flush == "drop":
+                self._in_window = 0
         finally:
             self._closing = False
             if self.epoch_runs is not None:
@@ -585,29 +587,34 @@ class StepRunner:
         elif self.step.flush == "drop":
             self._in_window = 0
 
-    # The window in progress, for a checkpoint in the middle of it.
+    @property
+    def stop_requested(self) -> bool:
+        """True if a worker had asked to stop before the last run; the same on all workers."""
+        return self._stop_seen
 
-    def window(self) -> tuple[int, float, dict[str, Tensor]]:
-        """Return the runs in the open window, their rows over all workers, and this worker's sums by parameter."""
-        sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
-        return self._in_window, self._window_rows, sums
+    @property
+    def in_window(self) -> bool:
+        """True between two runs that one optimizer step accumulates."""
+        return self._in_window > 0
 
-    def restore(
-        self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor], mean_rows: float | None
-    ) -> None:
-        """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
+    def check_window_closed(self, name: str) -> None:
+        """Raise ``RuntimeError`` if an accumulation window is open."""
+        if self._in_window:
+            left = self.step.accumulate - self._in_window
+            raise RuntimeError(
+                f"step {name!r} has run {self._in_window} of the {self.step.accumulate} runs that one optimizer step "
+                f"accumulates, and a checkpoint is of an optimizer step; save after {left} more "
+                f"(executor.stopping is true only there)"
+            )
+
+    def restore(self, runs: int, steps: int, mean_rows: float | None) -> None:
+        """Continue where another runner stood."""
         self.mean_rows = None if self._workers is None else mean_rows
         self._alike_at = steps
         self.runs = runs
         self.steps = steps
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run
         self._in_window = 0
-        if in_window:
-            self._clear_for_run()
-            assert self._buckets is not None
-            self._buckets.restore_sums(sums)
-        self._in_window = in_window
-        self._window_rows = rows
 
 
 def _optimizer_parameters(step: TrainStep) -> list[Tensor]:

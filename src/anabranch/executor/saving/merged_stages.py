@@ -6,7 +6,7 @@ a row is the ranks of one pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TypedDict, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anabranch.errors import CheckpointError
 from anabranch.pipeline import Pipe
 
-__all__ = ["StagePart", "merge_optimizer_states", "merge_windows", "names_of", "restrict", "rows_of"]
+__all__ = ["StagePart", "merge_optimizer_states", "names_of", "restrict", "rows_of"]
 
 
 class StagePart(TypedDict):
@@ -93,26 +93,3 @@ def restrict(saved: dict[str, object], model: nn.Module) -> dict[str, object]:
             for group in entry["groups"]
         ],
     }
-
-
-def merge_windows(stages: Sequence[dict[str, object]], model: nn.Module) -> dict[str, object]:
-    """Return one pipeline's open window with the sums of this ``model``'s parameters."""
-    sums = {name: total for window in stages for name, total in cast("dict[str, object]", window["sums"]).items()}
-    if isinstance(model, Pipe) and model.elsewhere:
-        here = names_of(model)
-        sums = {name: total for name, total in sums.items() if name in here}
-    merged = {**stages[0], "sums": sums}
-    if "remote" in stages[0]:
-        merged["remote"] = _merge_remote([cast(_RemoteSums, window["remote"]) for window in stages], model)
-    return merged
-
-
-def _merge_remote(stages: Sequence[_RemoteSums], model: nn.Module) -> _RemoteSums:
-    dense = {name: value for sums in stages for name, value in sums["dense"].items()}
-    rows = {name: value for sums in stages for name, value in sums["rows"].items()}
-    elsewhere = model.elsewhere if isinstance(model, Pipe) else frozenset[str]()
-    return _RemoteSums(
-        total=stages[0]["total"],
-        dense={name: value for name, value in dense.items() if name not in elsewhere},
-        rows={name: value for name, value in rows.items() if name not in elsewhere},
-    )

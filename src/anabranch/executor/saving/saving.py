@@ -7,7 +7,7 @@
     group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as stored on the shards
     group "schedulers"    tensors that the schedulers hold
     group "rank<r>"       tensors of one worker: random number generators, loader positions, buffers that differ from
-                          rank 0's, and its part of the sums of an accumulation window that is open
+                          rank 0's
     state                 everything that is not a tensor, and which run saved it
 
 Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
@@ -47,13 +47,11 @@ from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.pipe_runner import PipelineGrid
 from anabranch.executor.running.remote import RemotePart, ServedParameter
-from anabranch.executor.running.remote_window import Sums
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, StartedSave
 from anabranch.executor.saving.merged_stages import (
     StagePart,
     merge_optimizer_states,
-    merge_windows,
     names_of,
     restrict,
     rows_of,
@@ -71,7 +69,7 @@ __all__ = ["HasState", "Saver"]
 
 _log = logging.getLogger("anabranch.executor")
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 _T = TypeVar("_T")
@@ -147,6 +145,8 @@ class Saver:
         """Write a checkpoint, without ``wait`` in a thread; every worker calls it, and failures are raised on all."""
         began = time.monotonic()
         self._check_known("save")
+        for name, runner in self._runners.items():
+            runner.check_window_closed(name)
         for runner in self._runners.values():
             runner.compare_workers()
         if self.remote is not None:
@@ -154,7 +154,7 @@ class Saver:
             self.remote.settle()
             if self._stages > 1:
                 self._gather(b"")  # stages read their parts once all have settled
-        mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
+        mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "counts": self._counts()}
         mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
         mine["buffers"] = self._own_buffers()
         if self._row == 0 < self._rank:  # another stage's part of the model
@@ -407,24 +407,18 @@ class Saver:
         except ValueError as error:
             raise ValueError(f"{error}; or give the scheduler or optimizer a state_dict() without it") from None
 
-    def _windows(self) -> dict[str, dict[str, object]]:
-        """Return the open window of every step, with this worker's part of its sums."""
-        states: dict[str, dict[str, object]] = {}
-        for name, runner in self._runners.items():
-            in_window, rows, sums = runner.window()
-            states[name] = {
+    def _counts(self) -> dict[str, dict[str, object]]:
+        """Return what every step has counted."""
+        return {
+            name: {
                 "runs": runner.runs,
                 "steps": runner.steps,
-                "in_window": in_window,
-                "rows": rows,
                 "mean_rows": runner.mean_rows,
                 "epoch_runs": runner.epoch_runs,
                 "loss_scale": None if runner.scale is None else runner.scale.state(),
-                "sums": {key: _sum_to_save(total) for key, total in sums.items()},
             }
-            if runner.remote is not None and in_window:
-                states[name]["remote"] = runner.remote.sums()
-        return states
+            for name, runner in self._runners.items()
+        }
 
     def _positions(self) -> dict[str, object]:
         return {name: loader.state() for name, loader in self.loaders.items()}
@@ -529,7 +523,6 @@ class Saver:
         saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
         plans = self._plan_optimizers(saved)
         replace = self._plan_remote(found, state, tensors, plans)
-        self._check_windows(ranks, state)
         schedulers = self._plan_schedulers(checkpoint.join(state["schedulers"], _tensors(found, "schedulers")))
         loaders = self._positions_of(ranks, state)
         for name, positions in loaders.items():
@@ -555,7 +548,7 @@ class Saver:
                     load_uncast(optimizer, plan)
             for scheduler, saved_scheduler in schedulers:
                 scheduler.load_state_dict(saved_scheduler)
-            self._restore_windows(ranks, state)
+            self._restore_counts(ranks, state)
             self._restore_pipes(ranks, state)
             replace()
             for name, positions in loaders.items():
@@ -706,68 +699,21 @@ class Saver:
         saved = [ranks(row[0])["loaders"] for row in rows_of(state)]
         return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
 
-    def _saved_windows(self, ranks: _Ranks, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
-        """Return by step the windows that this worker continues: its own, or with another number of workers all or
-        none.
-        """
-        rows = rows_of(state)
-        if self._as_many_rows(state):
-            rows = [rows[self._row]]
-        parts = [[ranks(rank)["windows"] for rank in row] for row in rows]
-        return {
-            name: [
-                merge_windows([cast("dict[str, dict[str, object]]", part)[name] for part in row], step.model)
-                for row in parts
-            ]
-            for name, step in self._steps.items()
-        }
-
     def _as_many_rows(self, state: dict[str, object]) -> bool:
         return len(rows_of(state)) == self._size // self._stages
 
-    def _check_windows(self, ranks: _Ranks, state: dict[str, object]) -> None:
-        """Raise ``CheckpointError`` for an open window whose sums now belong elsewhere."""
-        for name, windows in self._saved_windows(ranks, state).items():
-            remote = self._runners[name].remote
-            there = set() if remote is None else {*remote.names, *remote.part.embeddings}
-            here = set(self._parameters(name)) - there
-            for window in windows:
-                if not window["in_window"]:
-                    continue
-                elsewhere = cast("dict[str, dict[str, object]]", window.get("remote") or {"dense": {}, "rows": {}})
-                moved = {*elsewhere["dense"], *elsewhere["rows"]} - there
-                moved |= set(cast("dict[str, object]", window["sums"])) - here
-                if bool(window.get("loss_scale")) != (self._runners[name].scale is not None):
-                    raise CheckpointError(
-                        f"the checkpoint was saved while step {name!r} accumulated, with another precision; load it "
-                        "with the same, or save between two optimizer steps"
-                    )
-                if moved or ("total" in elsewhere) != (remote is not None):
-                    raise CheckpointError(
-                        f"the checkpoint was saved while step {name!r} accumulated, with another comm_mode or routes; "
-                        "load it with the same, or save between two optimizer steps"
-                    )
-
-    def _restore_windows(self, ranks: _Ranks, state: dict[str, object]) -> None:
-        """Each worker continues with its own sums; with another number of workers rank 0 continues with all of them."""
-        mine = self._as_many_rows(state) or self._row == 0
-        for name, windows in self._saved_windows(ranks, state).items():
-            runner, parameters = self._runners[name], self._parameters(name)
-            sums: dict[str, Tensor] = {}
-            for window in windows if mine else ():
-                for key, saved in cast("dict[str, object]", window["sums"]).items():
-                    part = _saved_sum(saved, parameters[key])
-                    sums[key] = part if key not in sums else _add(sums[key], part)
-            first = cast("dict[str, int]", windows[0])
+    def _restore_counts(self, ranks: _Ranks, state: dict[str, object]) -> None:
+        alike = self._as_many_rows(state)
+        row = rows_of(state)[self._row if alike else 0]
+        saved = cast("dict[str, dict[str, Any]]", ranks(row[0])["counts"])
+        for name, runner in self._runners.items():
+            counts = saved[name]
             # With other workers the mean is another: they exchange their rows again.
-            mean_rows = cast("float | None", windows[0].get("mean_rows")) if self._as_many_rows(state) else None
-            runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums, mean_rows)
+            runner.restore(counts["runs"], counts["steps"], counts["mean_rows"] if alike else None)
             known = name in self.loaders and state["workers"] == self._size
-            runner.epoch_runs = first.get("epoch_runs") if known else None  # until the next epoch
-            if runner.scale is not None and (scale := windows[0].get("loss_scale")):
-                runner.scale.restore(cast("dict[str, float]", scale))
-            if runner.remote is not None and first["in_window"]:
-                runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
+            runner.epoch_runs = counts["epoch_runs"] if known else None  # until the next epoch
+            if runner.scale is not None and counts["loss_scale"]:
+                runner.scale.restore(counts["loss_scale"])
 
     def _restore_pipes(self, ranks: _Ranks, state: dict[str, object]) -> None:
         """Restore the pipes' random streams; another number of pipelines starts new streams."""
@@ -788,27 +734,6 @@ def _bytes(value: Tensor) -> bytes:
 
 def _tensors(found: Checkpoint, group: str) -> Mapping[str, Tensor]:
     return found.tensors(group) if group in found.groups else {}
-
-
-def _sum_to_save(total: Tensor) -> object:
-    if total.layout is torch.strided:
-        return total
-    merged = total.coalesce()
-    return {"ids": merged._indices(), "rows": merged._values()}
-
-
-def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved.to(parameter.device)
-    rows = cast("dict[str, Tensor]", saved)
-    total = torch.sparse_coo_tensor(
-        rows["ids"], rows["rows"], parameter.shape, check_invariants=True, device=rows["rows"].device
-    )
-    return total.coalesce().to(parameter.device)
-
-
-def _add(a: Tensor, b: Tensor) -> Tensor:
-    return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
 def _newest(path: Place) -> Checkpoint | None:
