@@ -97,6 +97,9 @@ def hold_on_tape(value: object) -> list[object]:
 def end(session: Session) -> None:
     """``session`` records no more; nothing happens if it did not."""
     recording = _recording
+    if len(recording.sessions) == 1 and recording.tape is None and recording.sessions[0]() is session:
+        recording.sessions.clear()
+        return
     recording.sessions = [ref for ref in recording.sessions if (other := ref()) is not None and other is not session]
     if recording.tape is not None and not recording.sessions:
         recording.tape.free()

@@ -30,6 +30,8 @@ class Fetch:
     Attributes:
         modules: the submodules whose outputs are requested.
         gradients: the gradients requested, as ``<parameter>.grad``.
+        wants_norm: the norm of the gradients is requested, unless the step itself returns something of that name.
+        wants_rates: the same of the learning rates.
         norm: the norm of all gradients before clipping, where it was requested and the step took one.
         rows: the rows of this worker's batch, of no dimensions.
         rates: the learning rate of each parameter group, float64.
@@ -45,6 +47,8 @@ class Fetch:
         if names is not None and not (isinstance(names, Iterable) and all(isinstance(name, str) for name in names)):
             raise TypeError(f"fetch is a list of names, which are strings, got {names!r}")
         self.names = None if names is None else list(names)
+        self.wants_norm = self.names is not None and _NORM in self.names
+        self.wants_rates = self.names is not None and _RATES in self.names
         self._outputs: Mapping[str, Structure] = {}
         self._recorded: Mapping[str, Structure] = {}
         self._model = model
@@ -63,16 +67,6 @@ class Fetch:
             if name.endswith(_GRADIENT) and name.removesuffix(_GRADIENT) in parameters
         }
         self.modules, self.gradients = list(self._modules), list(self._gradients)
-
-    @property
-    def wants_norm(self) -> bool:
-        """True if the norm of the gradients is requested, unless the step itself returns something of that name."""
-        return self.names is not None and _NORM in self.names
-
-    @property
-    def wants_rates(self) -> bool:
-        """True if the learning rates are requested, unless the step itself returns something of that name."""
-        return self.names is not None and _RATES in self.names
 
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
         """Take gradients from an engine that leaves none in ``.grad``."""

@@ -20,18 +20,22 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
     """Return True if all are finite; False may also mean that finite numbers overflowed in their sum.
 
     Args:
-        gradients: dense ones.
+        gradients: of sparse ones, the rows count.
         own: their memory is not shared, like that of ``.grad``; small ones are then checked by an operation that writes
             back the values it reads, in a third of the time.
     """
-    first = gradients[0] if gradients else None
-    if first is None:
+    if not gradients:
         return True
-    kind = (first.device, first.dtype)
-    if any(gradient.device != kind[0] or gradient.dtype is not kind[1] for gradient in gradients):
-        alike = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
-        others = [gradient for gradient in gradients if (gradient.device, gradient.dtype) != kind]
-        return all_finite(alike, own=own) and all_finite(others, own=own)
+    first = gradients[0]
+    device, dtype = first.device, first.dtype
+    for gradient in gradients:
+        if gradient.is_sparse or gradient.requires_grad:
+            return all_finite([*map(_values, gradients)], own=own)
+        if gradient.device != device or gradient.dtype is not dtype:
+            kind = device, dtype
+            alike = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
+            others = [gradient for gradient in gradients if (gradient.device, gradient.dtype) != kind]
+            return all_finite(alike, own=own) and all_finite(others, own=own)
     if not own or not first.is_floating_point():
         return _sums_finite(gradients)
     if first.is_cpu and max(map(Tensor.numel, gradients)) > _LARGE:
@@ -65,10 +69,10 @@ def nonfinite_names(gradients: Iterable[tuple[str, Tensor]], *, own: bool = True
         gradients: with their names; a name may come several times.
         own: as for ``all_finite``.
     """
-    values = [(name, _values(gradient)) for name, gradient in gradients]
-    if all_finite([value for _, value in values], own=own):
+    named = list(gradients)
+    if all_finite([gradient for _, gradient in named], own=own):
         return []
-    return list(dict.fromkeys(name for name, value in values if not bool(torch.isfinite(value).all())))
+    return list(dict.fromkeys(name for name, gradient in named if not bool(torch.isfinite(_values(gradient)).all())))
 
 
 def nonfinite_error(names: Iterable[str], step: int) -> NonFinite:

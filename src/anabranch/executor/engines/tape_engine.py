@@ -14,11 +14,13 @@ from torch import Tensor
 
 from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
+from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.autodiff.roots import run_sweep
 from anabranch.executor.engines.clipping import clip_gradients
 from anabranch.executor.engines.engine import Begin, Ready, StepOutput, loss_and_returned
 from anabranch.executor.engines.fetching import Fetch
-from anabranch.executor.engines.finite import nonfinite_names
+from anabranch.executor.engines.finite import all_finite, nonfinite_names
 from anabranch.executor.engines.loss_scale import LossScale
 from anabranch.executor.steps import TrainStep
 from anabranch.tensors import Structure
@@ -39,7 +41,8 @@ class TapeEngine:
         self._step = step
         self._manager = GradManager()
         self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
-        self._alone = GradManager()
+        self.siblings = None  # with its tokens a session, for a step without a receiver of gradients
+        self.tokens = sessions.Tokens()
         self.scale: LossScale | None = None
         self.follow_model()
 
@@ -93,17 +96,26 @@ class TapeEngine:
         self,
         batch: Structure,
         fetch: Fetch,
-        between: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda loss, returned: None,
+        between: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None,
     ) -> StepOutput:
         """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are final."""
-        self._alone.release()  # if an interrupt kept the run before from doing so
-        with self._alone:
+        self._end_session()  # if an interrupt kept the run before from doing so
+        sessions.begin(self)
+        try:
             loss, returned = self._forward(batch, fetch)
             began = spans.begin()
-            self._alone.backward(loss)
+            roots = [loss, *self.tokens.exits]
+            retain, create = sessions.sweep_flags(self)
+            if create:
+                run_sweep(roots, [None] * len(roots), retain, create)
+            else:
+                torch.autograd.backward(roots, retain_graph=retain)
             if began:
                 spans.complete(began, "backward", "compute")
-        between(loss.detach(), returned)
+        finally:
+            self._end_session()
+        if between is not None:
+            between(loss.detach(), returned)
         if self._step.skip_nonfinite is not None and (names := self._nonfinite()):
             return StepOutput(loss.detach(), returned, names)
         if self._step.clip_grad_norm is not None:
@@ -111,7 +123,14 @@ class TapeEngine:
         self.update()
         return StepOutput(loss.detach(), returned)
 
+    def _end_session(self) -> None:
+        self.tokens.entries.clear()
+        self.tokens.exits.clear()
+        sessions.end(self)
+
     def _nonfinite(self) -> list[str]:
+        if all_finite([p.grad for p in self._parameters if p.grad is not None]):
+            return []
         pairs = zip(self._names, self._parameters, strict=True)
         return nonfinite_names((name, p.grad) for name, p in pairs if p.grad is not None)
 

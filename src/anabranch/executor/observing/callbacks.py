@@ -130,10 +130,14 @@ class Subscription:
 
 
 class Callbacks:
-    """The functions of one executor, by event."""
+    """The functions of one executor, by event.
+
+    Attributes:
+        listed: the subscriptions of each event, in their order.
+    """
 
     def __init__(self) -> None:
-        self._listed: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
+        self.listed: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
 
     def on(self, event: str, fn: Callable[..., object]) -> Subscription:
         """Call ``fn(record)`` at each ``event`` from now on.
@@ -142,21 +146,17 @@ class Callbacks:
             ValueError: no such event.
             TypeError: ``fn`` cannot be called.
         """
-        if event not in self._listed:
+        if event not in self.listed:
             raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
         if not callable(fn):
             raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
-        subscription = Subscription(self._listed[event], fn)
-        self._listed[event].append(subscription)
+        subscription = Subscription(self.listed[event], fn)
+        self.listed[event].append(subscription)
         return subscription
-
-    def has(self, event: str) -> bool:
-        """Return True if there is a callback for ``event``."""
-        return bool(self._listed[event])
 
     def call(self, event: str, record: Record) -> None:
         """Call the callbacks in registration order; the first error is raised to the caller."""
-        for subscription in tuple(self._listed[event]):
+        for subscription in tuple(self.listed[event]):
             try:
                 subscription.function(record)
             except BaseException as error:

@@ -68,7 +68,9 @@ class Watching:
     @property
     def of_steps(self) -> bool:
         """True if the next step is reported to anything."""
-        return self._feed.due or self._facts_feed.due or self.callbacks.has("step")
+        if self._feed.idle and self._facts_feed.idle and not self.callbacks.listed["step"]:
+            return False
+        return self._feed.due or self._facts_feed.due or bool(self.callbacks.listed["step"])
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Report an optimizer step; sinks get the ``numbers`` that have one element."""

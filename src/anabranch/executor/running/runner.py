@@ -400,7 +400,10 @@ class StepRunner:
     def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Call ``zero_grad`` if an optimizer has its own; return the remaining gradients."""
         optimizers = self.step.optimizers
-        if all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers):
+        for optimizer in optimizers:
+            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+                break
+        else:
             return []
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -619,7 +622,7 @@ class StepRunner:
 
 def _optimizer_parameters(step: TrainStep) -> list[Tensor]:
     """Return the parameters that the optimizers hold, in their order."""
-    return [parameter for optimizer in step.optimizers for parameter in parameters_of(optimizer)]
+    return [p for optimizer in step.optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:
