@@ -2,10 +2,10 @@
 
 A worker without rows does not call the model, so a collective in the others' forward waits for it::
 
-    with rows      ── forward: all_reduce of the loss ..... its wait ends ── leaves word of it ──> error
-    without rows   ── leaves word of that ── header ....................... sees that word ──────> error
+    with rows      ── forward: all_reduce of the loss ..... its wait ends ── announces its end ──> error
+    without rows   ── announces that ── header ........................... sees the end ──────> error
 
-Gloo's own waits see no word that another rank leaves, and nothing but its timeout ends them.
+Nothing but its timeout ends a wait of gloo's.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Rowless:
         """End waits of gloo's groups among these workers in time while the block runs."""
         count = len(dist.distributed_c10d._world.pg_map)
         if count != self._groups[0]:
-            found = [(group, group.options._timeout) for group in _gloo_among(self._ranks)]
-            self._groups = count, [(group, old) for group, old in found if old > self._limit]
+            groups = [(group, group.options._timeout) for group in _gloo_among(self._ranks)]
+            self._groups = count, [(group, old) for group, old in groups if old > self._limit]
         for group, _ in self._groups[1]:
             group._set_default_timeout(self._limit)
         try:
@@ -90,7 +90,7 @@ class Rowless:
             waited = isinstance(error, RuntimeError) and "gloo" in str(error)
         with suppress(RuntimeError):  # the process that held the store has ended
             if waited and (ranks := self._missed(lost=isinstance(error, PeerLost))):
-                self._leave_word(ranks)
+                self._announce_end(ranks)
                 return BoundaryError(
                     f"{rank_names(ranks)} had no rows in this run and did not call the model, whose forward on the "
                     "others waits for all workers; give every worker rows in each run, or leave out the collective of "
@@ -108,7 +108,7 @@ class Rowless:
         known = [rank for rank in self._ranks if self._store.check([_key(rank)])]
         return [rank for rank in known if self._store.get(_key(rank)) == b"yes"]
 
-    def _leave_word(self, ranks: Sequence[int]) -> None:
+    def _announce_end(self, ranks: Sequence[int]) -> None:
         """Tell the others why the run has ended, and give them time to see it: the store may end with this process."""
         self._store.set(_ENDED, "yes")
         self._store.add(_SEEN, 1)

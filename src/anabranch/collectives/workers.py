@@ -343,9 +343,9 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
         keys = PrefixStore(prefix, store)
         dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
 
-    told = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
+    variables = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
     waiting = (
-        f"waiting for the other workers that the environment names, {told}; if this process is a job of its own, "
+        f"waiting for the other workers that the environment names, {variables}; if this process is a job of its own, "
         "unset RANK and WORLD_SIZE"
     )
     with during(Activity.CONNECTING):

@@ -106,27 +106,28 @@ class Drift:
         names = self._parameters()
         states, lines = self._optimizer_states(names)
         texts = self._workers.all_gather_bytes("\n".join(lines).encode(), operation="comparison of optimizers")
-        said = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
+        unlike = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
         # Where no line differs, all workers have the same states.
-        compared = {name: parameter.detach() for parameter, name in names.items()} | ({} if said else states)
-        apart = torch.tensor([self._apart(tensor) for tensor in compared.values()], dtype=torch.float64, device="cpu")
-        table = self._workers.all_gather(apart, operation="comparison of parameters").t().tolist()
+        compared = {name: parameter.detach() for parameter, name in names.items()} | ({} if unlike else states)
+        distances = torch.tensor(
+            [self._distance_from_first(tensor) for tensor in compared.values()], dtype=torch.float64, device="cpu"
+        )
+        table = self._workers.all_gather(distances, operation="comparison of parameters").t().tolist()
         rows = dict(zip(compared, table, strict=True))
-        said += [name for name in states if max(rows.get(name, [0.0])) > _ROUNDING]
+        unlike += [name for name in states if max(rows.get(name, [0.0])) > _ROUNDING]
         least = _ROUNDING if any(max(rows[name]) > _ROUNDING for name in names.values()) else 0.0
-        found = [name for name in names.values() if max(rows[name]) > least] if least or said else []
+        drifted = [name for name in names.values() if max(rows[name]) > least] if least or unlike else []
         ranks = [
-            rank for name in found for rank, far in zip(self._workers.ranks, rows[name], strict=True) if far > least
+            rank for name in drifted for rank, far in zip(self._workers.ranks, rows[name], strict=True) if far > least
         ]
-        report = msgspec.json.encode([found, ranks, said])
+        report = msgspec.json.encode([drifted, ranks, unlike])
         reports = self._everyone.all_gather_bytes(report, operation="comparison of parameters")
         stages = [msgspec.json.decode(text, type=tuple[list[str], list[int], list[str]]) for text in reports]
-        found = list(dict.fromkeys(name for names, _, _ in stages for name in names))
-        said = list(dict.fromkeys(line for _, _, lines in stages for line in lines))
-        if found or said:
-            raise _workers_differ(
-                found, sorted({rank for _, ranks, _ in stages for rank in ranks}), said, (first, last)
-            )
+        drifted = list(dict.fromkeys(name for names, _, _ in stages for name in names))
+        unlike = list(dict.fromkeys(line for _, _, lines in stages for line in lines))
+        if drifted or unlike:
+            ranks = sorted({rank for _, ranks, _ in stages for rank in ranks})
+            raise _workers_differ(drifted, ranks, unlike, (first, last))
         send_first(self._workers, compared.values())
         if not self._warned and self._workers.rank == 0:
             _log.warning(
@@ -151,8 +152,8 @@ class Drift:
                     lines.append(f"{label}: {value!r}")
         return dict(sorted(tensors.items())), sorted(lines)
 
-    def _apart(self, tensor: Tensor) -> float:
-        """Return the distance from rank 0's."""
+    def _distance_from_first(self, tensor: Tensor) -> float:
+        """Return the distance of a tensor from rank 0's."""
         first = tensor.clone(memory_format=torch.contiguous_format)
         self._workers.broadcast([first], operation="comparison of parameters")
         return distance(tensor, first)
@@ -169,16 +170,16 @@ def _unlike(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> list[str
 
 
 def _workers_differ(
-    found: Sequence[str], ranks: Sequence[int], said: Sequence[str], steps: tuple[int, int]
+    parameters: Sequence[str], ranks: Sequence[int], optimizers: Sequence[str], steps: tuple[int, int]
 ) -> WorkersDiffer:
-    also = f"; so do their optimizers: {'; '.join(said)}" if said else ""
+    also = f"; so do their optimizers: {'; '.join(optimizers)}" if optimizers else ""
     return WorkersDiffer(
-        f"{_listed(found)} on {rank_names(ranks)} differ from rank 0's at step {steps[1]}, and did not at step "
+        f"{_listed(parameters)} on {rank_names(ranks)} differ from rank 0's at step {steps[1]}, and did not at step "
         f"{steps[0]}{also}. Something writes them on one worker, or differently on each: a forward that writes "
         "parameters, an optimizer in a hook, load_state_dict or a learning rate on one rank, a scheduler that follows "
         "each worker's own metric, random numbers in on_gradients. Do the same on all workers, or make what each "
         "worker owns a buffer, and continue from the last checkpoint",
-        parameters=tuple(found),
+        parameters=tuple(parameters),
         ranks=tuple(ranks),
         steps=steps,
     )

@@ -34,10 +34,18 @@ from anabranch.autodiff.boundary.crossing import (
 )
 from anabranch.errors import CaptureError, SchemaError
 
-__all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
+__all__ = ["BackwardCrossing", "Crossing", "Effect", "ForwardCrossing", "crossing_of"]
 
 
-class Crossing(ABC):
+class Effect(ABC):
+    """A graph node's call of Python, which no pass drops, merges, repeats or reorders."""
+
+    @abstractmethod
+    def __call__(self, *arguments: Any) -> tuple[object, ...]:
+        """Run it."""
+
+
+class Crossing(Effect):
     """A graph node's call of one direction of a boundary, with the name under which graphs show it."""
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
@@ -45,10 +53,6 @@ class Crossing(ABC):
         self.wants = None if wants is None else tuple(wants)
         self.phase = phase
         self.__name__ = f"{boundary.kind}_{phase}"
-
-    @abstractmethod
-    def __call__(self, *arguments: Any) -> tuple[object, ...]:
-        """Cross the boundary."""
 
     @property
     def label(self) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from anabranch.graph.crossings import crossing_of
+from anabranch.graph.crossings import Effect
 
 __all__ = [
     "Effects",
@@ -202,7 +202,7 @@ class Effects:
         """Return True if dropping the node would be noticed even if its result is unused."""
         if node.meta.get("may_raise"):
             return True
-        if node.op in ("placeholder", "output") or is_random(node) or crossing_of(node) is not None:
+        if node.op in ("placeholder", "output") or is_random(node) or isinstance(node.target, Effect):
             return True
         if not isinstance(node.target, OpOverload):
             return False

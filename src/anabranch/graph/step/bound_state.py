@@ -42,7 +42,8 @@ class BoundState:
         """Record the optimizers' state as it is now."""
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._spaces = [kept for state in self._states for kept in state.values()]
-        self._held = list(chain.from_iterable(map(_contents, self._spaces)))
+        self._contents = _values if all(type(kept) is dict for kept in self._spaces) else _contents
+        self._held = list(chain.from_iterable(map(self._contents, self._spaces)))
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
         """Return True if every object is identical to the recorded one.
@@ -81,7 +82,7 @@ class BoundState:
             return False
         if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
             return False
-        held = list(chain.from_iterable(map(_contents, self._spaces)))
+        held = list(chain.from_iterable(map(self._contents, self._spaces)))
         return len(held) == len(self._held) and all(map(same, held, self._held))
 
     def _refuse_new_hooks(self) -> None:

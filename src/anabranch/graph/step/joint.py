@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
+from anabranch.graph.crossings import Effect
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, Binding, arrange
 from anabranch.graph.graph import Graph
@@ -180,7 +181,10 @@ class Joint:
             return self._run_apart(free, later)
         results: dict[str, object]
         if self._update_program is None:
-            results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
+            try:
+                results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
+            except _Refused as refused:
+                return self._finish(refused.results, later, stepped=True)
         else:
             results = dict(zip(self._front_outputs, self._program.run(*free), strict=True))
             if not self._admitted(results, own=self._own):
@@ -322,22 +326,42 @@ class Joint:
             step.refused_update = error
             self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
+        split = step.compile or can_replay(front)
+        self._own = _own_memory(front)
         if update is not None:
+            if step.gate is not None and not split:
+                graph = self._gated(graph)
             joined = merge_duplicates(join(graph, update, keep))
             graph = spread_fused_updates(join_fused_updates(joined))
             if graph is not joined:  # parameters are written to in another order, and while backward continues
                 self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
         self.graph = graph
-        if step.compile or step.gate is not None or can_replay(front):
+        if split or (step.gate is not None and update is None):
             self._split(front, update, dense)
         else:
             self._program = graph.program()
+
+    def _gated(self, front: Graph) -> Graph:
+        """Return ``front`` with a last operation that asks the step's gate, and raises ``_Refused`` if it refuses."""
+        mine, names = weakref.ref(self), front.outputs
+
+        def admit(values: Sequence[object]) -> None:
+            joint, results = mine(), dict(zip(names, values, strict=True))
+            assert joint is not None
+            if not joint._admitted(results, own=joint._own):
+                raise _Refused(results)
+
+        graph = front.copy()
+        output = graph.fx.output_node()
+        with graph.fx.inserting_before(output):
+            node = graph.fx.call_function(_Gate(admit), (list(cast("Sequence[fx.Node]", output.args[0])),))
+        node.meta.update(val=None, phase="update", scope="")
+        return graph
 
     def _split(self, front: Graph, update: Graph | None, dense: Mapping[str, Tensor]) -> None:
         """Split into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
         names = [f"{name}.grad" for name in dense]
         self._front_outputs, self._updated = front.outputs, names
-        self._own = _own_memory(front)
         if self._step.compile:
             self._program = self._apart() if front is self.backward.graph else compiled(front)
         elif not can_replay(front):
@@ -367,6 +391,26 @@ class Joint:
             return [gradients[name] for name in backward.dense]
 
         return build(body, sources, names)
+
+
+class _Gate(Effect):
+    """The operation between gradients and update that lets a step go on."""
+
+    __name__ = "admit"
+
+    def __init__(self, admit: Callable[[Sequence[object]], None]) -> None:
+        self._admit = admit
+
+    def __call__(self, values: Sequence[object]) -> tuple[object, ...]:
+        self._admit(values)
+        return ()
+
+
+class _Refused(BaseException):
+    """Ends a program before its update; has the results of forward and backward."""
+
+    def __init__(self, results: dict[str, object]) -> None:
+        self.results = results
 
 
 def _now_or(later: list[Callable[[], None]] | None, action: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,9 +185,11 @@ class StepProgram(StepState):
             may_trace: make a graph if none fits; otherwise raise ``GuardMiss``, also for a graph that was prepared but
                 never confirmed.
         """
-        modules = tuple(name for name in fetch if not name.endswith(".grad"))
-        gradients = tuple(name for name in fetch if name.endswith(".grad"))
-        self._check_fetched(gradients)
+        gradients = tuple([name for name in fetch if name.endswith(".grad")]) if fetch else ()
+        modules = tuple([name for name in fetch if name not in gradients]) if fetch else ()
+        for name in gradients:
+            if name.removesuffix(".grad") not in self.parameters:
+                raise ValueError(f"{name!r} cannot be fetched: no parameter has that name")
         task = _Task(self._key(True, gradients), begin, None)
         found, outputs = self._through_front(task, batch, modules, may_trace)
         assert task.results is not None
@@ -303,11 +305,6 @@ class StepProgram(StepState):
         self._state.note_optimizer_state()
         prepared.joint.take_state()
         self._last = prepared.joint.graph
-
-    def _check_fetched(self, gradients: Collection[str]) -> None:
-        for name in gradients:
-            if name.removesuffix(".grad") not in self.parameters:
-                raise ValueError(f"{name!r} cannot be fetched: no parameter has that name")
 
     # --- programs
 
