@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Move", "MovedParameter", "RowLookups", "from_within", "parameters_here"]
+__all__ = ["Move", "MovedParameter", "MovedState", "RowLookups", "from_within", "parameters_here"]
 
 
 class RowLookups(Protocol):
@@ -189,6 +189,23 @@ class MovedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.refuse("__reduce_ex__")
+
+
+class MovedState:
+    """In ``optimizer.state`` in place of a parameter's state that is elsewhere; every use of it raises ``error()``."""
+
+    def __init__(self, name: str, error: Callable[[], Exception]) -> None:
+        self._name, self._error = name, error
+
+    def _use(self, *_: object, **__: object) -> NoReturn:
+        raise self._error()
+
+    def __repr__(self) -> str:
+        return f"<state of {self._name}, on the servers>"
+
+
+for _use_of_dict in (*(vars(dict).keys() - vars(object).keys()), "__bool__"):
+    setattr(MovedState, _use_of_dict, MovedState._use)
 
 
 def _looks_up() -> bool:

@@ -84,13 +84,14 @@ class RemoteWindow:
 
     def push(self) -> None:
         """Send the window's gradients; with clipping they wait for ``release``."""
-        self.part.torn = True
+        self.part.torn = self.part.clock
         try:
             self._push()
         except _UNSENT:
-            self.part.torn = False
+            self.part.torn = None
             raise
-        self.part.torn = self._clips
+        if not self._clips:
+            self.part.torn = None
 
     def _push(self) -> None:
         mean = self._step.reduction == "mean"
@@ -155,4 +156,4 @@ class RemoteWindow:
     def release(self, scale: float) -> None:
         """Apply the gradients just pushed, times ``scale``."""
         self.part.client.release(self.part.clock - 1, scale)
-        self.part.torn = False
+        self.part.torn = None
