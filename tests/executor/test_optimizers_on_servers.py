@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -337,6 +339,115 @@ def test_sparse_gradients_move_the_rows_that_pytorch_moves(kind: str, options: d
         executor.run(batch=BATCHES[0])  # and a plain step with what was given back
         executor.close()
     assert_equal(model, plain)
+
+
+# A RemoteEmbedding that is frozen.
+
+
+class Remote(nn.Module):
+    """``Net``, with the rows in a ``RemoteEmbedding``."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.head = table, nn.Linear(3, 1)
+        self.double()
+
+    forward = Net.forward
+
+
+def remote_table(mode: Any = None) -> ab.RemoteEmbedding:
+    return ab.RemoteEmbedding("table", 8, 3, mode=mode, init=0.5, dtype=torch.float64)
+
+
+def plain_table() -> nn.Embedding:
+    table = nn.Embedding(8, 3, sparse=True)
+    nn.init.constant_(table.weight, 0.5)
+    return table
+
+
+def freeze_all_but_the_head(model: nn.Module, frozen: bool) -> None:
+    model.requires_grad_(not frozen)
+    model.head.requires_grad_(True)
+
+
+FREEZES: dict[str, Callable[[nn.Module, bool], object]] = {
+    "the module": lambda model, frozen: model.table.requires_grad_(not frozen),
+    "the model": freeze_all_but_the_head,
+    "by name": lambda model, frozen: [
+        setattr(p, "requires_grad", not frozen) for name, p in model.named_parameters() if name.startswith("table.")
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [("tape", {}), ("graph", {}), ("tape", {"cache": ab.Cache("LRU", capacity=4, pull_bound=2, push_bound=2)})],
+    ids=str,
+)
+@pytest.mark.parametrize("way", FREEZES)
+def test_a_remote_embedding_is_frozen_and_thawed_as_an_embedding(
+    way: str, engine: Any, options: dict[str, Any]
+) -> None:
+    found = []
+    for table, mode in ((remote_table(), "Hybrid"), (plain_table(), None)):
+        model = Remote(table)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with opened(model, optimizer, mode, engine=engine, **(options if mode else {})) as executor:
+            for number, batch in enumerate([*BATCHES, *BATCHES]):
+                FREEZES[way](model, number in (1, 2, 3))
+                executor.run(batch=batch)
+        with torch.no_grad():
+            found.append([table(torch.arange(8)), model.head.weight.detach(), model.head.bias.detach()])
+        if isinstance(table, ab.RemoteEmbedding):
+            table.close()
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [None, "sum"])
+def test_a_frozen_remote_embedding_by_itself_gives_constants_and_its_weights_a_gradient(mode: Any) -> None:
+    table = ab.RemoteEmbedding("t", 8, 3, mode=mode, init=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    args = (torch.tensor([1, 3]), *(() if mode is None else (torch.tensor([0, 1]),)))
+    table.requires_grad_(False)
+    assert not table(*args).requires_grad
+    if mode is not None:
+        weights = torch.ones(2, requires_grad=True)
+        table(*args, weights).sum().backward()
+        assert torch.equal(weights.grad, torch.full((2,), 1.5))  # type: ignore[arg-type]
+    assert bool((table(*args) == 0.5).all())
+    table.requires_grad_(True)
+    table(*args).sum().backward()
+    assert bool((table(*args) == 0.0).all())
+    table.close()
+
+
+def test_freezing_belongs_to_the_module_and_goes_with_a_copy_and_a_pickle_but_not_with_the_state() -> None:
+    table = remote_table().requires_grad_(False)
+    for one in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert type(one.on_servers) is type(table.on_servers)
+        assert not one.on_servers.requires_grad
+        assert one.requires_grad_(True).on_servers.requires_grad
+    assert not table.on_servers.requires_grad
+    assert not table.state_dict()
+    assert not table.load_state_dict({}).missing_keys
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        table.load_state_dict({"weight": torch.ones(8, 3)})
+
+
+def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:
+    for number in range(2):
+        model = Remote(remote_table())
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        with opened(model, optimizer, "Hybrid") as executor:
+            if number:
+                executor.load(tmp_path)
+                assert not model.table.on_servers.requires_grad
+            model.table.requires_grad_(False)
+            executor.run(batch=BATCHES[0])
+            executor.save(tmp_path)
+            with torch.no_grad():
+                assert bool((model.table(torch.arange(8)) == 0.5).all())
 
 
 # An interrupt between the push and the step of the layers.
