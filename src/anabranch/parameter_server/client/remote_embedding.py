@@ -274,7 +274,7 @@ def _link_again(token: str | None, rule: RowOptimizer | None = None, kept: _Rows
 class _DirectSource:
     """The table of a module outside any step: reads the present values, pushes at once."""
 
-    def __init__(self, name: str, client: ParameterClient, module: nn.Module) -> None:
+    def __init__(self, name: str, client: ParameterClient, module: RemoteEmbedding) -> None:
         self.name, self._client, self._module = name, client, module
 
     def read(self, ids: Tensor) -> Tensor:
@@ -285,4 +285,5 @@ class _DirectSource:
         return unique_of(ids)
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
-        self._client.push_many({self.name: (ids, grads)})
+        if self._module.on_servers.requires_grad:  # frozen since the lookup, too
+            self._client.push_many({self.name: (ids, grads)})
