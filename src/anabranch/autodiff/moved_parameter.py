@@ -196,13 +196,13 @@ class MovedParameter(Elsewhere):
 
 
 class MovedState:
-    """In ``optimizer.state`` in place of a parameter's state that is elsewhere; every use of it raises ``error()``."""
+    """In ``optimizer.state`` in place of a parameter's state that is elsewhere: every use of it calls ``refuse``."""
 
-    def __init__(self, name: str, error: Callable[[], Exception]) -> None:
-        self._name, self._error = name, error
+    def __init__(self, name: str, refuse: Callable[[], None]) -> None:
+        self._name, self._refuse = name, refuse
 
-    def _use(self, *_: object, **__: object) -> NoReturn:
-        raise self._error()
+    def _use(self, *_: object, **__: object) -> None:
+        self._refuse()
 
     def __repr__(self) -> str:
         return f"<state of {self._name}, on the servers>"

@@ -55,10 +55,8 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
     """Copy rank 0's parameters to all workers, except for tables, whose rows come from the servers."""
-    by_row = {route.tensor for route in routes.at(Place.ROWS)}
-    unique = dict.fromkeys(
-        p for step in steps.values() for p in parameters_here(step.model).values() if p not in by_row
-    )
+    rows = {route.tensor for route in routes.at(Place.ROWS)}
+    unique = dict.fromkeys(p for step in steps.values() for p in parameters_here(step.model).values() if p not in rows)
     send_first(workers, unique)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
 from anabranch.autodiff.moved_parameter import Move, MovedParameter, MovedState
+from anabranch.choices import listed
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
 from anabranch.executor.routes import Place, Route, Routes
@@ -39,10 +40,10 @@ from anabranch.parameter_server import (
     RemoteTables,
     WholeParameters,
     Worker,
-    is_sparse,
 )
+from anabranch.parameter_server.client.remote_tables import is_sparse
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
-from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
+from anabranch.tables import Cache, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
 __all__ = ["PushGroup", "RemotePart", "Served", "ServedParameter", "check_served_steps"]
@@ -52,7 +53,6 @@ _log = logging.getLogger("anabranch.executor")
 Served = Literal["refuse", "adopt", "replace"]
 """What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
 
-_NAMED = 4  # in an error
 # The steps of parameters on servers, by endpoints and name, when an Executor of this process gave them back to a model.
 _given_back: dict[tuple[tuple[str, ...], str], int] = {}
 
@@ -237,7 +237,7 @@ class RemotePart:
         if held and refuses:
             names = [f"{name} (step {step})" for name, step in sorted(held.items())]
             raise ValueError(
-                f"the servers already hold {_listed(names)}, which this Executor was to make; load or "
+                f"the servers already hold {listed(names)}, which this Executor was to make; load or "
                 "resume a checkpoint first, which replaces them, or give served='adopt' to train on what is there, or "
                 "served='replace' to begin anew"
             )
@@ -307,8 +307,8 @@ class RemotePart:
     def _mark_states(self) -> None:
         """Leave in the optimizers what refuses to be used as the state that the servers have."""
         for moved in self.there:
-            error = partial(_state_error, [moved.name], moved.optimizer)
-            moved.optimizer.state[moved.parameter] = MovedState(moved.name, error)
+            refuse = partial(_refuse_state, [moved.name], moved.optimizer)
+            moved.optimizer.state[moved.parameter] = MovedState(moved.name, refuse)
 
     def _refuse_step_hooks(self) -> None:
         """Raise ``ValueError`` for Python code around an optimizer's step that would not see what the servers do."""
@@ -438,7 +438,7 @@ class RemotePart:
             move.check()
         for moved in self.there:
             if type(moved.optimizer.state.get(moved.parameter)) is not MovedState:
-                raise _state_error([moved.name], moved.optimizer)
+                _refuse_state([moved.name], moved.optimizer)
         if changed := self.whole.changed():
             raise LostUpdate(
                 f"{', '.join(changed)} was changed by hand and lives on the servers, whose values would overwrite the "
@@ -457,7 +457,7 @@ class RemotePart:
         names = [*(moved.name for moved in self.moved), *self.embeddings]
         return (
             f"the push of step {self.torn + 1} was interrupted or not answered, or the run failed behind it, so "
-            f"{_listed(names)} may be a step ahead of the rest of the model; go on from the last checkpoint with "
+            f"{listed(names)} may be a step ahead of the rest of the model; go on from the last checkpoint with "
             "executor.load, or restart the job from it"
         )
 
@@ -487,21 +487,14 @@ class RemotePart:
 
     def loads(self) -> dict[str, TableLoads]:
         """Count of this worker's requests so far."""
-        caches = self.tables.statistics()
-        none = CacheStatistics(0, 0, 0, 0, 0)
+        caches = {name: (one.hits, one.misses, one.evictions) for name, one in self.tables.statistics().items()}
         return {
             name: TableLoads(
-                traffic.pulls,
-                traffic.pushes,
-                traffic.bytes,
-                caches.get(name, none).hits,
-                caches.get(name, none).misses,
-                caches.get(name, none).evictions,
-                traffic.wait_seconds,
+                traffic.pulls, traffic.pushes, traffic.bytes, *caches.get(name, (0, 0, 0)), traffic.wait_seconds,
                 *self._edges.get(name, (0, 0)),
             )
             for name, traffic in self.client.traffic().items()
-        }
+        }  # fmt: skip
 
     # Saving and loading; every worker calls these.
 
@@ -531,15 +524,12 @@ class RemotePart:
     def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
         """Then load its parameters; one rank of each stage does so."""
         for moved in self.moved:
-            self._tables_or_whole(moved, kept[moved.parameter])
-
-    def _tables_or_whole(self, moved: ServedParameter, kept: ParameterState) -> None:
-        if moved.place is Place.WHOLE:
-            self.client.write_dense(moved.name, kept, moved.rule())
-            return
-        spec = self.tables.spec(moved.name) if moved.place is Place.ROWS else self.whole.spec(moved.name)
-        self.client.init_table(spec, moved.rule())
-        self.client.write_rows(moved.name, kept, moved.rule())
+            if moved.place is Place.WHOLE:
+                self.client.write_dense(moved.name, kept[moved.parameter], moved.rule())
+                continue
+            spec = (self.tables if moved.place is Place.ROWS else self.whole).spec(moved.name)
+            self.client.init_table(spec, moved.rule())
+            self.client.write_rows(moved.name, kept[moved.parameter], moved.rule())
 
     def continue_from(self, clock: int) -> None:
         """Continue after ``clock`` pushes with the servers' current state."""
@@ -639,10 +629,6 @@ class RemotePart:
             raise
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
 @contextmanager
 def _collecting(errors: list[Exception]) -> Iterator[None]:
     try:
@@ -661,18 +647,14 @@ def _refuse_load(move: Move, module: nn.Module, state: Mapping[str, object], pre
 
 
 def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to save or load the state of parameters that the servers have."""
+    """Refuse to use the state of parameters that the servers have."""
     if not MovedParameter.stepped_elsewhere:
-        raise _state_error(names, optimizer)
-
-
-def _state_error(names: Sequence[str], optimizer: torch.optim.Optimizer) -> ValueError:
-    return ValueError(
-        f"the state of {type(optimizer).__name__} for {', '.join(names)} is on the servers while its Executor is open, "
-        "where a change of it here would not arrive; executor.save(path) and executor.load(path) save and load it, or "
-        "change it before the Executor is made or after it is closed, or keep them on the workers: "
-        f"routes={{{names[0]!r}: 'AllReduce'}}"
-    )
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} for {', '.join(names)} is on the servers while its Executor is "
+            "open, where a change of it here would not arrive; executor.save(path) and executor.load(path) save and "
+            "load it, or change it before the Executor is made or after it is closed, or keep them on the workers: "
+            f"routes={{{names[0]!r}: 'AllReduce'}}"
+        )
 
 
 def _as_kept_here(state: Mapping[str, object], moved: ServedParameter, *, sparse: bool) -> dict[str, object]:

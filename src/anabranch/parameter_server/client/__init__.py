@@ -8,7 +8,7 @@ in place of a table. ``routing.py`` and ``row_messages.py`` say what is sent to 
 from anabranch.parameter_server.client.embedding_bags import EmbeddingBagCollection
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled, Traffic, Worker
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.client.remote_tables import RemoteTables, is_sparse, merge_rows, rule_of, users_of
+from anabranch.parameter_server.client.remote_tables import RemoteTables, merge_rows, rule_of, users_of
 from anabranch.parameter_server.client.whole_parameters import WholeParameters
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Traffic",
     "WholeParameters",
     "Worker",
-    "is_sparse",
     "merge_rows",
     "rule_of",
     "users_of",
