@@ -385,6 +385,7 @@ FREEZES: dict[str, Callable[[nn.Module, bool], object]] = {
     [("tape", {}), ("graph", {}), ("tape", {"cache": ab.Cache("LRU", capacity=4, pull_bound=2, push_bound=2)})],
     ids=str,
 )
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("way", FREEZES)
 def test_a_remote_embedding_is_frozen_and_thawed_as_an_embedding(
     way: str, engine: Any, options: dict[str, Any]
@@ -433,6 +434,25 @@ def test_freezing_belongs_to_the_module_and_goes_with_a_copy_and_a_pickle_but_no
     assert not table.load_state_dict({}).missing_keys
     with pytest.raises(RuntimeError, match="Unexpected key"):
         table.load_state_dict({"weight": torch.ones(8, 3)})
+
+
+class Adds(nn.Module):
+    """Rows of a table, added to what came before, with the ids handed on."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, given: Any) -> tuple[Tensor, Tensor]:
+        ids, rows = given if isinstance(given, tuple) else (given, 0)
+        return ids, self.table(ids) + rows
+
+
+def test_stages_of_a_pipe_may_share_a_remote_embedding() -> None:
+    table = ab.RemoteEmbedding("t", 8, 3, init=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    pipe = ab.Pipe(nn.Sequential(Adds(table), Adds(table)), balance=[1, 1], chunks=2)
+    assert bool((pipe(BATCHES[0])[1] == 1.0).all())
+    table.close()
 
 
 def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:

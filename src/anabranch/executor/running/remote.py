@@ -170,6 +170,7 @@ class RemotePart:
         self._hooks, self._heartbeat = ExitStack(), heartbeat
         self.there: list[ServedParameter] = []
         check_served_steps(steps, self.consistency, cache)
+        self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
         self._refuse_step_hooks()
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
@@ -298,7 +299,7 @@ class RemotePart:
         for move in self.tables.moves:
             for module in (module for module, holds in move.holders.items() if holds):
                 self._hooks.callback(before_load(module, partial(_refuse_load, move)).remove)
-        for optimizer in {moved.optimizer: None for moved in self.moved}:
+        for optimizer in self._optimizers:
             names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
             for handle in before_state(optimizer, partial(_refuse_state, names)):
                 self._hooks.callback(handle.remove)
@@ -312,7 +313,7 @@ class RemotePart:
 
     def _refuse_step_hooks(self) -> None:
         """Raise ``ValueError`` for Python code around an optimizer's step that would not see what the servers do."""
-        for optimizer in {moved.optimizer: None for moved in self.moved}:
+        for optimizer in self._optimizers:
             for hook in hooks_of_step(optimizer):
                 names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
                 raise ValueError(
