@@ -491,10 +491,14 @@ def test_an_interrupt_behind_the_push_says_that_the_tables_are_ahead(
     assert "executor.load" in said
 
 
-def test_an_error_before_the_push_says_nothing_of_it() -> None:
+def test_an_error_before_the_push_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     with pytest.raises(KeyboardInterrupt) as caught:
         run_around(model, adam(model), "Hybrid", interrupt)
+    assert not getattr(caught.value, "__notes__", [])
+    monkeypatch.setattr("anabranch.executor.running.remote.RemotePart._mark_states", lambda part: interrupt())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        opened(model, adam(model), "Hybrid")
     assert not getattr(caught.value, "__notes__", [])
 
 

@@ -124,7 +124,7 @@ class RemotePart:
         is_open: the parameters are on the servers.
         clock: the number of pushes so far.
         torn: the number of a push, from its start until all servers have answered it, and, with clipping, applied it;
-            and after a run that failed behind it.
+            and after a run that failed behind it. -1 while the parameters move to the servers.
         moved: the parameters of the models on this rank that belong on the servers.
         there: those of them that are there.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
@@ -261,7 +261,7 @@ class RemotePart:
             self.client.drop_some(self._served.difference(adopted))
         self._meet()
         self.tables.abandon()
-        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._cache), True, self.clock
+        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._cache), True, -1
         self.tables.trains = True
         self._take_over(self._steps, adopted)
         if self._cache is not None:
@@ -556,7 +556,7 @@ class RemotePart:
             LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
         """
         errors: list[Exception] = []
-        if self.torn is not None:
+        if self.torn is not None and self.torn >= 0:
             (_log.warning if failed is None else failed.add_note)(self._ahead())
         try:
             if failed is None:
