@@ -1,11 +1,11 @@
-"""Arguments that are one of a few words: found whatever their case, or refused in one sentence."""
+"""Words in errors: arguments that are one of a few, and the names that an error lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["choice"]
+__all__ = ["choice", "listed"]
 
 _C = TypeVar("_C", bound="str | None")
 
@@ -25,3 +25,13 @@ def choice(argument: str, given: object, known: Iterable[_C]) -> _C:
             return one
     *others, last = map(repr, known)
     raise ValueError(f"{argument} is {', '.join(others)} or {last}, got {given!r}")
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the names with commas, the first ones of many.
+
+    >>> listed(["a", "b", "c", "d"], most=2)
+    'a, b and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "nothing") + more

@@ -108,7 +108,7 @@ elif what in ("server", "push"):
         table = nn.Embedding(4, 2)
         tables = RemoteTables(client, cache=ab.Cache(push_bound=3))
         rule = lambda: ab.tables.RowOptimizer(ab.tables.Family.SGD, lr=0.1)
-        tables.take_over("table", table.weight, [(table, "weight")], rule)
+        tables.take_over("table", table.weight, rule, sparse=False)
         tables.move([table])
         tables.begin(0)
         table(torch.tensor([1])).sum().backward()

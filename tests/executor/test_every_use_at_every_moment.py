@@ -215,6 +215,7 @@ def step_by_hand(life: Life) -> None:
 
 CHANGES: dict[str, Callable[[Life], Any]] = {
     "requires_grad_": lambda life: life.model.weight.requires_grad_(False) is None,
+    "freeze the module": lambda life: life.model.table.requires_grad_(False) and None,
     "assignment": assign,
     "write": write,
     ".data =": set_data,
@@ -326,11 +327,14 @@ def test_what_is_read_is_the_plain_programs_or_refused(kind: str, mode: str, mom
     assert not plain or not doing.refused, "the model is plain PyTorch then"
 
 
+IN_THE_LOSS = ("requires_grad_", "freeze the module", "assignment", "eval mode")  # PyTorch refuses others
+
+
 def possible(change: str, kind: str, moment: str) -> bool:
     """True for a change that the plain loop allows, to what the model has."""
     if change == "load_state_dict" and kind == "remote":  # of the plain model's state, where the table is a parameter
         return False
-    return moment != "in the loss" or change in ("requires_grad_", "assignment", "eval mode")  # PyTorch refuses others
+    return moment != "in the loss" or change in IN_THE_LOSS
 
 
 CASES = [case for case in product(CHANGES, KINDS, MODES, MOMENTS) if possible(case[0], case[1], case[3])]

@@ -19,6 +19,7 @@ its sweep weakly: callbacks lead back to the model, and the garbage collector do
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,7 @@ __all__ = [
     "foreign_hooks",
     "hooked",
     "hooks_of_node",
+    "hooks_of_step",
     "hooks_registered",
     "move_at_edges",
     "record_outputs",
@@ -230,6 +232,22 @@ def foreign_hooks(leaf: Tensor) -> list[Callable[..., object]]:
     kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None), *hooks_of_node(leaf))
     hooks = [hook for kind in kinds for hook in (kind or {}).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", "") != __name__]
+
+
+_EVERY_STEP: tuple[Mapping[int, Callable[..., object]], ...] = tuple(
+    vars(sys.modules[Optimizer.__module__])[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")
+)
+
+
+def hooks_of_step(optimizer: Optimizer) -> list[Callable[..., object]]:
+    """Return what runs around or in place of the optimizer's own step, without the counters of torch's schedulers."""
+    mine = vars(optimizer)
+    kinds = (*_EVERY_STEP, *(mine.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")))
+    hooks = [hook for kind in kinds if kind for hook in kind.values()]
+    # A scheduler's counter is named after the step that it wraps, which may be a custom one.
+    step = mine.get("step")
+    counts = hasattr(step, "_wrapped_by_lr_sched") and vars(step).get("__wrapped__") is type(optimizer).step
+    return hooks if step is None or counts else [*hooks, step]
 
 
 def _do_nothing(*_: object) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Move", "MovedParameter", "RowLookups", "from_within", "parameters_here"]
+__all__ = ["Elsewhere", "Move", "MovedParameter", "MovedState", "RowLookups", "from_within", "parameters_here"]
 
 
 class RowLookups(Protocol):
@@ -104,7 +104,11 @@ _CURES |= {"copy_": _CURES["load_state_dict"], "embedding_bag": _CURES["embeddin
 _READS = "executor.state_dict() and executor.save(path) read them"
 
 
-class MovedParameter(nn.Parameter):
+class Elsewhere(nn.Parameter):
+    """A parameter that nothing here moves, because the numbers that it stands for are elsewhere."""
+
+
+class MovedParameter(Elsewhere):
     """A Parameter whose numbers are elsewhere. It is never constructed: ``Move`` gives this class to an existing one.
 
     Attributes:
@@ -191,6 +195,23 @@ class MovedParameter(nn.Parameter):
         self.refuse("__reduce_ex__")
 
 
+class MovedState:
+    """In ``optimizer.state`` in place of a parameter's state that is elsewhere: every use of it calls ``refuse``."""
+
+    def __init__(self, name: str, refuse: Callable[[], None]) -> None:
+        self._name, self._refuse = name, refuse
+
+    def _use(self, *_: object, **__: object) -> None:
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<state of {self._name}, on the servers>"
+
+
+for _use_of_dict in (*(vars(dict).keys() - vars(object).keys()), "__bool__"):
+    setattr(MovedState, _use_of_dict, MovedState._use)
+
+
 def _looks_up() -> bool:
     """Return False where a lookup would be recorded with its rows as constants, or run without real ids."""
     return torch.compiler.is_dynamo_compiling() or not (
@@ -218,7 +239,7 @@ def from_within() -> Iterator[None]:
 
 def parameters_here(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the module's parameters by name, without those whose numbers are elsewhere."""
-    return {name: value for name, value in module.named_parameters() if not isinstance(value, MovedParameter)}
+    return {name: value for name, value in module.named_parameters() if not isinstance(value, Elsewhere)}
 
 
 class Move:

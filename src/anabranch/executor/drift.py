@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
 from anabranch.executor.likeness import optimizer_lines, send_first
@@ -36,7 +37,6 @@ _DIGITS, _BASE_BITS = 5, 6  # squares of 4,000 workers' digits are summed exactl
 DIGITS = 2 * _DIGITS
 _BLOCK = 1 << 16  # elements whose products fit in the processor's cache
 _ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
-_NAMED = 5
 
 
 class Drift:
@@ -163,7 +163,7 @@ def _unlike(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> list[str
     """Return the lines that other workers have in place of the first one's."""
     first = set(everyone[0])
     return [
-        f"{_listed(sorted(first - set(lines)))} (rank {ranks[0]}), {_listed(sorted(set(lines) - first))} (rank {rank})"
+        f"{listed(sorted(first - set(lines)))} (rank {ranks[0]}), {listed(sorted(set(lines) - first))} (rank {rank})"
         for rank, lines in zip(ranks, everyone, strict=True)
         if set(lines) != first
     ]
@@ -174,7 +174,7 @@ def _workers_differ(
 ) -> WorkersDiffer:
     also = f"; so do their optimizers: {'; '.join(optimizers)}" if optimizers else ""
     return WorkersDiffer(
-        f"{_listed(parameters)} on {rank_names(ranks)} differ from rank 0's at step {steps[1]}, and did not at step "
+        f"{listed(parameters)} on {rank_names(ranks)} differ from rank 0's at step {steps[1]}, and did not at step "
         f"{steps[0]}{also}. Something writes them on one worker, or differently on each: a forward that writes "
         "parameters, an optimizer in a hook, load_state_dict or a learning rate on one rank, a scheduler that follows "
         "each worker's own metric, random numbers in on_gradients. Do the same on all workers, or make what each "
@@ -183,11 +183,6 @@ def _workers_differ(
         ranks=tuple(ranks),
         steps=steps,
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (", ".join(names[:_NAMED]) or "nothing") + more
 
 
 def digits_differ(sums: Sequence[float], workers: int) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.steps import Step, TrainStep
@@ -54,8 +55,8 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
     """Copy rank 0's parameters to all workers, except for tables, whose rows come from the servers."""
-    by_row = {route.tensor for route in routes.at(Place.ROWS)}
-    unique = dict.fromkeys(p for step in steps.values() for p in step.model.parameters() if p not in by_row)
+    rows = {route.tensor for route in routes.at(Place.ROWS)}
+    unique = dict.fromkeys(p for step in steps.values() for p in parameters_here(step.model).values() if p not in rows)
     send_first(workers, unique)
 
 

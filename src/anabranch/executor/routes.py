@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from anabranch.autodiff.hooks import foreign_hooks
-from anabranch.autodiff.moved_parameter import MovedParameter
+from anabranch.autodiff.moved_parameter import Elsewhere, MovedParameter
 from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
@@ -145,7 +145,8 @@ def plan_routes(
     routes: list[Route] = []
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named.items():
-        names.setdefault(parameter, []).append(name)
+        if type(parameter) is not Elsewhere:  # of a RemoteEmbedding, whose route is its own
+            names.setdefault(parameter, []).append(name)
     for parameter, (name, *others) in names.items():  # models of several steps may share it: one place
         override = next((overrides[each] for each in (name, *others) if each in overrides), None)
         if isinstance(parameter, MovedParameter) and parameter in owners:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from anabranch.choices import listed
 from anabranch.errors import NonFinite
 
 __all__ = ["all_finite", "nonfinite_error", "nonfinite_names"]
 
-_NAMED = 5
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
 
 
@@ -77,10 +77,8 @@ def nonfinite_names(gradients: Iterable[tuple[str, Tensor]], *, own: bool = True
 
 def nonfinite_error(names: Iterable[str], step: int) -> NonFinite:
     """Return the error of a step whose gradients are not finite."""
-    names = list(names)
-    listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     return NonFinite(
-        f"the gradients of {listed} hold NaN or an infinity after {step} optimizer "
+        f"the gradients of {listed(list(names))} hold NaN or an infinity after {step} optimizer "
         "steps; nothing was updated. Look at the batch and the loss (torch.autograd.set_detect_anomaly(True) names the "
         "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to skip such steps"
     )

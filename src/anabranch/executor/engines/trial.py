@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
-from anabranch.autodiff.moved_parameter import MovedParameter, parameters_here
+from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
 from anabranch.tensors.memory import shown_once
 
@@ -39,7 +39,7 @@ class Snapshot:
         found = [*model.parameters(), *model.buffers()]
         found += [value for value in others if isinstance(value, Tensor)]
         # Sparse batches are read only.
-        here = (t for t in dict.fromkeys(found) if not isinstance(t, MovedParameter))
+        here = (t for t in dict.fromkeys(found) if not isinstance(t, Elsewhere))
         self._tensors = [t for t in here if t.layout is torch.strided]
         with torch.no_grad():
             self._memories = [shown_once(tensor).detach() for tensor in self._tensors]

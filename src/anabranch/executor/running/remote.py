@@ -11,6 +11,7 @@ clock counts pushes, over all training steps of the executor: every worker makes
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,8 +23,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.hooks import before_load, before_state
-from anabranch.autodiff.moved_parameter import Move, MovedParameter
+from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
+from anabranch.autodiff.moved_parameter import Move, MovedParameter, MovedState
+from anabranch.choices import listed
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
 from anabranch.executor.routes import Place, Route, Routes
@@ -38,18 +40,19 @@ from anabranch.parameter_server import (
     RemoteTables,
     WholeParameters,
     Worker,
-    users_of,
 )
+from anabranch.parameter_server.client.remote_tables import is_sparse
 from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
-from anabranch.tables import Cache, CacheStatistics, Family, ParameterState, RowOptimizer, to_torch
+from anabranch.tables import Cache, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
 __all__ = ["PushGroup", "RemotePart", "Served", "ServedParameter", "check_served_steps"]
 
+_log = logging.getLogger("anabranch.executor")
+
 Served = Literal["refuse", "adopt", "replace"]
 """What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
 
-_NAMED = 4  # in an error
 # The steps of parameters on servers, by endpoints and name, when an Executor of this process gave them back to a model.
 _given_back: dict[tuple[tuple[str, ...], str], int] = {}
 
@@ -120,8 +123,8 @@ class RemotePart:
     Attributes:
         is_open: the parameters are on the servers.
         clock: the number of pushes so far.
-        torn: true from the start of a push until all servers have answered it, and, with clipping, applied it; and
-            after a run that failed behind its push.
+        torn: the number of a push, from its start until all servers have answered it, and, with clipping, applied it;
+            and after a run that failed behind it. -1 while the parameters move to the servers.
         moved: the parameters of the models on this rank that belong on the servers.
         there: those of them that are there.
         embeddings: the tables of ``RemoteEmbedding``s, on all ranks.
@@ -155,7 +158,7 @@ class RemotePart:
         self._trains = any(isinstance(step, TrainStep) for step in steps.values())
         self.consistency = Consistency.parse(consistency)
         self.clock = 0
-        self.torn = False
+        self.torn: int | None = None
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
         self._read_at = self._as_of = 0  # this worker's pushes, and those of all workers, before the copies were read
@@ -167,6 +170,8 @@ class RemotePart:
         self._hooks, self._heartbeat = ExitStack(), heartbeat
         self.there: list[ServedParameter] = []
         check_served_steps(steps, self.consistency, cache)
+        self._optimizers = list(dict.fromkeys(moved.optimizer for moved in self.moved))
+        self._refuse_step_hooks()
         world = 1 if self._workers is None else self._workers.size
         if stages > 1 and not self.consistency.merges:
             raise ValueError(
@@ -232,9 +237,8 @@ class RemotePart:
         held = self._held(nowhere_else=refuses)
         if held and refuses:
             names = [f"{name} (step {step})" for name, step in sorted(held.items())]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise ValueError(
-                f"the servers already hold {', '.join(names[:_NAMED])}{more}, which this Executor was to make; load or "
+                f"the servers already hold {listed(names)}, which this Executor was to make; load or "
                 "resume a checkpoint first, which replaces them, or give served='adopt' to train on what is there, or "
                 "served='replace' to begin anew"
             )
@@ -257,7 +261,7 @@ class RemotePart:
             self.client.drop_some(self._served.difference(adopted))
         self._meet()
         self.tables.abandon()
-        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._cache), True, True
+        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._cache), True, -1
         self.tables.trains = True
         self._take_over(self._steps, adopted)
         if self._cache is not None:
@@ -267,7 +271,7 @@ class RemotePart:
         self._move()
         if adopted:
             self.whole.refresh(None)
-        self.torn = False
+        self.torn = None
         self._on_move()
 
     def _adopt_modules(self, steps: Mapping[str, Step]) -> None:
@@ -280,15 +284,13 @@ class RemotePart:
         self._adopt_modules(steps)
         for moved in self.moved:
             adopt = moved.name in adopted
-            users = users_of(moved.parameter, everyone)
+            sparse = is_sparse(moved.parameter, everyone)
             state = moved.optimizer.state.get(moved.parameter, {})
             if moved.place is Place.ROWS:
-                self.tables.take_over(moved.name, moved.parameter, users, moved.rule, state, adopt=adopt)
+                self.tables.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
                 continue
-            sparse = None
-            if moved.place is Place.WHOLE_TABLE:
-                sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
-            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
+            table = sparse if moved.place is Place.WHOLE_TABLE else None
+            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=table, adopt=adopt)
 
     def _move(self) -> None:
         """Leave placeholders in the models and no state in the optimizers, once the servers have both."""
@@ -297,12 +299,29 @@ class RemotePart:
         for move in self.tables.moves:
             for module in (module for module, holds in move.holders.items() if holds):
                 self._hooks.callback(before_load(module, partial(_refuse_load, move)).remove)
-        for optimizer in {moved.optimizer: None for moved in self.moved}:
+        for optimizer in self._optimizers:
             names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
             for handle in before_state(optimizer, partial(_refuse_state, names)):
                 self._hooks.callback(handle.remove)
-        for moved in self.moved:
-            moved.optimizer.state.pop(moved.parameter, None)
+        self._mark_states()
+
+    def _mark_states(self) -> None:
+        """Leave in the optimizers what refuses to be used as the state that the servers have."""
+        for moved in self.there:
+            refuse = partial(_refuse_state, [moved.name], moved.optimizer)
+            moved.optimizer.state[moved.parameter] = MovedState(moved.name, refuse)
+
+    def _refuse_step_hooks(self) -> None:
+        """Raise ``ValueError`` for Python code around an optimizer's step that would not see what the servers do."""
+        for optimizer in self._optimizers:
+            for hook in hooks_of_step(optimizer):
+                names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
+                raise ValueError(
+                    f"{getattr(hook, '__qualname__', hook)} is a hook of {type(optimizer).__name__}'s step, or in its "
+                    f"place, and would not see {', '.join(names)}, whose gradients and step are on the servers; remove "
+                    "it (on_gradients= sees the gradients of what is on the workers), or keep them on the workers: "
+                    f"routes={{{names[0]!r}: 'AllReduce'}}"
+                )
 
     @property
     def alone(self) -> bool:
@@ -357,6 +376,8 @@ class RemotePart:
                 "training run or save replaces; evaluate after it"
             )
         self.client.check_whole()
+        if training:
+            self._refuse_step_hooks()
         due = self._refresh_due(fresh and not (training and self._recent))
         if due or (training and fresh):
             self.check_unchanged()
@@ -416,6 +437,9 @@ class RemotePart:
             return
         for move in self.tables.moves:
             move.check()
+        for moved in self.there:
+            if type(moved.optimizer.state.get(moved.parameter)) is not MovedState:
+                _refuse_state([moved.name], moved.optimizer)
         if changed := self.whole.changed():
             raise LostUpdate(
                 f"{', '.join(changed)} was changed by hand and lives on the servers, whose values would overwrite the "
@@ -426,15 +450,17 @@ class RemotePart:
     def check_whole(self) -> None:
         """Raise ``BoundaryError`` if the servers may be at another step than this worker."""
         self.client.check_whole()
-        if self.torn:
-            raise BoundaryError(
-                "the push of an earlier run was interrupted or not answered, or the run failed behind it, so the "
-                "servers may be a step ahead of this worker; go on from the last checkpoint with executor.load, or "
-                "restart the job from it",
-                peer="the servers",
-                operation="push",
-                step=self.clock,
-            )
+        if self.torn is not None:
+            raise BoundaryError(self._ahead(), peer="the servers", operation="push", step=self.torn)
+
+    def _ahead(self) -> str:
+        assert self.torn is not None
+        names = [*(moved.name for moved in self.moved), *self.embeddings]
+        return (
+            f"the push of step {self.torn + 1} was interrupted or not answered, or the run failed behind it, so "
+            f"{listed(names)} may be a step ahead of the rest of the model; go on from the last checkpoint with "
+            "executor.load, or restart the job from it"
+        )
 
     def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
@@ -462,21 +488,14 @@ class RemotePart:
 
     def loads(self) -> dict[str, TableLoads]:
         """Count of this worker's requests so far."""
-        caches = self.tables.statistics()
-        none = CacheStatistics(0, 0, 0, 0, 0)
+        caches = {name: (one.hits, one.misses, one.evictions) for name, one in self.tables.statistics().items()}
         return {
             name: TableLoads(
-                traffic.pulls,
-                traffic.pushes,
-                traffic.bytes,
-                caches.get(name, none).hits,
-                caches.get(name, none).misses,
-                caches.get(name, none).evictions,
-                traffic.wait_seconds,
+                traffic.pulls, traffic.pushes, traffic.bytes, *caches.get(name, (0, 0, 0)), traffic.wait_seconds,
                 *self._edges.get(name, (0, 0)),
             )
             for name, traffic in self.client.traffic().items()
-        }
+        }  # fmt: skip
 
     # Saving and loading; every worker calls these.
 
@@ -506,20 +525,18 @@ class RemotePart:
     def replace_moved(self, kept: Mapping[Tensor, ParameterState]) -> None:
         """Then load its parameters; one rank of each stage does so."""
         for moved in self.moved:
-            self._tables_or_whole(moved, kept[moved.parameter])
-
-    def _tables_or_whole(self, moved: ServedParameter, kept: ParameterState) -> None:
-        if moved.place is Place.WHOLE:
-            self.client.write_dense(moved.name, kept, moved.rule())
-            return
-        spec = self.tables.spec(moved.name) if moved.place is Place.ROWS else self.whole.spec(moved.name)
-        self.client.init_table(spec, moved.rule())
-        self.client.write_rows(moved.name, kept, moved.rule())
+            if moved.place is Place.WHOLE:
+                self.client.write_dense(moved.name, kept[moved.parameter], moved.rule())
+                continue
+            spec = (self.tables if moved.place is Place.ROWS else self.whole).spec(moved.name)
+            self.client.init_table(spec, moved.rule())
+            self.client.write_rows(moved.name, kept[moved.parameter], moved.rule())
 
     def continue_from(self, clock: int) -> None:
         """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
-        self.clock, self.torn = clock, False
+        self._mark_states()
+        self.clock, self.torn = clock, None
         if self.is_open:
             self.client.join(clock)
         self._meet()
@@ -539,6 +556,8 @@ class RemotePart:
             LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
         """
         errors: list[Exception] = []
+        if self.torn is not None and self.torn >= 0:
+            (_log.warning if failed is None else failed.add_note)(self._ahead())
         try:
             if failed is None:
                 for part in (self.check_unchanged, self.tables.close, self.count_at_the_edge, self._wait_for_pushes):
@@ -573,7 +592,7 @@ class RemotePart:
 
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
-        if self.is_open and self.consistency.merges and not self.torn:
+        if self.is_open and self.consistency.merges and self.torn is None:
             if self.tables.delays:
                 self._meet()  # everyone has flushed
             self.client.wait_for_turn(self.clock)
@@ -582,6 +601,8 @@ class RemotePart:
         """Give parameters and optimizers the servers' values and states; what cannot be read says so."""
         if not self.is_open:
             return
+        for moved in self.there:
+            moved.optimizer.state.pop(moved.parameter, None)
         moves = {move.parameter: move for move in self.tables.moves}
         until = Deadline.after(self.client.timeout)
         try:
@@ -595,7 +616,8 @@ class RemotePart:
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):
-                    moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
+                    sparse = is_sparse(moved.parameter, self._models.values())
+                    moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved, sparse=sparse)
                 values = kept.values.to(moved.parameter.device)
                 if (move := moves.pop(moved.parameter, None)) is not None:
                     move.give_back(values)
@@ -626,17 +648,20 @@ def _refuse_load(move: Move, module: nn.Module, state: Mapping[str, object], pre
 
 
 def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to save or load the state of parameters that the servers have."""
+    """Refuse to use the state of parameters that the servers have."""
     if not MovedParameter.stepped_elsewhere:
         raise ValueError(
             f"the state of {type(optimizer).__name__} for {', '.join(names)} is on the servers while its Executor is "
-            "open; executor.save(path) and executor.load(path) save and load it, or keep them on the workers: "
+            "open, where a change of it here would not arrive; executor.save(path) and executor.load(path) save and "
+            "load it, or change it before the Executor is made or after it is closed, or keep them on the workers: "
             f"routes={{{names[0]!r}: 'AllReduce'}}"
         )
 
 
-def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
+def _as_kept_here(state: Mapping[str, object], moved: ServedParameter, *, sparse: bool) -> dict[str, object]:
     """Return an optimizer's state as after its ``load_state_dict``: servers keep float32 state for float16."""
+    if sparse and isinstance(buffer := state.get("momentum_buffer"), Tensor):
+        state = {**state, "momentum_buffer": buffer.to_sparse(1)}  # as torch's; Nesterov fails to add a dense one
     half = moved.dtype == torch.float16 and moved.rule().family is not Family.ROW_WISE_ADAGRAD
     dtype, device = moved.dtype if half else None, moved.parameter.device
     return {

@@ -7,7 +7,7 @@ from torch import Tensor
 from anabranch.executor.engines.finite import nonfinite_names
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.steps import TrainStep
-from anabranch.parameter_server import merge_rows
+from anabranch.parameter_server import RemoteEmbedding, merge_rows
 from anabranch.parameter_server.client.parameter_client import REFUSALS
 
 __all__ = ["RemoteWindow"]
@@ -25,6 +25,7 @@ class RemoteWindow:
         mine = set(step.model.parameters())
         self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
         self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
+        self._embeddings = [module for module in step.model.modules() if isinstance(module, RemoteEmbedding)]
         self._weight = self._factor = 1.0
         # Other steps' optimizers move these, so that this step's gradients of them go nowhere, as in the plain loop.
         self._foreign = {moved.name for moved in part.moved if moved.optimizer not in step.optimizers}
@@ -64,6 +65,8 @@ class RemoteWindow:
         """Take the looked-up tables' gradients after backward."""
         self._total += self._weight
         frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}  # since the lookup, too
+        frozen |= {module.name for module in self._embeddings if not module.on_servers.requires_grad}
+        frozen -= {module.name for module in self._embeddings if module.on_servers.requires_grad}  # of another copy
         for name, (ids, grads) in self.part.tables.take().items():
             if name in frozen or name in self._foreign:
                 continue
@@ -73,13 +76,14 @@ class RemoteWindow:
 
     def push(self) -> None:
         """Send the window's gradients; with clipping they wait for ``release``."""
-        self.part.torn = True
+        self.part.torn = self.part.clock
         try:
             self._push()
         except _UNSENT:
-            self.part.torn = False
+            self.part.torn = None
             raise
-        self.part.torn = self._clips
+        if not self._clips:
+            self.part.torn = None
 
     def _push(self) -> None:
         mean = self._step.reduction == "mean"
@@ -122,4 +126,4 @@ class RemoteWindow:
     def release(self, scale: float) -> None:
         """Apply the gradients just pushed, times ``scale``."""
         self.part.client.release(self.part.clock - 1, scale)
-        self.part.torn = False
+        self.part.torn = None

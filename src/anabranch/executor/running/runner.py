@@ -289,7 +289,7 @@ class StepRunner:
             yield
         except BaseException as error:
             if self.remote is not None and self.remote.part.clock != pushes:  # pushed, and not counted as a step
-                self.remote.part.torn = True
+                self.remote.part.torn = pushes
             if self._started:
                 self._broken = self._workers is not None
                 if self._in_window:
@@ -370,7 +370,7 @@ class StepRunner:
         held = _optimizer_parameters(self.step)
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        known, now = set(self._parameters), list(parameters_here(self.step.model).values())
+        known, now = {*self._parameters, *self._held}, list(parameters_here(self.step.model).values())
         added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
         foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
         alone = self._workers is None and self.remote is None and self._in_window == 0

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anabranch.autodiff.moved_parameter import from_within
+from anabranch.autodiff.moved_parameter import MovedState, from_within
 from anabranch.errors import CheckpointError
 from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.steps import parameters_of
@@ -44,7 +44,8 @@ def by_parameter_name(
         state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
-    states = {name_of[number]: dict(values) for number, values in state["state"].items() if number in name_of}
+    here = {number: values for number, values in state["state"].items() if not isinstance(values, MovedState)}
+    states = {name_of[number]: dict(values) for number, values in here.items() if number in name_of}
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
         if elsewhere.get(parameter):
             states[name_of[number]] = elsewhere[parameter]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
@@ -13,9 +12,6 @@ from anabranch.errors import CaptureError
 
 __all__ = ["refuse_hooks"]
 
-_HOOKS_OF_EVERY_OPTIMIZER: tuple[Mapping[int, Callable[..., object]], ...] = tuple(
-    vars(sys.modules[Optimizer.__module__])[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")
-)
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
@@ -31,17 +27,9 @@ def refuse_hooks(
         _refuse(getattr(tensor, "_post_accumulate_grad_hooks", None), f"{name!r} has a gradient hook")
         for hooks in own_hooks.hooks_of_node(tensor):
             _refuse(hooks, f"the AccumulateGrad node of {name!r} has a hook")
-    for hooks in _HOOKS_OF_EVERY_OPTIMIZER:
-        _refuse(hooks, "every optimizer has a step hook")
     for optimizer in optimizers:
-        own = vars(optimizer).get("step")
-        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-            raise CaptureError(
-                f"the step of this {type(optimizer).__name__} is a custom function, which a graph would not call; "
-                "use engine='tape'"
-            )
-        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            _refuse(getattr(optimizer, kind, None), f"{type(optimizer).__name__} has a step hook")
+        for hook in own_hooks.hooks_of_step(optimizer):
+            _refuse({0: hook}, f"{type(optimizer).__name__} has a step hook or a custom step")
 
 
 def _refuse(hooks: Mapping[int, Callable[..., object]] | None, what: str) -> None:

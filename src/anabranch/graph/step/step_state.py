@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anabranch.autodiff.moved_parameter import MovedParameter
+from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.bound_state import BoundState
@@ -157,7 +157,7 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if isinstance(parameter, MovedParameter):
+                if isinstance(parameter, Elsewhere):
                     continue  # the servers update it
                 if parameter not in known:
                     raise CaptureError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff import opaque
+from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.distinct_ids import unique_of
@@ -39,7 +41,8 @@ class RemoteEmbedding(nn.Module):
     It can be copied and pickled: it holds the table's name, and reaches the servers where it is used.
 
     In the ``TrainStep`` of an executor the pushes of a step are ordered by its consistency. Only rows that were
-    looked up move, as under ``torch.optim.SparseAdam``.
+    looked up move, as under ``torch.optim.SparseAdam``. Its only parameter, ``on_servers``, has no numbers and is not
+    saved: ``requires_grad_(False)`` of the module, or of the model, freezes the rows.
 
     Args:
         name: of the table, for all workers and checkpoints; letters, digits, ``_ - .``.
@@ -89,10 +92,20 @@ class RemoteEmbedding(nn.Module):
         self.mode = mode
         self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
         self._link = _Link()
+        self.on_servers = Elsewhere(torch.empty(0, dtype=dtype))
         self._handle = opaque.handle_of(self)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Save nothing: there are no numbers here."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        switch = self._parameters.pop("on_servers")
+        super()._load_from_state_dict(*args)
+        self._parameters["on_servers"] = switch
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.on_servers.__class__ = Elsewhere  # which pickle makes a plain one
         self._handle = opaque.handle_of(self)
 
     @property
@@ -131,21 +144,22 @@ class RemoteEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
+        args = (ids, offsets, per_sample_weights, self.on_servers.requires_grad)
         if torch.compiler.is_dynamo_compiling():
-            return opaque.call(self._handle, (ids, offsets, per_sample_weights), {})[0]
-        return self._look_up(ids, offsets, per_sample_weights)
+            return opaque.call(self._handle, args, {})[0]
+        return self.call_whole(*args)[0]
 
-    def call_whole(self, *args: Tensor | None) -> list[Tensor]:
-        """``forward``, as one call that Dynamo does not trace into."""
-        ids, offsets, weights = args
-        assert ids is not None
-        return [self._look_up(ids, offsets, weights)]
-
-    def _look_up(self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
+    def call_whole(
+        self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, trained: bool
+    ) -> list[Tensor]:
+        """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
         table = Table(self.name, self.spec.width, self.spec.dtype)
-        if self.mode is None:
-            return look_up(self._reach, table, ids)
-        return look_up_bags(self._reach, table, ids, offsets, per_sample_weights, mode=self.mode)
+        recorded = trained or (per_sample_weights is not None and per_sample_weights.requires_grad)
+        with nullcontext() if recorded else torch.no_grad():
+            if self.mode is None:
+                return [look_up(self._reach, table, ids)]
+            place = (self._reach, table, ids, offsets, per_sample_weights)
+            return [look_up_bags(*place, mode=self.mode, trained=trained)]
 
     def _reach(self) -> WeightSource:
         link = self._link
@@ -260,7 +274,7 @@ def _link_again(token: str | None, rule: RowOptimizer | None = None, kept: _Rows
 class _DirectSource:
     """The table of a module outside any step: reads the present values, pushes at once."""
 
-    def __init__(self, name: str, client: ParameterClient, module: nn.Module) -> None:
+    def __init__(self, name: str, client: ParameterClient, module: RemoteEmbedding) -> None:
         self.name, self._client, self._module = name, client, module
 
     def read(self, ids: Tensor) -> Tensor:
@@ -271,4 +285,5 @@ class _DirectSource:
         return unique_of(ids)
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
-        self._client.push_many({self.name: (ids, grads)})
+        if self._module.on_servers.requires_grad:  # frozen since the lookup, too
+            self._client.push_many({self.name: (ids, grads)})

@@ -47,7 +47,17 @@ from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
 from anabranch.tensors.packing import all_carried, all_finite
 
-__all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "read_together", "rule_of", "users_of"]
+__all__ = [
+    "Beside",
+    "RemoteTables",
+    "Use",
+    "is_sparse",
+    "merge_rows",
+    "moves_every_row",
+    "read_together",
+    "rule_of",
+    "users_of",
+]
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.
@@ -145,7 +155,7 @@ class RemoteTables:
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}; a table has rows and columns")
             found[name] = (parameter, rule_of(optimizer, parameter, name))
         for name, (parameter, rule) in found.items():
-            self.take_over(name, parameter, users_of(parameter, [model]), rule)
+            self.take_over(name, parameter, rule, sparse=is_sparse(parameter, [model]))
         self._client.barrier()
         self.move([model])
         for move in self.moves:
@@ -155,10 +165,10 @@ class RemoteTables:
         self,
         name: str,
         parameter: nn.Parameter,
-        users: Sequence[Use],
         rule: Callable[[], RowOptimizer],
         state: Mapping[str, object] | None = None,
         *,
+        sparse: bool,
         adopt: bool = False,
     ) -> None:
         """Copy one parameter to the servers, under ``name``: the leading worker's values, available after a barrier.
@@ -166,16 +176,13 @@ class RemoteTables:
         Args:
             name: of the table.
             parameter: two-dimensional; stays as it is until ``move``.
-            users: the modules that hold it, and its name in each.
             rule: its optimizer, with the hyperparameters that it has at the time of the call.
             state: its optimizer's state so far, as torch names it.
+            sparse: whether its lookups have sparse gradients.
             adopt: the servers hold it, and their values and state count.
         """
-        touched_only = rule().family is Family.SPARSE_ADAM or all(
-            getattr(module, "sparse", False) is True for module, _ in users
-        )
         rows, width = parameter.shape
-        spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
+        spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves_every_row(rule(), sparse=sparse))
         self._add(spec, rule)
         if self._client.leads and not adopt:
             self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
@@ -692,11 +699,11 @@ class _Source:
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if not self.tables._training:
-            here = f"; or keep it on the workers: routes={{{self.name!r}: 'AllReduce'}}"
+            cure = f"; or keep it on the workers: routes={{{self.name!r}: 'AllReduce'}}"
             raise ValueError(
                 f"a gradient reached table {self.name} outside of a training step, where the servers take none; train "
                 "with executor.run, and look rows up under torch.no_grad() elsewhere"
-                + (here if self.name in self.tables._taken else "")
+                + (cure if any(move.name == self.name for move in self.tables.moves) else "")
             )
         self.gradients.append((ids, grads))
 
@@ -823,6 +830,11 @@ def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
     return [(module, label) for module in modules for label, held in module._parameters.items() if held is parameter]
 
 
+def is_sparse(parameter: nn.Parameter, models: Iterable[nn.Module]) -> bool:
+    """Return True for a table whose lookups have sparse gradients."""
+    return all(getattr(module, "sparse", False) is True for module, _ in users_of(parameter, models))
+
+
 def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
     """Return the hyperparameters with which ``optimizer`` updates ``parameter``, read again at each call.
 
@@ -841,6 +853,11 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
 
     rule()
     return rule
+
+
+def moves_every_row(rule: RowOptimizer, *, sparse: bool) -> bool:
+    """Return True if ``torch.optim`` moves rows without a gradient, too; so does the momentum of sparse gradients."""
+    return rule.family is not Family.SPARSE_ADAM and (not sparse or (rule.family is Family.SGD and rule.momentum != 0))
 
 
 def _no_rule() -> RowOptimizer:

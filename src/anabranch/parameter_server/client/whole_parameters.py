@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.parameter_server.client.parameter_client import ParameterClient
-from anabranch.parameter_server.client.remote_tables import Beside
-from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.parameter_server.client.remote_tables import Beside, moves_every_row
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
 
@@ -90,8 +90,8 @@ class WholeParameters:
         spec = None
         if sparse is not None:
             rows, width = parameter.shape
-            quiet = sparse or numbers.family is Family.SPARSE_ADAM
-            spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not quiet)
+            moves = moves_every_row(numbers, sparse=sparse)
+            spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=moves)
             self._client.init_table(spec, numbers)
             if self._client.leads and not adopt:
                 self._client.write_rows(name, kept, numbers)

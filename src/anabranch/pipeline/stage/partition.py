@@ -14,6 +14,7 @@ from itertools import accumulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
 from anabranch.pipeline.stage.keywords import accepted_keywords
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
@@ -78,7 +79,8 @@ def _refuse_duplicates(layers: list[Layer]) -> None:
     for layer in layers:
         for path, child in layer.module.named_modules(prefix=layer.name):
             earlier = first.setdefault(child, path)
-            stateful = bool(child._parameters or child._buffers) or declaration_of(child) is not None
+            held = [*(p for p in child._parameters.values() if type(p) is not Elsewhere), *child._buffers]
+            stateful = bool(held) or declaration_of(child) is not None
             if stateful and earlier != path:
                 raise ValueError(
                     f"{earlier!r} and {path!r} are the same {type(child).__name__}, which two stages would run at "

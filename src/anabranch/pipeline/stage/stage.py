@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.autodiff.boundary.answers import FirstForward
-from anabranch.autodiff.moved_parameter import MovedParameter
+from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
@@ -361,7 +361,7 @@ def _stand_ins(modules: Sequence[nn.Module], device: torch.device) -> list[_Slot
     slots = []
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and not isinstance(parameter, MovedParameter):
+            if parameter is not None and parameter.requires_grad and not isinstance(parameter, Elsewhere):
                 # A parameter tied to one of another device is copied here; all others share memory and version.
                 slots.append(_Slot(module, name, parameter, nn.Parameter(parameter.detach().to(device))))
     return slots

@@ -1,0 +1,513 @@
+"""An optimizer whose parameters are on servers: what is done with it equals plain PyTorch, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import anabranch as ab
+
+BATCHES = [torch.tensor([[1, 3], [3, 0]]), torch.tensor([[2, 2], [0, 4]]), torch.tensor([[1, 1], [5, 0]])]
+
+
+class Net(nn.Module):
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.head = nn.Embedding(8, 3, sparse=sparse), nn.Linear(3, 1)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids).sum(1))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return (model(ids) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def opened(model: nn.Module, optimizer: torch.optim.Optimizer, mode: str | None, **options: Any) -> ab.Executor:
+    return ab.Executor(ab.TrainStep(model, loss_of, optimizer), mode, **options)
+
+
+def assert_equal(model: nn.Module, plain: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def run_around(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mode: str | None, change: Callable[[], object]
+) -> None:
+    """A run, the change, and two more."""
+    with opened(model, optimizer, mode) as executor:
+        executor.run(batch=BATCHES[0])
+        change()
+        for batch in BATCHES[1:]:
+            executor.run(batch=batch)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+# The state.
+
+
+def replace_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+STATE_CHANGES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], object]] = {
+    "clear": lambda optimizer, parameter: optimizer.state.clear(),
+    "replace": replace_state,
+    "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
+    "set": lambda optimizer, parameter: optimizer.state.update({parameter: {"step": torch.tensor(0.0)}}),
+    "zero": lambda optimizer, parameter: optimizer.state[parameter]["exp_avg"].zero_(),
+    "loop": lambda optimizer, parameter: [
+        value.zero_() for kept in optimizer.state.values() for value in kept.values()
+    ],
+    "look": lambda optimizer, parameter: "exp_avg" in optimizer.state[parameter],
+    "copy": lambda optimizer, parameter: {**optimizer.state[parameter]},
+    "merge": lambda optimizer, parameter: optimizer.state[parameter] | {},
+    "truth": lambda optimizer, parameter: bool(optimizer.state[parameter]),
+    "set a moment": lambda optimizer, parameter: optimizer.state[parameter].update(exp_avg=torch.zeros(8, 3)),
+}
+
+
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize("change", STATE_CHANGES)
+def test_a_change_of_state_that_the_servers_have_is_refused_by_name(change: str, mode: str) -> None:
+    model, plain = Net(), Net()
+    optimizer = adam(model)
+    words = r"state of Adam for table\.weight.*executor\.load.*routes={'table\.weight'"
+    with pytest.raises(ValueError, match=words):
+        run_around(model, optimizer, mode, lambda: STATE_CHANGES[change](optimizer, model.table.weight))
+    with opened(plain, adam(plain), None) as executor:
+        executor.run(batch=BATCHES[0])
+    assert_equal(model, plain)
+    assert set(optimizer.state[model.table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_and_where_it_is_the_last_thing_by_save_and_close(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    executor = opened(model, optimizer, "Hybrid")
+    executor.run(batch=BATCHES[0])
+    kept = optimizer.state.pop(model.table.weight)
+    with pytest.raises(ValueError, match=r"state of Adam for table\.weight"):
+        executor.save(tmp_path)
+    optimizer.state[model.table.weight] = kept  # and goes on once it is taken back
+    executor.run(batch=BATCHES[1])
+    assert "table.weight" in repr(optimizer.state)
+    optimizer.state.clear()
+    with pytest.raises(ValueError, match=r"state of Adam for table\.weight"):
+        executor.close()
+    assert "exp_avg" in optimizer.state[model.table.weight]
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_state_of_layers_on_the_workers_may_be_reset_and_a_load_keeps_the_refusal(engine: str, tmp_path: Path) -> None:
+    model, plain = Net(), Net()
+    optimizer, other = adam(model), adam(plain)
+    with opened(model, optimizer, "Hybrid", engine=engine) as executor, opened(plain, other, None) as twin:
+        for one in (executor, twin):
+            one.run(batch=BATCHES[0])
+        executor.save(tmp_path)
+        executor.run(batch=BATCHES[2])
+        executor.load(tmp_path)
+        for one in (optimizer, other):
+            one.state.pop(one.param_groups[0]["params"][1])
+        for one in (executor, twin):
+            one.run(batch=BATCHES[1])
+        with pytest.raises(ValueError, match=r"state of Adam for table\.weight"):
+            optimizer.state[model.table.weight]["step"].zero_()
+    assert_equal(model, plain)
+
+
+def test_where_the_servers_are_gone_nothing_stays_in_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    optimizer = adam(model)
+    executor = opened(model, optimizer, "Hybrid")
+    executor.run(batch=BATCHES[0])
+    assert executor._remote is not None
+    monkeypatch.setattr(executor._remote.client, "check_joined", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        executor.close()
+    assert set(optimizer.state) == set(model.head.parameters())
+
+
+# Hooks.
+
+
+def patch(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    step = optimizer.step
+
+    def stepping(closure: Any = None) -> Any:
+        return step(closure)
+
+    optimizer.step = stepping  # type: ignore[method-assign]
+    return lambda: vars(optimizer).pop("step", None)
+
+
+def patch_under_a_scheduler(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def stepping(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        return type(self).step(self, closure)
+
+    optimizer.step = stepping.__get__(optimizer)  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return lambda: vars(optimizer).pop("step", None)
+
+
+def noise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.add_(1.0)
+
+
+HOOKS: dict[str, tuple[Callable[[torch.optim.Optimizer], Callable[[], Any]], str]] = {
+    "pre": (lambda optimizer: optimizer.register_step_pre_hook(noise).remove, "noise"),
+    "post": (lambda optimizer: optimizer.register_step_post_hook(noise).remove, "noise"),
+    "every pre": (lambda optimizer: register_optimizer_step_pre_hook(noise).remove, "noise"),
+    "every post": (lambda optimizer: register_optimizer_step_post_hook(noise).remove, "noise"),
+    "patched": (patch, "stepping"),
+    "patched under a scheduler": (patch_under_a_scheduler, "stepping"),
+}
+
+
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_a_step_that_would_not_see_a_table_is_refused_at_construction_and_before_each_run(
+    kind: str, mode: str
+) -> None:
+    set_hook, name = HOOKS[kind]
+    words = rf"{name}.*table\.weight.*on_gradients.*routes={{'table\.weight': 'AllReduce'"
+    model = Net()
+    optimizer = adam(model)
+    remove = set_hook(optimizer)
+    try:
+        with pytest.raises(ValueError, match=words):
+            opened(model, optimizer, mode)
+        remove()
+        with opened(model, optimizer, mode) as executor:
+            executor.run(batch=BATCHES[0])
+            remove = set_hook(optimizer)
+            with pytest.raises(ValueError, match=words):
+                executor.run(batch=BATCHES[1])
+            remove()
+            executor.run(batch=BATCHES[1])
+    finally:
+        remove()
+
+
+def test_a_hook_runs_where_all_that_its_optimizer_has_is_on_the_workers() -> None:
+    model, plain = Net(), Net()
+    for one, mode, options in ((model, "Hybrid", {"routes": {"table.weight": "AllReduce"}}), (plain, None, {})):
+        optimizer = adam(one)
+        optimizer.register_step_pre_hook(noise)
+        with opened(one, optimizer, mode, **options) as executor:
+            executor.run(batch=BATCHES[0])
+    assert_equal(model, plain)
+
+
+def test_a_hook_of_an_optimizer_without_tables_runs_beside_one_with() -> None:
+    model, plain = Net(), Net()
+    for one, mode in ((model, "Hybrid"), (plain, None)):
+        tables, dense = torch.optim.SGD([one.table.weight], lr=0.1), torch.optim.SGD(one.head.parameters(), lr=0.1)
+        dense.register_step_pre_hook(noise)
+        with ab.Executor(ab.TrainStep(one, loss_of, [tables, dense]), mode) as executor:
+            executor.run(batch=BATCHES[0])
+    assert_equal(model, plain)
+
+
+def test_schedulers_of_torch_are_no_hooks() -> None:
+    model, plain = Net(), Net()
+    for one, mode in ((model, "PS"), (plain, None)):
+        optimizer = adam(one)
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            torch.optim.lr_scheduler.SequentialLR(
+                optimizer,
+                [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 1)],
+                milestones=[1],
+            ),
+        ]
+        with ab.Executor(ab.TrainStep(one, loss_of, optimizer, scheduler=schedulers[0]), mode) as executor:
+            for batch in BATCHES:
+                executor.run(batch=batch)
+    assert_equal(model, plain)
+
+
+# Groups, and what is frozen.
+
+
+def move_to_a_group(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = [one for one in group["params"] if one is not parameter]
+    optimizer.add_param_group({"params": [parameter], "lr": 0.5})
+
+
+def take_out(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = [one for one in group["params"] if one is not parameter]
+
+
+GROUP_CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer, nn.Parameter], object], str]] = {
+    "freeze": (lambda optimizer, parameter: parameter.requires_grad_(False), ""),
+    "learning rate": (lambda optimizer, parameter: optimizer.param_groups[0].update(lr=0.01), ""),
+    "another group": (move_to_a_group, ""),
+    "no group": (take_out, r"table\.weight"),
+    "twice": (lambda optimizer, parameter: optimizer.add_param_group({"params": [parameter]}), "more than one"),
+    "load": (
+        lambda optimizer, parameter: optimizer.load_state_dict(adam(Net()).state_dict()),
+        r"table\.weight.*executor\.load",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+@pytest.mark.parametrize("kind", GROUP_CHANGES)
+def test_a_change_of_groups_counts_as_in_the_plain_program_or_is_refused(kind: str, mode: str) -> None:
+    change, refused = GROUP_CHANGES[kind]
+    model, plain = Net(), Net()
+    optimizer, other = adam(model), adam(plain)
+    with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+        run_around(model, optimizer, mode, lambda: change(optimizer, model.table.weight))
+    if not refused:
+        run_around(plain, other, None, lambda: change(other, plain.table.weight))
+        assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
+def test_a_table_frozen_for_a_while_is_not_moved_meanwhile(mode: str) -> None:
+    model, plain = Net(), Net()
+    for one, where in ((model, mode), (plain, None)):
+        with opened(one, adam(one), where) as executor:
+            for number, batch in enumerate(BATCHES):
+                one.table.weight.requires_grad_(number != 1)
+                executor.run(batch=batch)
+    assert_equal(model, plain)
+
+
+def test_an_optimizer_put_into_the_step_later_is_refused() -> None:
+    model = Net()
+    step = ab.TrainStep(model, loss_of, adam(model))
+    with ab.Executor(step, "Hybrid"), pytest.raises(AttributeError, match="optimizers"):
+        step.optimizers = (torch.optim.Adam(model.parameters(), lr=0.5),)
+
+
+# Sparse gradients.
+
+SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.5, maximize=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("options", [{}, {"use_sparse_pull": False}, {"cache": ab.Cache("LRU", capacity=3)}], ids=str)
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_gradients_move_the_rows_that_pytorch_moves(kind: str, options: dict[str, Any]) -> None:
+    """With momentum PyTorch goes on moving rows that earlier steps have looked up."""
+    model, plain = Net(sparse=True), Net(sparse=True)
+    for one, mode, given in ((model, "Hybrid", options), (plain, None, {})):
+        sparse, dense = SPARSE[kind]([one.table.weight]), torch.optim.SGD(one.head.parameters(), lr=0.1)
+        step = ab.TrainStep(one, loss_of, [sparse, dense])
+        for _ in range(2):  # the second with the state of the first
+            with ab.Executor(step, mode, **given) as executor:
+                for batch in BATCHES:
+                    executor.run(batch=batch)
+        executor = ab.Executor(step)
+        executor.run(batch=BATCHES[0])  # and a plain step with what was given back
+        executor.close()
+    assert_equal(model, plain)
+
+
+# A RemoteEmbedding that is frozen.
+
+
+class Remote(nn.Module):
+    """``Net``, with the rows in a ``RemoteEmbedding``."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.head = table, nn.Linear(3, 1)
+        self.double()
+
+    forward = Net.forward
+
+
+def remote_table(mode: Any = None) -> ab.RemoteEmbedding:
+    return ab.RemoteEmbedding("table", 8, 3, mode=mode, init=0.5, dtype=torch.float64)
+
+
+def plain_table() -> nn.Embedding:
+    table = nn.Embedding(8, 3, sparse=True)
+    nn.init.constant_(table.weight, 0.5)
+    return table
+
+
+def freeze_all_but_the_head(model: nn.Module, frozen: bool) -> None:
+    model.requires_grad_(not frozen)
+    model.head.requires_grad_(True)
+
+
+FREEZES: dict[str, Callable[[nn.Module, bool], object]] = {
+    "the module": lambda model, frozen: model.table.requires_grad_(not frozen),
+    "the model": freeze_all_but_the_head,
+    "by name": lambda model, frozen: [
+        setattr(p, "requires_grad", not frozen) for name, p in model.named_parameters() if name.startswith("table.")
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [("tape", {}), ("graph", {}), ("tape", {"cache": ab.Cache("LRU", capacity=4, pull_bound=2, push_bound=2)})],
+    ids=str,
+)
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize("way", FREEZES)
+def test_a_remote_embedding_is_frozen_and_thawed_as_an_embedding(
+    way: str, engine: Any, options: dict[str, Any]
+) -> None:
+    found = []
+    for table, mode in ((remote_table(), "Hybrid"), (plain_table(), None)):
+        model = Remote(table)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with opened(model, optimizer, mode, engine=engine, **(options if mode else {})) as executor:
+            for number, batch in enumerate([*BATCHES, *BATCHES]):
+                FREEZES[way](model, number in (1, 2, 3))
+                executor.run(batch=batch)
+        with torch.no_grad():
+            found.append([table(torch.arange(8)), model.head.weight.detach(), model.head.bias.detach()])
+        if isinstance(table, ab.RemoteEmbedding):
+            table.close()
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [None, "sum"])
+def test_a_frozen_remote_embedding_by_itself_gives_constants_and_its_weights_a_gradient(mode: Any) -> None:
+    table = ab.RemoteEmbedding("t", 8, 3, mode=mode, init=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    args = (torch.tensor([1, 3]), *(() if mode is None else (torch.tensor([0, 1]),)))
+    table.requires_grad_(False)
+    assert not table(*args).requires_grad
+    if mode is not None:
+        weights = torch.ones(2, requires_grad=True)
+        table(*args, weights).sum().backward()
+        assert torch.equal(weights.grad, torch.full((2,), 1.5))  # type: ignore[arg-type]
+    assert bool((table(*args) == 0.5).all())
+    table.requires_grad_(True)
+    table(*args).sum().backward()
+    assert bool((table(*args) == 0.0).all())
+    table.close()
+
+
+def test_freezing_belongs_to_the_module_and_goes_with_a_copy_and_a_pickle_but_not_with_the_state() -> None:
+    table = remote_table().requires_grad_(False)
+    for one in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert type(one.on_servers) is type(table.on_servers)
+        assert not one.on_servers.requires_grad
+        assert one.requires_grad_(True).on_servers.requires_grad
+    assert not table.on_servers.requires_grad
+    assert not table.state_dict()
+    assert not table.load_state_dict({}).missing_keys
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        table.load_state_dict({"weight": torch.ones(8, 3)})
+
+
+class Adds(nn.Module):
+    """Rows of a table, added to what came before, with the ids handed on."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, given: Any) -> tuple[Tensor, Tensor]:
+        ids, rows = given if isinstance(given, tuple) else (given, 0)
+        return ids, self.table(ids) + rows
+
+
+def test_stages_of_a_pipe_may_share_a_remote_embedding() -> None:
+    table = ab.RemoteEmbedding("t", 8, 3, init=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    pipe = ab.Pipe(nn.Sequential(Adds(table), Adds(table)), balance=[1, 1], chunks=2)
+    assert bool((pipe(BATCHES[0])[1] == 1.0).all())
+    table.close()
+
+
+def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:
+    for number in range(2):
+        model = Remote(remote_table())
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        with opened(model, optimizer, "Hybrid") as executor:
+            if number:
+                executor.load(tmp_path)
+                assert not model.table.on_servers.requires_grad
+            model.table.requires_grad_(False)
+            executor.run(batch=BATCHES[0])
+            executor.save(tmp_path)
+            with torch.no_grad():
+                assert bool((model.table(torch.arange(8)) == 0.5).all())
+
+
+# An interrupt between the push and the step of the layers.
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_interrupt_behind_the_push_says_that_the_tables_are_ahead(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    optimizer = adam(model)
+    executor = opened(model, optimizer, "Hybrid", engine="tape")
+    executor.run(batch=BATCHES[0])
+    monkeypatch.setattr(executor._runners["default"].engine, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught, executor if leaves else nullcontext():
+        executor.run(batch=BATCHES[1])
+    executor.close()  # of a notebook, where the interrupt has ended a cell
+    said = caught.value.__notes__[-1] if leaves else caplog.messages[-1]
+    assert "table.weight" in said
+    assert "step 2 " in said
+    assert "executor.load" in said
+
+
+def test_an_error_before_the_push_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_around(model, adam(model), "Hybrid", interrupt)
+    assert not getattr(caught.value, "__notes__", [])
+    monkeypatch.setattr("anabranch.executor.running.remote.RemotePart._mark_states", lambda part: interrupt())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        opened(model, adam(model), "Hybrid")
+    assert not getattr(caught.value, "__notes__", [])
+
+
+# A backward by hand.
+
+
+def test_a_backward_by_hand_names_the_route_of_a_moved_table_and_none_of_a_remote_embedding() -> None:
+    model = Net()
+    with opened(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=BATCHES[0])
+        with pytest.raises(ValueError, match=r"reached table table\.weight outside.*routes={'table\.weight'"):
+            loss_of(model, BATCHES[1]).backward()
