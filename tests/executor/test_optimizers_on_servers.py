@@ -511,3 +511,17 @@ def test_a_backward_by_hand_names_the_route_of_a_moved_table_and_none_of_a_remot
         executor.run(batch=BATCHES[0])
         with pytest.raises(ValueError, match=r"reached table table\.weight outside.*routes={'table\.weight'"):
             loss_of(model, BATCHES[1]).backward()
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_gradients_that_on_gradients_does_not_get_are_named(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(9, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer, on_gradients=lambda gradients: None)
+    with ab.Executor(step, mode) as executor:
+        for _ in range(2):
+            executor.run(batch=torch.tensor([[1, 2]]))
+    names = {"PS": "0.weight, 1.bias, 1.weight", "Hybrid": "0.weight"}[mode]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        f"on_gradients gets no gradients of {names}"
+    ]

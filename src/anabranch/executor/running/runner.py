@@ -12,6 +12,7 @@ are handled separately (``remote.py``): read before forward and pushed after bac
 from __future__ import annotations
 
 import json
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.moved_parameter import from_within, parameters_here
+from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.drift import Drift
@@ -40,6 +42,8 @@ from anabranch.graph.step.joint import accumulate
 from anabranch.tensors import Structure
 
 __all__ = ["StepRunner"]
+
+_log = logging.getLogger("anabranch.executor")
 
 
 class StepRunner:
@@ -104,6 +108,13 @@ class StepRunner:
         self.remote, self._layout = remote, None
         self._parameters = list(parameters_here(self.step.model).values())
         self.engine.follow_model()
+        if self.step.on_gradients is not None and (there := sorted(remote.names)):
+            _log.warning(
+                "on_gradients gets no gradients of %s: they go to the servers; keep a parameter here with routes={%r: "
+                "'AllReduce'}",
+                listed(there),
+                there[0],
+            )
 
     def _lay_out(self) -> None:
         """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
