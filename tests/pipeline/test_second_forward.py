@@ -334,18 +334,20 @@ class Reversed(nn.Module):
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_a_scale_of_gradients_in_a_list_or_dict_is_each_microbatchs_own(checkpoint: str):
+    shared = [0.5]
     scales: list[tuple[list[float] | dict[str, float], int | str]] = [([0.5, 3.0], 0), ({"scale": 0.5}, "scale")]
-    model = nn.Sequential(nn.Linear(1, 1), *(Reversed(*copy.deepcopy(pair)) for pair in scales)).double()
+    scales += [(shared, 0), (shared, 0)]
+    model = nn.Sequential(nn.Linear(1, 1), *(Reversed(*pair) for pair in scales)).double()
     plain = copy.deepcopy(model)
     model[1].alias = held = model[1].scale
     x = torch.arange(1.0, 9.0, dtype=torch.float64)[:, None]
     by_microbatch(plain, x, total, 4)
-    with Pipe(model, [1, 2], chunks=4, checkpoint=checkpoint, schedule="1F1B") as pipe:
+    with Pipe(model, [1, 4], chunks=4, checkpoint=checkpoint, schedule="1F1B") as pipe:
         pipe.step(x, target=x, loss=total, reduction="sum")
     assert close(model[0].weight.grad, plain[0].weight.grad)
     assert model[1].scale is model[1].alias is held
     assert held == plain[1].scale == [8.0, 3.0]
-    assert model[2].scale == plain[2].scale
+    assert [layer.scale for layer in model[2:]] == [layer.scale for layer in plain[2:]]
 
 
 class Loss(nn.Module):

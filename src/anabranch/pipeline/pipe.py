@@ -201,6 +201,7 @@ class Pipe(nn.Module):
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = place_stages(split, rank_of, devices, self._here)
         self._source = module.source if isinstance(module, SplitModel) else None
+        self._join: Join = gather if self._source is None else self._source.join
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
@@ -327,10 +328,6 @@ class Pipe(nn.Module):
             if call.has_output:
                 return self._finish(output)
             return output if call.differentiable else torch.empty(0, device="cpu")
-
-    @property
-    def _join(self) -> Join:
-        return gather if self._source is None else self._source.join
 
     def _finish(self, output: Structure) -> Structure:
         """Return the model's output, from that of the last stage."""
@@ -483,11 +480,10 @@ class Pipe(nn.Module):
         plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, loose)
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
-        last = len(self._stages) - 1
         runs = {}
         for stage in (self._stages[j] for j in self._here):
             at_end = None
-            if head and stage.index == last:
+            if head and OUTSIDE in stage.targets:
                 at_end = make_head(head, facts.sizes, rows, stage, self._finish, self.module)
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
         tied = [self._others[p] for run in runs.values() if self._others for p in run.parameters() if p in self._others]

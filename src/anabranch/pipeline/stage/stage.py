@@ -343,9 +343,8 @@ class StageRun:
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return each parameter with the gradient of its placeholder, and clear the placeholder's; loose leaves too."""
-        taken: list[tuple[Tensor, Tensor | None]] = []
+        taken: list[tuple[Tensor, Tensor | None]] = [(slot.parameter, slot.stand_in.grad) for slot in self._slots]
         for slot in self._slots:
-            taken.append((slot.parameter, slot.stand_in.grad))
             slot.stand_in.grad = None
         return taken + self.plan.loose.take()
 
