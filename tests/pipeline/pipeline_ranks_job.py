@@ -177,7 +177,7 @@ def what_only_others_train() -> dict:
             )
         assert all(torch.equal(p.grad, grad) for p, grad in zip(pipe.parameters(), grads, strict=True))
         model[2 * last].bias = model[2 * last - 2].bias
-        tied = f"{2 * last - 2}.bias was tied to another rank's layer after the Pipe was made"
+        tied = f"{2 * last - 2}.bias was tied or untied after Pipe(...); make a new Pipe"
         refused(lambda: step(pipe, x, target), tied, last)
     model = rows_of_layers()
     model.append(Borrows(model[0]))
@@ -214,6 +214,11 @@ def changes_of_the_model() -> dict:
         step(pipe, x, target)
         F.mse_loss(plain(x), target).backward()
         same_gradients(pipe, plain)
+        pipe.load_state_dict(plain.state_dict(), assign=True)
+        if RANK in (0, WORLD - 1):
+            refused(lambda: step(pipe, x, target), "0.weight was tied or untied after Pipe(...); make a new Pipe")
+        else:
+            assert isinstance(raised_by(lambda: step(pipe, x, target)), ab.PipelineError)
     return {}
 
 

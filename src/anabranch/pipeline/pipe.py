@@ -212,7 +212,8 @@ class Pipe(nn.Module):
         self._roots = list(dict.fromkeys(roots))
         self._inside = {child for layer in layers for child in layer.module.modules()}.intersection(module.modules())
         here = set(self.parameters())
-        self._others: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in here}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self._others = {parameter: name for parameter, name in self._names.items() if parameter not in here}
         self._outlines = [outline(root, self._inside) for root in self._roots]
         self.elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
         if not isinstance(seed, SupportsIndex | None):
@@ -486,9 +487,12 @@ class Pipe(nn.Module):
             if head and OUTSIDE in stage.targets:
                 at_end = make_head(head, facts.sizes, rows, stage, self._finish, self.module)
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
-        tied = [self._others[p] for run in runs.values() if self._others for p in run.parameters() if p in self._others]
-        if tied:
-            raise ValueError(f"{tied[0]} was tied to another rank's layer after the Pipe was made; make a new Pipe")
+        if self._others and plan.records:
+            here = {parameter for run in runs.values() for parameter in run.parameters()}
+            untied = (p for _, p, _ in self._ties if p.requires_grad and p not in here)
+            changed = here.intersection(self._others).union(untied)
+            if changed:
+                raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
         actions = self._lowered(m, recompute if plan.records else frozenset()).actions
         given = Inputs(args, inputs, facts.sizes)
         shared = self._shared_inputs(facts, given)
@@ -616,8 +620,6 @@ class Pipe(nn.Module):
 
     def align_ties(self) -> None:
         """Give a parameter shared by several ranks the gradient of the first of them; all ranks call it."""
-        if self.process_group is None:
-            return
         with self._engine.turn("align_ties", self.calls) as turn:
             for index, parameter, ranks in self._ties:
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
@@ -646,7 +648,8 @@ class Pipe(nn.Module):
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
         for name, parameter in mine.items():
             if name in state_dict:
-                optimizer.state[parameter] = {key: _copied(value) for key, value in state_dict[name].items()}
+                state = state_dict[name].items()
+                optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state}
 
     def describe(self) -> str:
         """Return a table of the stages: layers, parameters, and of the last call the times, boundary bytes and
@@ -734,7 +737,3 @@ def _values_of_gradient(parameter: Tensor) -> Tensor:
         return grad
     parameter.grad = grad.coalesce()
     return parameter.grad._values()
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -206,8 +206,7 @@ class PipeCall:
     _outputs: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        trained = (parameter for _, run in sorted(self.runs.items()) for parameter in run.parameters())
-        self._parameters = {id(parameter): parameter for parameter in trained}
+        self._parameters = {id(p): p for _, run in sorted(self.runs.items()) for p in run.parameters()}
 
     @property
     def leaves(self) -> list[Tensor]:
