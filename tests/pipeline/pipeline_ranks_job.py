@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -122,7 +123,103 @@ def exact(cases: str = "") -> dict:
         **counts_its_forwards(),
         **memory_serves_again(),
         **sparse_gradients(),
+        **(what_only_others_train() | changes_of_the_model() if WORLD > 1 else {}),
     }
+
+
+class Borrows(nn.Module):
+    """Uses the weight of a layer that is not its own."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layers = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layers[0].weight)
+
+
+def rows_of_layers() -> nn.Sequential:
+    layers = [layer for _ in range(WORLD) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(3, 3)).double()
+
+
+def refused(call: Callable[[], object], message: str, at: int | None = None) -> None:
+    """The call raises a ValueError on rank ``at``, or everywhere, and the others hear of it."""
+    caught = raised_by(call)
+    assert isinstance(caught, ValueError if at in (None, RANK) else ab.PipelineError), caught
+    assert message in str(caught), caught
+
+
+def what_only_others_train() -> dict:
+    """A penalty on parameters is right on the last rank's own and those tied to it; others are refused by name."""
+    x, target = torch.randn(2, 6, 3, dtype=torch.float64)
+    model, last = rows_of_layers(), WORLD - 1
+    model[2 * WORLD].weight = model[0].weight
+    plain = reference(model)
+    balance = [2] * last + [3]
+
+    def penalty(of: nn.Module, *names: str, kept: bool = True) -> Callable[[Tensor, Tensor], Tensor]:
+        values = [of.get_parameter(name) for name in names]
+        read = (lambda: values) if kept else lambda: [of.get_parameter(name) for name in names]
+        return lambda y, t: F.mse_loss(y, t) + sum(value.square().sum() for value in read())
+
+    own = (f"{2 * last}.bias", f"{2 * WORLD}.weight")
+    with make(model, balance=balance, chunks=3) as pipe:
+        for kept in (True, False):
+            pipe.step(x, target, loss=penalty(model, *own, kept=kept))
+            penalty(plain, *own)(plain(x), target).backward()
+            same_gradients(pipe, plain)
+        grads = [parameter.grad.clone() for parameter in pipe.parameters()]
+        for name in ("0.bias", f"{2 * last - 2}.bias"):
+            loss = penalty(model, name, *own)
+            refused(
+                lambda loss=loss: pipe.step(x, target, loss=loss), f"the loss reads {name}, which only another", last
+            )
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(pipe.parameters(), grads, strict=True))
+        model[2 * last].bias = model[2 * last - 2].bias
+        tied = f"{2 * last - 2}.bias was tied or untied after Pipe(...); make a new Pipe"
+        refused(lambda: step(pipe, x, target), tied, last)
+    model = rows_of_layers()
+    model.append(Borrows(model[0]))
+    with make(model, balance=[*balance[:-1], 4], chunks=3) as pipe:
+        for _ in range(2):
+            refused(lambda: step(pipe, x, target), f"a layer of stage {last} reads 0.weight, which only", last)
+    return {}
+
+
+def changes_of_the_model() -> dict:
+    """A layer replaced in the model or in this rank's part is refused; a tied weight that thaws is trained as one."""
+    x, target = torch.randn(2, 6, 3, dtype=torch.float64)
+    balance = [2] * (WORLD - 1) + [3]
+    for part in (False, True):
+        model = rows_of_layers()
+        with make(model, balance=balance, chunks=3) as pipe:
+            step(pipe, x, target)
+            name = str(2 * RANK if part else 0)
+            (pipe.module if part else model)._modules[name] = nn.Linear(3, 3).double()
+            refused(lambda: step(pipe, x, target), f"{name!r} was replaced, hooked or wrapped after the Pipe was made")
+    model = rows_of_layers()
+    with make(model, balance=balance, chunks=3) as pipe:
+        model.append(nn.Tanh()) if RANK == 1 else None
+        refused(lambda: step(pipe, x, target), "was added after the Pipe was made", 1)
+    model = rows_of_layers()
+    model[2 * WORLD].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    plain = reference(model)
+    with make(model, balance=balance, chunks=3) as pipe:
+        step(pipe, x, target)
+        pipe.zero_grad()
+        for one in (model, plain):
+            one[0].weight.requires_grad_(True)
+        step(pipe, x, target)
+        F.mse_loss(plain(x), target).backward()
+        same_gradients(pipe, plain)
+        pipe.load_state_dict(plain.state_dict(), assign=True)
+        if RANK in (0, WORLD - 1):
+            refused(lambda: step(pipe, x, target), "0.weight was tied or untied after Pipe(...); make a new Pipe")
+        else:
+            assert isinstance(raised_by(lambda: step(pipe, x, target)), ab.PipelineError)
+    return {}
 
 
 def sparse_gradients() -> dict:
@@ -315,18 +412,18 @@ def evaluates_first() -> dict:
 
 
 class CountsForwards(nn.Module):
-    """Keeps the number of its forwards in a frozen parameter, or in a list."""
+    """Keeps the number of its forwards in a frozen parameter, or in an object."""
 
-    def __init__(self, *, in_list: bool) -> None:
+    def __init__(self, *, in_object: bool) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.n = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
-        self.many = [1] if in_list else None
+        self.many = SimpleNamespace(n=1) if in_object else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.many is not None:
-            self.many[0] += 1
-            return x * self.w * self.many[0]
+            self.many.n += 1
+            return x * self.w * self.many.n
         self.n += 1
         return x * self.w * self.n.clone()
 
@@ -334,13 +431,13 @@ class CountsForwards(nn.Module):
 def counts_its_forwards() -> dict:
     """A second forward neither changes what later first ones see, nor goes unnoticed where its state is elsewhere."""
     x, target = torch.randn(2, 8, 3, dtype=torch.float64)
-    for in_list in (False, True):
+    for in_object in (False, True):
         model = nn.Sequential(
-            nn.Identity(), CountsForwards(in_list=in_list), *(nn.Identity() for _ in range(LAYERS - 2))
+            nn.Identity(), CountsForwards(in_object=in_object), *(nn.Identity() for _ in range(LAYERS - 2))
         )
         plain = reference(model)
         with make(model, balance=[2, *[1] * (WORLD - 2), LAYERS - WORLD] if WORLD > 1 else [LAYERS]) as pipe:
-            if in_list:
+            if in_object:
                 caught = raised_by(partial(step, pipe, x, target))
                 assert "stage 0 returned other values when it ran forward again on microbatch" in str(caught)
                 assert isinstance(caught, RuntimeError if RANK == 0 else ab.PipelineError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -40,6 +41,10 @@ class Counts(nn.Module):
                 self.n = None
             case "tuple":
                 self.n = (ONE.clone(), 1)
+            case "list":
+                self.n = [1.0]
+            case "dict":
+                self.n = {"of tensors": [ONE.clone()]}
             case "view":
                 self.register_buffer("both", torch.ones(2, dtype=torch.float64))
                 self.n = self.both[1:]
@@ -51,6 +56,12 @@ class Counts(nn.Module):
             self.both += 1
         elif self.how.endswith(".data"):
             self.n.data += 1
+        elif self.how == "list":
+            self.n.append(self.n[-1] + 1)
+            return x * self.w * self.n[-1]
+        elif self.how == "dict":
+            self.n["of tensors"][0] += 1
+            return x * self.w * self.n["of tensors"][0].clone()
         elif self.how == "tuple":
             self.n = (self.n[0] + 1, 1)
             return x * self.w * self.n[0]
@@ -65,7 +76,14 @@ class Counts(nn.Module):
 
     @property
     def count(self) -> float:
-        return float(self.n[0] if self.how == "tuple" else self.n)
+        match self.how:
+            case "tuple":
+                return float(self.n[0])
+            case "list":
+                return self.n[-1]
+            case "dict":
+                return float(self.n["of tensors"][0])
+        return float(self.n)
 
 
 class Reads(nn.Module):
@@ -96,7 +114,7 @@ def total(y: Tensor, _: Tensor) -> Tensor:
 
 WAYS = (
     *("buffer", "buffer .data", "frozen", "frozen .data", "tensor", "tensor .data", "tensor rebound"),
-    *("number", "None", "missing", "tuple", "view", "memory"),
+    *("number", "None", "missing", "tuple", "list", "dict", "view", "memory"),
 )
 
 
@@ -174,7 +192,7 @@ class Watches(nn.Module):
         super().__init__()
         self.base = nn.Parameter(torch.randn(3, 3), requires_grad=False)
         self.down, self.up = nn.Linear(3, 1, bias=False), nn.Linear(1, 3, bias=False)
-        self.seen: list[tuple[int, int]] = []
+        self.seen: deque[tuple[int, int]] = deque()  # a list would be put back for the second forward
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append((id(self.base), torch._C._data_address(self.base)))
@@ -288,6 +306,48 @@ def test_modules_with_state_train_as_in_a_loop_over_the_microbatches(name: str, 
         theirs.step()
     for key, value in plain.state_dict().items():
         assert close(model.state_dict()[key], value), key
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * grad, None
+
+
+class Reversed(nn.Module):
+    """Changes gradients alone, by a scale that grows with each forward."""
+
+    def __init__(self, scale: list[float] | dict[str, float], key: int | str) -> None:
+        super().__init__()
+        self.scale, self.key = scale, key
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale[self.key]
+        self.scale[self.key] = scale * 2
+        return Reverse.apply(x, scale)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_scale_of_gradients_in_a_list_or_dict_is_each_microbatchs_own(checkpoint: str):
+    shared = [0.5]
+    scales: list[tuple[list[float] | dict[str, float], int | str]] = [([0.5, 3.0], 0), ({"scale": 0.5}, "scale")]
+    scales += [(shared, 0), (shared, 0)]
+    model = nn.Sequential(nn.Linear(1, 1), *(Reversed(*pair) for pair in scales)).double()
+    plain = copy.deepcopy(model)
+    model[1].alias = held = model[1].scale
+    x = torch.arange(1.0, 9.0, dtype=torch.float64)[:, None]
+    by_microbatch(plain, x, total, 4)
+    with Pipe(model, [1, 4], chunks=4, checkpoint=checkpoint, schedule="1F1B") as pipe:
+        pipe.step(x, target=x, loss=total, reduction="sum")
+    assert close(model[0].weight.grad, plain[0].weight.grad)
+    assert model[1].scale is model[1].alias is held
+    assert held == plain[1].scale == [8.0, 3.0]
+    assert [layer.scale for layer in model[2:]] == [layer.scale for layer in plain[2:]]
 
 
 class Loss(nn.Module):

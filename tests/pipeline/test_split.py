@@ -167,8 +167,10 @@ def test_values_kept_by_the_model_may_change_between_calls():
         model.settings.factor = 4.0
         torch.testing.assert_close(pipe(x), model(x))
         model.register_forward_hook(lambda *_: None)
-        with pytest.raises(CaptureError, match="'Model' has hooks"):
+        with pytest.raises(ValueError, match="the model was replaced, hooked or wrapped after the Pipe was made"):
             pipe(x)
+        with pytest.raises(CaptureError, match="'Model' has hooks"):
+            parts(x)
 
 
 def test_recomputation_draws_the_same_numbers_between_modules():

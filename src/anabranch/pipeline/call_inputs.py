@@ -9,9 +9,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor, nn
 
 from anabranch.pipeline.microbatch import count_batch_rows, has_rows, scatter
-from anabranch.pipeline.stage.partition import (
-    keywords_of,
-)
+from anabranch.pipeline.stage.partition import keywords_of
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Stage
 from anabranch.tensors import Structure, map_structure
 

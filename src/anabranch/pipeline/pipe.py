@@ -39,7 +39,7 @@ from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import gather, microbatch_sizes, open_whole
 from anabranch.pipeline.parts.input_kinds import learn, prepare
 from anabranch.pipeline.parts.model_part import PartedModel
-from anabranch.pipeline.parts.split import SplitModel, SplitSource
+from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.actions import Action
@@ -47,12 +47,9 @@ from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import Checkpoint, PipeSchedules, check_choices, recomputed_actions
 from anabranch.pipeline.schedule.simulator import Simulation, simulate
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.stage.partition import (
-    Layer,
-    flatten_layers,
-    keywords_of,
-    split_layers,
-)
+from anabranch.pipeline.stage.loose_leaves import LooseLeaves
+from anabranch.pipeline.stage.outline import outline, refuse_changes
+from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, StagePlan, StageRun
 from anabranch.pipeline.stage.stage_placement import (
@@ -193,7 +190,6 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
-        first_names = {parameter: name for name, parameter in module.named_parameters()}
         places = count_places(devices, process_group)
         if isinstance(balance, str):
             balance = find_balance(balance, module, sample, schedule, places, process_group)
@@ -204,21 +200,29 @@ class Pipe(nn.Module):
         self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = place_stages(split, rank_of, devices, self._here)
-        self.__dict__["_source"] = module.source if isinstance(module, SplitModel) else None
-        self.__dict__["_parted"] = module if isinstance(module, PartedModel) else None
+        self._source = module.source if isinstance(module, SplitModel) else None
+        self._join: Join = gather if self._source is None else self._source.join
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._everywhere = False
         self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
+        roots: list[nn.Module] = [module, module.model if isinstance(module, PartedModel) else module, self.module]
+        self._roots = list(dict.fromkeys(roots))
+        self._inside = {child for layer in layers for child in layer.module.modules()}.intersection(module.modules())
+        here = set(self.parameters())
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self._others = {parameter: name for parameter, name in self._names.items() if parameter not in here}
+        self._outlines = [outline(root, self._inside) for root in self._roots]
         self.elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
         if not isinstance(seed, SupportsIndex | None):
             raise TypeError(f"seed is a whole number, got {seed!r}")
         self.seed = torch.initial_seed() if seed is None else operator.index(seed)
-        self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True, device="cpu")
+        # Stages whose layers may read what only other ranks train; the first microbatch shows it.
+        self._unchecked = set(() if process_group is None else self._here)
         self._ties: list[Tie] = []
         self._engine: TurnEngine
         if process_group is None:
@@ -322,30 +326,18 @@ class Pipe(nn.Module):
                 output, _ = call.forward(turn)
                 if self._everywhere:
                     return self._finish(turn.spread(output, self.output_rank))
-            return (
-                self._finish(output)
-                if call.has_output
-                else output
-                if call.differentiable
-                else torch.empty(0, device="cpu")
-            )
-
-    @property
-    def _join(self) -> Join:
-        return gather if self._source is None else self._source.join
+            if call.has_output:
+                return self._finish(output)
+            return output if call.differentiable else torch.empty(0, device="cpu")
 
     def _finish(self, output: Structure) -> Structure:
         """Return the model's output, from that of the last stage."""
         return output if self._source is None else self._source.output(output)
 
-    @property
-    def _source(self) -> SplitSource | None:
-        return self.__dict__["_source"]  # type: ignore[no-any-return]
-
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of the layers, and of the model that was split into them, whose code may read it."""
-        if self.__dict__["_parted"] is not None:
-            self.__dict__["_parted"].train(mode)
+        if isinstance(self._roots[0], PartedModel):
+            self._roots[0].train(mode)
         super().train(mode)
         return self
 
@@ -469,6 +461,8 @@ class Pipe(nn.Module):
         expected_rows: int | None = None,
     ) -> PipeCall:
         check_choices(self.chunks, self.checkpoint)
+        for root, before in zip(self._roots, self._outlines, strict=True):
+            refuse_changes(before, outline(root, self._inside))
         modes = ThreadModes.take()
         facts = turn.agree(lambda: self._facts(args, inputs, modes))
         self.calls = facts.step + 1
@@ -483,31 +477,27 @@ class Pipe(nn.Module):
         args = args if 0 in self._here else ()
         self._check_inputs(facts, args, inputs, rows)
         recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
-        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
+        loose = LooseLeaves(self._others, self._unchecked)
+        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, loose)
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
-        last = len(self._stages) - 1
         runs = {}
         for stage in (self._stages[j] for j in self._here):
-            at_end = (
-                make_head(head, facts.sizes, rows, stage, self._finish, self.module)
-                if head and stage.index == last
-                else None
-            )
+            at_end = None
+            if head and OUTSIDE in stage.targets:
+                at_end = make_head(head, facts.sizes, rows, stage, self._finish, self.module)
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
-        lowered = self._lowered(m, recompute if plan.records else frozenset())
+        if self._others and plan.records:
+            here = {parameter for run in runs.values() for parameter in run.parameters()}
+            untied = (p for _, p, _ in self._ties if p.requires_grad and p not in here)
+            changed = here.intersection(self._others).union(untied)
+            if changed:
+                raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
+        actions = self._lowered(m, recompute if plan.records else frozenset()).actions
         given = Inputs(args, inputs, facts.sizes)
+        shared = self._shared_inputs(facts, given)
         return PipeCall(
-            self._engine,
-            runs,
-            lowered.actions,
-            facts.step,
-            given,
-            plan.records,
-            self._join,
-            ties=self._ties,
-            shared=self._shared_inputs(facts, given),
-            anchor=self._anchor,
+            self._engine, runs, actions, facts.step, given, plan.records, self._join, self._ties, shared, self._anchor
         )
 
     def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
@@ -616,7 +606,8 @@ class Pipe(nn.Module):
         """Return this process's parameters and their names in the unsplit module; a tied one has its first name
         there.
         """
-        return self._first_names
+        here = set(self.parameters())
+        return {parameter: name for name, parameter in self._roots[0].named_parameters() if parameter in here}
 
     @property
     def is_traced(self) -> bool:
@@ -629,8 +620,6 @@ class Pipe(nn.Module):
 
     def align_ties(self) -> None:
         """Give a parameter shared by several ranks the gradient of the first of them; all ranks call it."""
-        if self.process_group is None:
-            return
         with self._engine.turn("align_ties", self.calls) as turn:
             for index, parameter, ranks in self._ties:
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
@@ -642,7 +631,7 @@ class Pipe(nn.Module):
         It fits any other split: ``load_optimizer_state_dict`` takes the parts for its own parameters.
         """
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
-        return {name: dict(states[id(p)]) for p, name in self._first_names.items() if id(p) in states}
+        return {name: dict(states[id(p)]) for p, name in self.first_names().items() if id(p) in states}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
@@ -653,13 +642,14 @@ class Pipe(nn.Module):
             ValueError: a trained parameter whose state is missing while others have one.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        mine = {name: parameter for parameter, name in self._first_names.items() if id(parameter) in trained}
+        mine = {name: parameter for parameter, name in self.first_names().items() if id(parameter) in trained}
         missing = [name for name in mine if name not in state_dict]
         if state_dict and missing:
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
         for name, parameter in mine.items():
             if name in state_dict:
-                optimizer.state[parameter] = {key: _copied(value) for key, value in state_dict[name].items()}
+                state = state_dict[name].items()
+                optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state}
 
     def describe(self) -> str:
         """Return a table of the stages: layers, parameters, and of the last call the times, boundary bytes and
@@ -747,7 +737,3 @@ def _values_of_gradient(parameter: Tensor) -> Tensor:
         return grad
     parameter.grad = grad.coalesce()
     return parameter.grad._values()
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -119,13 +120,13 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
+@dataclass(slots=True)
 class CallOutcome:
     """Results of a run of actions: output packets, gradients for the inputs, and measurements."""
 
-    def __init__(self) -> None:
-        self.observed = Observed()
-        self.outputs: dict[int, Message] = {}
-        self.input_gradients: dict[tuple[int, int], Message] = {}
+    observed: Observed = field(default_factory=Observed)
+    outputs: dict[int, Message] = field(default_factory=dict)
+    input_gradients: dict[tuple[int, int], Message] = field(default_factory=dict)
 
 
 class Turn(Protocol):
@@ -173,14 +174,15 @@ class TurnEngine(Protocol):
         """End the threads and connections started for it."""
 
 
+@dataclass(slots=True)
 class PipeCall:
     """One call: the stages' runs, its inputs, and the actions to run.
 
-    Args:
+    Attributes:
         engine: takes the turn of its backward.
         runs: the stages of this process, by number.
         actions: of each rank.
-        step: the call's number.
+        number: the call's.
         inputs: the caller's; only those parts that these stages take are used.
         records: true if a backward may follow.
         join: makes the last stage's output of those of the microbatches.
@@ -189,39 +191,27 @@ class PipeCall:
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
     """
 
-    def __init__(
-        self,
-        engine: TurnEngine,
-        runs: Mapping[int, StageRun],
-        actions: Sequence[Sequence[Action]],
-        step: int,
-        inputs: Inputs,
-        records: bool,
-        join: Join,
-        *,
-        ties: Sequence[Tie] = (),
-        shared: Sequence[SharedInput] = (),
-        anchor: Tensor | None = None,
-    ) -> None:
-        self._engine = engine
-        self._runs = runs
-        self._actions = actions
-        self._step = step
-        self.inputs = inputs
-        self.records = records
-        self._join = join
-        self._ties = ties
-        self._shared = shared
-        self._anchor = [] if anchor is None else [anchor]
-        trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
-        self._parameters = list({id(parameter): parameter for parameter in trained}.values())
-        self._open = True
-        self._outputs: list[list[int]] = []
+    engine: TurnEngine
+    runs: Mapping[int, StageRun]
+    actions: Sequence[Sequence[Action]]
+    number: int
+    inputs: Inputs
+    records: bool
+    join: Join
+    ties: Sequence[Tie] = ()
+    shared: Sequence[SharedInput] = ()
+    anchor: Tensor | None = None
+    _parameters: dict[int, Tensor] = field(init=False)
+    _open: bool = True
+    _outputs: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parameters = {id(p): p for _, run in sorted(self.runs.items()) for p in run.parameters()}
 
     @property
     def leaves(self) -> list[Tensor]:
         """The call's differentiable inputs: the inputs that require grad, the parameters, and the anchor."""
-        return [*self.inputs.leaves, *self._parameters, *self._anchor]
+        return [*self.inputs.leaves, *self._parameters.values(), *([] if self.anchor is None else [self.anchor])]
 
     @property
     def differentiable(self) -> bool:
@@ -231,20 +221,20 @@ class PipeCall:
     @property
     def has_output(self) -> bool:
         """True if the last stage is in this process."""
-        return any(OUTSIDE in run.stage.targets for run in self._runs.values())
+        return any(OUTSIDE in run.stage.targets for run in self.runs.values())
 
     def loss(self) -> Tensor | None:
         """Return the sum of the microbatches' losses; ``None`` without a loss here."""
-        losses = [run.losses[i] for run in self._runs.values() if run.head for i in range(len(self.inputs.sizes))]
+        losses = [run.losses[i] for run in self.runs.values() if run.head for i in range(len(self.inputs.sizes))]
         return _sum(losses)
 
     def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
         """Run the F half. Returns the output, and for each of its leaves whether it is differentiable."""
-        half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
-        packets = self._collect(turn.run(self._runs, half, self._outside()))
+        half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
+        packets = self._collect(turn.run(self.runs, half, self._outside()))
         if not packets:
             return None, []
-        output = self._join([packet.structure() for packet in packets], self.inputs.sizes)
+        output = self.join([packet.structure() for packet in packets], self.inputs.sizes)
         _refuse_hidden_gradients(output)
         self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
         needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
@@ -257,27 +247,25 @@ class PipeCall:
                 "second backward through the pipeline: its activations are freed; use retain_graph=True the first time"
             )
         self._open = keep
-        half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
-        with self._engine.turn("backward", self._step) as turn:
-            outcome = turn.run(self._runs, half, self._output_gradients(grads), keep=keep)
+        half = [[action for action in actions if action.kind not in _FORWARD] for actions in self.actions]
+        with self.engine.turn("backward", self.number) as turn:
+            outcome = turn.run(self.runs, half, self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 
     def step(self, turn: Turn) -> tuple[list[Structure], list[Tensor | None]]:
         """Run the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
-        outcome = turn.run(self._runs, self._actions, self._outside())
+        outcome = turn.run(self.runs, self.actions, self._outside())
         packets = self._collect(outcome)
         return [packet.structure() for packet in packets], self._gradients(turn, outcome)
 
     def outputs(self, turn: Turn) -> list[Structure]:
         """Run the F half, loss included. Returns the microbatches' outputs."""
-        half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
-        return [packet.structure() for packet in self._collect(turn.run(self._runs, half, self._outside()))]
+        half = [[action for action in actions if action.kind in _FORWARD] for actions in self.actions]
+        return [packet.structure() for packet in self._collect(turn.run(self.runs, half, self._outside()))]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         return {
-            j: self.inputs.messages(_caller_routes(run))
-            for j, run in self._runs.items()
-            if OUTSIDE in run.stage.sources
+            j: self.inputs.messages(_caller_routes(run)) for j, run in self.runs.items() if OUTSIDE in run.stage.sources
         }
 
     def _collect(self, outcome: CallOutcome) -> list[Packet]:
@@ -288,7 +276,7 @@ class PipeCall:
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:
             return {}
-        last = [j for j, run in self._runs.items() if OUTSIDE in run.stage.targets]
+        last = [j for j, run in self.runs.items() if OUTSIDE in run.stage.targets]
         cut_up = [
             [None] * len(self._outputs) if grad is None
             else [grad] if len(self._outputs) == 1
@@ -300,22 +288,23 @@ class PipeCall:
     def _gradients(self, turn: Turn, outcome: CallOutcome) -> list[Tensor | None]:
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
-            routes = _caller_routes(self._runs[j])
+            routes = _caller_routes(self.runs[j])
             answers.setdefault(j, {})[i] = dict(zip(routes, message, strict=True))  # type: ignore[arg-type]
         gathered: dict[int, list[Tensor | None]] = {}
-        for _, run in sorted(self._runs.items()):
+        for _, run in sorted(self.runs.items()):
             for parameter, grad in run.take_gradients():
+                self._parameters.setdefault(id(parameter), parameter)
                 gathered.setdefault(id(parameter), []).append(grad)
         grads = {key: _sum(parts) for key, parts in gathered.items()}
         of_inputs = self.inputs.gradients(answers)
-        for number, place, ranks in self._shared:
+        for number, place, ranks in self.shared:
             of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
-        for number, parameter, ranks in self._ties:
+        for number, parameter, ranks in self.ties:
             grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter is on one of its stages' devices.
-        found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
+        found = [(parameter, grads.get(key)) for key, parameter in self._parameters.items()]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
-        return [*of_inputs, *on_device, *(None for _ in self._anchor)]
+        return [*of_inputs, *on_device, *([] if self.anchor is None else [None])]
 
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})

@@ -87,6 +87,8 @@ class RankEngine:
         nccl: true if tensors may go from device to device, where the group has NCCL for them.
 
     Attributes:
+        peers: the other ranks.
+        inbox: the messages that have arrived.
         links: the ways for tensors from device to device, if there are any.
         bytes_sent: of all tensors sent.
 
@@ -120,18 +122,18 @@ class RankEngine:
         self._rank_of = rank_of
         self._timeout = timeout
         self._turns = 0
-        self._peers = [peer for peer in range(self.size) if peer != self.rank]
-        self._inbox = Inbox(self._peers)
+        self.peers = [peer for peer in range(self.size) if peer != self.rank]
+        self.inbox = Inbox(self.peers)
         self._check_alike(likeness)
         identities = self._meet()
         store = dist.distributed_c10d._get_default_store()
         backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         backend = backends.get(device.type, "") if nccl else ""
         ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
-        self.links = DirectLinks(self.rank, device, ends, self._inbox, 2 * heartbeat)
+        self.links = DirectLinks(self.rank, device, ends, self.inbox, 2 * heartbeat)
         self._beats = ProcessHeartbeats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
-        lost = partial(_lost, self._inbox, self._beats, self._names, self.links)
+        lost = partial(_lost, self.inbox, self._beats, self._names, self.links)
         self._watch = PeerWatch(lost, heartbeat)
         unguard = guard(self.links, partial(_by_group, lost, self._names), heartbeat / 2) if ends else None
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
@@ -141,7 +143,7 @@ class RankEngine:
             meet(self.rank, self._gather, _CONNECT_SECONDS) if self._everyone(shared_memory and on_one_host) else None
         )
         self._channel: Channel = (
-            GlooChannel(group, tag, self._inbox) if sockets is None else SharedMemoryChannel(sockets, self._inbox)
+            GlooChannel(group, tag, self.inbox) if sockets is None else SharedMemoryChannel(sockets, self.inbox)
         )
         self.observed = Observed()
         self.bytes_sent = 0
@@ -185,7 +187,7 @@ class RankEngine:
             DeadlineExceeded: the turn took longer than the timeout.
         """
         self._turns += 1
-        self._inbox.begin(self._turns, operation)
+        self.inbox.begin(self._turns, operation)
         deadline = Deadline.after(self._timeout)
         self.links.begin(deadline)
         turn = RankTurn(self, self._turns, operation, step, deadline)
@@ -197,7 +199,7 @@ class RankEngine:
             self.flush(self._timeout)
             self.links.finish()
         except Aborted:
-            fault = self._inbox.fault
+            fault = self.inbox.fault
             assert fault is not None
             turn.end(fault)
             raise _as_error(fault) from None
@@ -248,7 +250,7 @@ class RankEngine:
         """Wait for ``found()``, which looks at the inbox, or again every ``pause`` seconds; ``peers`` are the ranks it
         depends on.
         """
-        inbox, began = self._inbox, monotonic()
+        inbox, began = self.inbox, monotonic()
 
         def done(seconds: float) -> bool:
             ends = lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation)  # noqa: E731
@@ -272,16 +274,6 @@ class RankEngine:
             f"rank {here} runs the pipe's {ours.split()[0]} while rank {there} runs its {theirs}; every rank makes the "
             "same calls in the same order"
         )
-
-    @property
-    def inbox(self) -> Inbox:
-        """The messages that have arrived."""
-        return self._inbox
-
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks."""
-        return self._peers
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of ``stage``."""

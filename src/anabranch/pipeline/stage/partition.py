@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
 from anabranch.pipeline.stage.keywords import accepted_keywords
+from anabranch.pipeline.stage.outline import has_hooks
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
 
 __all__ = ["Layer", "Route", "Routes", "flatten_layers", "keywords_of", "route_skips", "shared_skips", "split_layers"]
@@ -59,9 +60,8 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
 
 
 def _is_plain(module: nn.Sequential) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     # On the instance, too: a replaced forward is code of its own.
-    return getattr(module.forward, "__func__", None) is nn.Sequential.forward and not any(hooks)
+    return getattr(module.forward, "__func__", None) is nn.Sequential.forward and not has_hooks(module)
 
 
 def _open(module: nn.Sequential, prefix: str) -> Iterable[Layer]:

@@ -34,13 +34,14 @@ from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
 from anabranch.pipeline.stage.layer_state import LayerState, StateValues
+from anabranch.pipeline.stage.loose_leaves import LooseLeaves
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.recomputing import Fingerprints, fingerprints, recomputing, same
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
-from anabranch.tensors import Structure, map_structure
+from anabranch.tensors import Structure, flatten, map_structure
 
 __all__ = ["GradientMessages", "Head", "Messages", "Stage", "StagePlan", "StageRun"]
 
@@ -92,7 +93,9 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations."""
+    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations, and
+    what its stages read past their placeholders.
+    """
 
     modes: ThreadModes
     seed: int
@@ -100,6 +103,7 @@ class StagePlan:
     microbatches: int
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
+    loose: LooseLeaves
 
     @property
     def records(self) -> bool:
@@ -139,6 +143,7 @@ class StageRun:
         if head is not None:
             modules += head.modules
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
+        plan.loose.placeholders.update(id(slot.stand_in) for slot in self._slots)
         self._state = LayerState(modules)
         self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
         self._phony = torch.empty(0, device=stage.device, requires_grad=True)
@@ -221,8 +226,14 @@ class StageRun:
             if self.head is not None:
                 loss = self._loss(value, here.target if again else self.head.targets[i], self.head.weights[i])
                 here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
+                if here.loss_edge is not None:
+                    ends = (leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+                    plan.loose.set_aside(here.loss_edge.node, ends)
                 self.losses[i] = loss.detach()
             outputs = self._cut_all(value, store, here)
+            if plan.records and self.stage.index in plan.loose.unchecked:
+                every = (edge for routed in here.edges.values() for edges in routed for edge in edges)
+                plan.loose.check([edge.node for edge in every if edge is not None], self.stage.index)
             if here.state:
                 with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
                     here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
@@ -320,29 +331,27 @@ class StageRun:
         return [edge for edge, _ in roots], [grad for _, grad in roots]
 
     def _done(self, i: int, keep: bool) -> None:
-        if keep and (self.stage.index, i) not in self.plan.recompute:
-            return
-        if keep:
+        if not keep:
+            del self._passes[i]
+        elif (self.stage.index, i) in self.plan.recompute:
             here = self._passes[i]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
-            return
-        del self._passes[i]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that gather gradients here; a tied one is listed once for each of its places."""
         return [slot.parameter for slot in self._slots]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return each parameter with the gradient of its placeholder, and clear the placeholder's."""
-        taken: list[tuple[Tensor, Tensor | None]] = []
+        """Return each parameter with the gradient of its placeholder, and clear the placeholder's; loose leaves too."""
+        taken: list[tuple[Tensor, Tensor | None]] = [(slot.parameter, slot.stand_in.grad) for slot in self._slots]
         for slot in self._slots:
-            taken.append((slot.parameter, slot.stand_in.grad))
             slot.stand_in.grad = None
-        return taken
+        return taken + self.plan.loose.take()
 
     def abandon(self) -> None:
         """Drop all passes in progress: the step has failed."""
         self._passes.clear()
+        self.plan.loose.take()
         for norm in self._norms:
             norm.forget()
 

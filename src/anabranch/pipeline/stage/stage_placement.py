@@ -18,12 +18,7 @@ from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.schedule import Schedule
 from anabranch.pipeline.schedule.schedules_of_pipe import PipeSchedules
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
-from anabranch.pipeline.stage.partition import (
-    Layer,
-    Route,
-    route_skips,
-    shared_skips,
-)
+from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
@@ -121,11 +116,7 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: 
         interruptible(partial(dist.broadcast, values, group=engine.group, group_src=users[0]))
         if engine.rank in users:
             parameter.data.copy_(values)
-    return [
-        (index, parameter, users)
-        for index, (parameter, users) in enumerate(tied)
-        if engine.rank in users and parameter.requires_grad
-    ]
+    return [(index, parameter, users) for index, (parameter, users) in enumerate(tied) if engine.rank in users]
 
 
 def place_stages(
