@@ -173,10 +173,10 @@ def test_no_line_is_longer_than_a_terminal_and_long_names_keep_both_ends() -> No
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 4, padding_idx=-1)
-        self.bags = nn.EmbeddingBag(50, 4, padding_idx=3)
+        self.table = nn.Embedding(50, 4, padding_idx=-1, max_norm=max_norm)
+        self.bags = nn.EmbeddingBag(50, 4, padding_idx=3, max_norm=max_norm)
         self.norm = nn.BatchNorm1d(8)
         self.drop = nn.Dropout(0.5)
         self.head = nn.Linear(8, 1)
@@ -207,7 +207,7 @@ def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows(served: bool) 
 
 
 def test_a_survey_leaves_everything_unchanged() -> None:
-    model = Model().eval()
+    model = Model(max_norm=0.1).eval()
     model.head.bias.grad = torch.ones(1)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     seen: list[bool] = []

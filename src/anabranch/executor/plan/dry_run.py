@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -125,11 +125,11 @@ class Lookups(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (F.embedding, F.embedding_bag):
+        # PyTorch hands ids and weight over in this order, the rest by name, however they were given.
+        if func not in (F.embedding, F.embedding_bag) or args[1] not in self._tables:
             return func(*args, **kwargs)
-        ids, weight = args  # as PyTorch hands them over, however they were given
-        if not isinstance(weight, nn.Parameter) or weight not in self._tables:
-            return func(*args, **kwargs)
+        ids, weight = args
+        kwargs = {**kwargs, "max_norm": None}  # which would shrink rows in place
         (name, served), padding = self._tables[weight], kwargs["padding_idx"]
         self._dry_run.looked_up(name, ids, padding if padding is None else padding % weight.shape[0])
         if not served:

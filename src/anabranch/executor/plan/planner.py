@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -70,21 +70,12 @@ def other_modes(
     for other in (*(["AllReduce"] if several else [None]), "PS", "Hybrid"):
         if other == mode:
             continue
-        try:
+        with suppress(ValueError):  # of a mode that is not possible
             routes = routes_in(other)
             if routes.served:
                 check_served_steps(steps, consistency, cache)
             others[other] = routes
-        except ValueError:
-            continue  # this mode is not possible
     return others
-
-
-class _Measured(msgspec.Struct):
-    """The measurements of one worker, as the others get them."""
-
-    links: dict[str, Link]
-    survey: StepSurvey | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +148,10 @@ class Planner:
             return self._links(routes, remote), [self._survey(step, batch, routes)], 0
         with _uncounted(self.workers):
             self.workers.barrier(operation="plan")
-            mine = _Measured(self._links(routes, remote), self._survey(step, batch, routes))
+            mine = self._links(routes, remote), self._survey(step, batch, routes)
             texts = self.workers.all_gather_bytes(msgspec.json.encode(mine), operation="plan")
-        everyone = [msgspec.json.decode(text, type=_Measured) for text in texts]
-        return everyone[0].links, [one.survey for one in everyone], self.workers.rank
+        everyone = [msgspec.json.decode(text, type=tuple[dict[str, Link], StepSurvey | None]) for text in texts]
+        return everyone[0][0], [survey for _, survey in everyone], self.workers.rank
 
     def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
         if batch is None or not rows_of(step, batch):

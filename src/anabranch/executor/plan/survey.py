@@ -7,6 +7,7 @@ before afterwards. User code that counts its own calls counts these.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,11 +167,11 @@ def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-    busy: dict[int, float] = {}
+    busy: defaultdict[int, float] = defaultdict(float)
     stages = []
     for costs in pipe.costs():
         seconds = sum(costs.seconds.values())
-        busy[costs.rank] = busy.get(costs.rank, 0.0) + seconds
+        busy[costs.rank] += seconds
         place = f"rank {costs.rank}, layers {costs.layers}"
         crosses = pipe.microbatches(rows) * sum(costs.sends.values())
         stages.append(PlanRow(f"stage {costs.stage}", (costs.parameters,), place, "pipeline", crosses, seconds))
