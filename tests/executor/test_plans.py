@@ -213,7 +213,7 @@ def test_a_survey_leaves_everything_unchanged() -> None:
     seen: list[bool] = []
     model.register_forward_hook(lambda module, *_: seen.append(module.training))
     model.head.bias.register_post_accumulate_grad_hook(lambda _: pytest.fail("a gradient was handed to a hook"))
-    survey_step(step_of(model), IDS, {model.table.weight: ("table", False)})
+    survey_step(step_of(model), IDS, {model.table.weight: ("table", False), model.bags.weight: ("bags", True)})
     assert seen == [True] * 4  # as a step would run it
     assert not model.training
     assert torch.equal(random, torch.get_rng_state())
@@ -458,6 +458,7 @@ def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: 
     assert [sorted(one.bytes) for one in plan.modes] == [[], ["servers"], ["servers"]]
     assert plan.bytes.get("servers", 0) == sum(after[name].bytes - counted[name].bytes for name in after)
     assert all(str(one) in str(plan).splitlines() for one in plan.modes)
+    assert ("their bandwidth is not measured" in str(plan)) is (mode is None)
 
 
 def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_own_plans(

@@ -131,8 +131,8 @@ class Planner:
             notes.append("without a batch, compute time and table lookups are not included")
         if self.caches and routes.at(Place.ROWS):
             notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
-        if "servers" in links and not links["servers"].seconds_per_byte:
-            notes.append("the servers hold too little yet to measure their bandwidth")
+        if links.keys() == {"servers"} and (remote is None or not remote.is_open):
+            notes.append("nothing is on the servers yet, so their bandwidth is not measured")
         modes = tuple(ModeCost(each, cost.bytes, sum(cost.parts.values())) for each, cost in costs.items())
         crossed = {boundary: link for boundary, link in links.items() if boundary in used.bytes}
         workers = len(surveys)
