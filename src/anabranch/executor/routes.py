@@ -27,7 +27,7 @@ from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.job import job
-from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
+from anabranch.parameter_server import RemoteEmbedding, rule_of
 from anabranch.pipeline import Pipe
 from anabranch.tables import RowOptimizer
 
@@ -162,11 +162,16 @@ def plan_routes(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named.items():
         names.setdefault(parameter, []).append(name)
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
+    for module in dict.fromkeys(module for model in models.values() for module in model.modules()):
+        for label, held in module._parameters.items():
+            if held in uses:
+                uses[held].append((module, label))
     for parameter, (name, *others) in names.items():  # models of several steps may share it: one place
         override = next((overrides[each] for each in (name, *others) if each in overrides), None)
         if isinstance(parameter, MovedParameter) and parameter in owners:
             parameter.refuse("a second Executor")
-        users = users_of(parameter, models.values())
+        users = uses[parameter]
         place, why = _place(name, parameter, users, mode, override, owned=parameter in owners, tied=parameter in tied)
         rule = optimizer = None
         if place.served:

@@ -38,7 +38,7 @@ from anabranch.executor.running.step_runs import rows_of
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.job import job
-from anabranch.parameter_server import Consistency, ParameterClient, RemoteEmbedding, users_of
+from anabranch.parameter_server import Consistency, ParameterClient, RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure
@@ -234,6 +234,13 @@ class _Costs:
         self._alone = len(surveys) == 1
         causes = ["compute", *(cause for survey in self._seen for cause in survey.parts)]
         slowest = {cause: max((one.parts.get(cause, 0.0) for one in self._seen), default=0.0) for cause in causes}
+        modules = [module for model in planner.models for module in model.modules()]
+        uses = [
+            (held, getattr(module, "sparse", False) is True)
+            for module in modules
+            for held in module._parameters.values()
+        ]
+        self._sparse = {held for held, sparse in uses if sparse} - {held for held, sparse in uses if not sparse}
         self.parts = {cause: step.accumulate * seconds for cause, seconds in slowest.items()}
         self.bytes: dict[str, int] = {}
         embeddings = {module.name for module in step.model.modules() if isinstance(module, RemoteEmbedding)}
@@ -288,7 +295,7 @@ class _Costs:
         moved = seen.moved if trained else 0
         if route.place is Place.WORKERS:
             dtype = summing_dtype(torch.empty(0, dtype=route.dtype, device="cpu"))
-            if self._is_sparse(route):
+            if route.tensor in self._sparse:
                 return sparse_bytes(max(1, moved), _width(route), dtype)
             return (math.prod(route.shape) + _FLAGS) * dtype.itemsize
         if route.place is Place.WHOLE:
@@ -302,7 +309,7 @@ class _Costs:
     def _add_headers(self, routes: Routes) -> None:
         """Add gradients' latencies, the header of each run (with the first bucket or alone), and the flag of a skip."""
         summed = [route for route in routes if self._is_summed(route)]
-        dense = {route.parameter: route.tensor for route in summed if not self._is_sparse(route)}
+        dense = {route.parameter: route.tensor for route in summed if route.tensor not in self._sparse}
         buckets = in_buckets(cast("dict[str, Tensor]", dense))
         carried = carries_header(buckets)
         alone = self._step.accumulate - carried
@@ -316,10 +323,6 @@ class _Costs:
     def _is_summed(self, route: Route) -> bool:
         tensor = route.tensor
         return not self._alone and route.place is Place.WORKERS and tensor is not None and tensor.requires_grad
-
-    def _is_sparse(self, route: Route) -> bool:
-        users = [] if route.tensor is None else users_of(route.tensor, self._planner.models)
-        return bool(users) and all(getattr(module, "sparse", False) is True for module, _ in users)
 
 
 def _width(route: Route) -> int:
