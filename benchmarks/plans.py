@@ -5,8 +5,8 @@
     anabranch run --workers 2 --servers 1 benchmarks/plans.py [--rounds N] [--steps N] [--out DIR]
 
 A table of a million rows under a network of 1.2 million parameters, fused Adam, one thread a worker. In each round all
-six are predicted from short looks at the machine, then every plan has its turn. Of the rounds the medians are compared.
-What counts is the order.
+six are predicted, then every plan has its turn. Of the rounds the medians are compared. Predictions leave out the
+optimizers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.executor import Plan
-from anabranch.executor.routes import plan_routes
-from anabranch.executor.steps import distinct_models
 
 WARM_UP = 3
 ROWS, WIDTH, FIELDS, BATCH, HIDDEN = 1_000_000, 16, 8, 32, 1024
@@ -69,36 +67,23 @@ def batches(count: int, seed: int) -> list[Tensor]:
     return [torch.randint(0, ROWS, (BATCH, FIELDS), generator=draw) for _ in range(count)]
 
 
-def predicted(seed: int) -> dict[str, Plan]:
-    """Return all plans, of one look at the machine and at one batch, as ``comm_mode="auto"`` compares them."""
-    found: dict[str, Plan] = {}
-    for accumulate in (1, 4):
-        step = new_step(accumulate)
-        named = {"default": step}
-        routes = {
-            name: plan_routes(
-                named,
-                distinct_models(named),
-                options["comm_mode"],
-                None,
-                use_sparse_pull=options.get("use_sparse_pull", True),
-            )
-            for name, options in PLANS.items()
-            if options.get("accumulate", 1) == accumulate
-        }
-        with ab.Executor(step, "AllReduce", engine="tape") as executor:
-            found |= executor._planner.plans("default", step, batches(1, seed)[0], routes)
-    return found
+def executor_of(options: dict[str, object]) -> ab.Executor:
+    others = {name: value for name, value in options.items() if name != "accumulate"}
+    return ab.Executor(new_step(options.get("accumulate", 1)), **others)
+
+
+def predicted(options: dict[str, object], seed: int) -> Plan:
+    with executor_of(options) as executor:
+        return executor.plan(batch=batches(1, seed)[0])
 
 
 def measured(options: dict[str, object], steps: int, seed: int) -> float:
     """Return the median of a step's seconds."""
-    seconds, others = [], dict(options)
-    runs = others.pop("accumulate", 1)
-    with ab.Executor(new_step(runs), engine="tape", **others) as executor:
+    seconds = []
+    with executor_of(options) as executor:
         for batch in batches(steps + WARM_UP, seed):
             began = time.perf_counter()
-            for _ in range(runs):
+            for _ in range(options.get("accumulate", 1)):
                 executor.run(batch=batch)
             seconds.append(time.perf_counter() - began)
     return median(seconds[WARM_UP:])
@@ -107,7 +92,7 @@ def measured(options: dict[str, object], steps: int, seed: int) -> float:
 def compare(rounds: int, steps: int) -> list[dict[str, object]]:
     plans, made = [], []
     for number in range(rounds):
-        plans.append(predicted(number))
+        plans.append({name: predicted(options, number) for name, options in PLANS.items()})
         made.append({name: measured(options, steps, number) for name, options in PLANS.items()})
     return [
         {

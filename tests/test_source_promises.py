@@ -108,7 +108,6 @@ PRINTS = {
     "cli/__init__.py",  # Ctrl-C before the command line has been imported
     "executor/saving/background_saves.py",  # at the end of the process, where nobody is left to raise to
     "executor/executor.py",
-    "executor/plan/auto.py",
     "launch/forks/main_script.py",
     "transport/server/service.py",
 }

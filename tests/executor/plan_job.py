@@ -1,4 +1,4 @@
-"""Run by every worker of a job: predictions of plans against counts, and the choice of ``comm_mode="auto"``."""
+"""Run by every worker of a job: predictions of plans against counts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 
 import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.executor.plan import planner
-from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
 
 ROWS = 500
 KINDS: dict[str, dict[str, object]] = {
@@ -26,6 +22,7 @@ KINDS: dict[str, dict[str, object]] = {
     "sparse": {"comm_mode": "AllReduce", "sparse": True},
     "accumulated": {"comm_mode": "AllReduce", "accumulate": 2},
     "passing over": {"comm_mode": "Hybrid", "skip_nonfinite": True},
+    "apart": {"comm_mode": "PS", "consistency": "asp"},
 }
 
 
@@ -33,7 +30,7 @@ class Model(nn.Module):
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(ROWS, 4, padding_idx=0, sparse=sparse)
-        self.bags = nn.EmbeddingBag(ROWS, 3, mode="mean", sparse=sparse)
+        self.bags = nn.EmbeddingBag(ROWS, 3, mode="mean", sparse=sparse, padding_idx=7)
         self.norm = nn.BatchNorm1d(7)
         self.head = nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.3), nn.Linear(5, 1))
 
@@ -96,12 +93,17 @@ def pipe() -> dict[str, object]:
     group = ab.job().grid(pipeline=2).pipeline_group
     with ab.Pipe(nn.Sequential(*layers), [3, 2], chunks=4, process_group=group) as model:
         step = ab.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step) as executor:
+        with ab.Executor(step, "auto") as executor:
+            mode = executor.comm_mode
             batch = torch.randn(8, 3), torch.randn(8, 1)
             plan, calls, before = executor.plan(batch=batch), model.calls, model.bytes_sent
             executor.run(batch=batch)
             counted = model.bytes_sent - before
+    _, whole = executor_of("auto")
+    with whole:
+        modes = [mode, whole.comm_mode]
     return {
+        "auto": modes,
         "planned": plan.bytes["pipeline"],
         "counted": counted,
         "before": [calls, before],
@@ -109,49 +111,17 @@ def pipe() -> dict[str, object]:
     }
 
 
-def cheap_where(mode: str) -> Profile:
-    """A machine on which ``mode`` is the quickest."""
-    slow, quick = LinkSpeed(1.0, 1.0, 1.0), LinkSpeed(1e-6, 1e-9, 1e-9)
-    workers = slow if mode == "PS" else quick
-    servers = slow if mode == "AllReduce" else quick
-    dear = Update(0.0, 0.0 if mode == "AllReduce" else 1.0)
-    whole = quick if mode == "PS" else slow
-    return Profile(1e-9, 1e-9, 1e-9, {"SGD": dear, "Adam": Update(0.0, 0.0)}, workers, servers, servers, whole, whole)
-
-
-def trained(comm_mode: str, rank: int) -> tuple[ab.Executor, list[float]]:
-    """Numbers after four steps, and the next one that is drawn."""
-    model, executor = executor_of(comm_mode)
-    found: list[float] = []
+def modes(rank: int) -> dict[str, object]:
+    """The bytes of each mode, in the plans of all."""
+    found = {}
+    for mode in ("AllReduce", "PS", "Hybrid"):
+        _, executor = executor_of(mode)
+        with executor:
+            plan = executor.plan(batch=next(batches(rank, 1)))
+        found[mode] = {str(one.comm_mode): one.bytes for one in plan.modes}
+    _, executor = executor_of("auto")
     with executor:
-        found += [float(executor.run(batch=batch)["loss"]) for batch in batches(rank, 4)]
-        dense = [*model.norm.buffers(), *model.head.parameters()]
-    found += [number for tensor in dense for number in tensor.flatten().tolist()]
-    return executor, [*found, float(torch.rand(()))]
-
-
-def choose(mode: str, rank: int) -> dict[str, object]:
-    measured = planner.measure
-    planner.measure = lambda *_, **__: cheap_where(mode)  # type: ignore[assignment]
-    said = StringIO()
-    with redirect_stdout(said):
-        executor, found = trained("auto", rank)
-    planner.measure = measured
-    _, wanted = trained(mode, rank)
-    return {
-        "mode": executor.comm_mode,
-        "said": said.getvalue(),
-        "same": found == wanted,
-        "places": sorted({route.place.value for route in executor.routes()}),
-    }
-
-
-def decide(rank: int) -> dict[str, object]:
-    """The choice by this machine's own clock."""
-    said = StringIO()
-    with redirect_stdout(said):
-        executor, _ = trained("auto", rank)
-    return {"mode": executor.comm_mode, "said": said.getvalue(), "bytes": executor.statistics().bytes}
+        return {"modes": found, "auto": executor.comm_mode}
 
 
 def main(what: Sequence[str]) -> None:
@@ -160,12 +130,8 @@ def main(what: Sequence[str]) -> None:
     for name in what:
         if name in KINDS:
             found[name] = compare(name, rank)
-        elif name == "auto":
-            found[name] = decide(rank)
-        elif name == "pipe":
-            found[name] = pipe()
         else:
-            found[name] = choose(name.removeprefix("auto "), rank)
+            found |= modes(rank) if name == "modes" else {"pipe": pipe()}
     print(json.dumps(found))
 
 

@@ -1,9 +1,10 @@
-"""Plans of one process, and their arithmetic on a machine that is made up."""
+"""Plans of one process, and their arithmetic on links that are made up."""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,184 +12,171 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import anabranch as ab
-from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.plan import Plan, PlanRow, choose
-from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
-from anabranch.executor.plan.machine_profile import LinkSpeed, Profile, Update
-from anabranch.executor.plan.step_survey import StepSurvey, TableLookups, survey_step
-from anabranch.executor.routes import Place
+from anabranch.executor import Link, ModeCost, Plan, PlanRow
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.executor.plan.planner import Planner
+from anabranch.executor.plan.survey import Lookup, StepSurvey, survey_step
+from anabranch.executor.routes import CommMode, Place, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
+from anabranch.executor.steps import distinct_models
+from anabranch.parameter_server import ParameterServer
+from anabranch.tensors import flatten
 
 # Powers of two, so that sums are exact.
-MACHINE = Profile(
-    copy=0.0,
-    fresh=0.25,
-    distinct=0.0,
-    updates={"SGD": Update(0.0, 2.0)},
-    workers=LinkSpeed(1024.0, 1.0),
-    pull=LinkSpeed(16.0, 1.0, 4.0),
-    push=LinkSpeed(32.0, 2.0, 8.0),
-    pull_whole=LinkSpeed(64.0, 1.0),
-    push_whole=LinkSpeed(128.0, 4.0),
-)
-FACTS = StepFacts("train")
+LINKS = {"workers": Link(1024.0, 1.0), "servers": Link(16.0, 2.0)}
 HEADER = 8 * HEADER_SIZE  # bytes of a header in its own message
-BUCKET = (3 + 2 + HEADER_SIZE) * 4
+BUCKET = (3 + 2 + HEADER_SIZE) * 4  # elements, flags, header
+ROW = 4 + 16  # bytes: an id and four numbers
 
 
-def table(place: Place, **options: Any) -> RowsHeld:
-    tensor = nn.Parameter(torch.zeros(100, 4)) if place is Place.WORKERS else None
-    facts = {"tensor": tensor, "looked_up": True, "optimizer": "SGD", **options}
-    return RowsHeld("table", (100, 4), torch.float32, place, **facts)
+class Parts(nn.Module):
+    """A table of 100 rows of 4 numbers, and three numbers."""
+
+    def __init__(self, *, table: bool = True, head: bool = False, sparse: bool = False, dtype: Any = None) -> None:
+        super().__init__()
+        if table:
+            self.table = nn.Embedding(100, 4, sparse=sparse)
+        if head:
+            self.head = nn.Parameter(torch.zeros(3, dtype=dtype))
 
 
-def head(place: Place) -> RowsHeld:
-    return RowsHeld("head", (3,), torch.float32, place, nn.Parameter(torch.zeros(3)), optimizer="SGD")
+def survey(read: int = 10, moved: int = 9, seconds: float = 8.0, **tables: Lookup) -> StepSurvey:
+    return StepSurvey({"compute": seconds}, {"table.weight": Lookup(read, moved), **tables})
 
 
-def survey(read: int = 10, moved: int = 9, seconds: float = 8.0) -> StepSurvey:
-    return StepSurvey(seconds, {"table": TableLookups(20, read, moved)})
+def planned(
+    model: nn.Module,
+    mode: CommMode,
+    *,
+    surveys: list[StepSurvey | None] | None = None,
+    rank: int = 0,
+    use_sparse_pull: bool = True,
+    merges: bool = True,
+    monkeypatch: pytest.MonkeyPatch,
+    **options: Any,
+) -> Plan:
+    """What the planner makes of these surveys of workers, and of the links above."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)
+    routes = plan_routes({"train": step}, distinct_models({"train": step}), mode, None, use_sparse_pull=use_sparse_pull)
+    everyone = [survey(), survey()] if surveys is None else surveys
+    planner = Planner([model], None, merges, None, caches=False, timeout=1.0, others={})
+    monkeypatch.setattr(Planner, "_measured", lambda *_: (LINKS, everyone, rank))
+    return planner.plan("train", step, None, mode, routes, None)
 
 
-def planned(*holdings: RowsHeld, surveys: list[StepSurvey | None] | None = None, rank: int = 0, **facts: Any) -> Plan:
-    facts = {"mean": False, **facts}
-    return plan_of(
-        "PS", holdings, StepFacts("train", **facts), MACHINE, surveys or [survey(), survey()], rank, servers=1
-    )
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return partial(planned, monkeypatch=monkeypatch)
 
 
-def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket() -> None:
-    plan = planned(head(Place.WORKERS))
-    assert plan.bytes == {"workers": BUCKET}  # elements, flags, header
-    assert plan.parts == {"compute": 8.0, "optimizers": 6.0, "workers": 1024.0 + BUCKET}
-    assert plan.step_seconds == 8.0 + 6.0 + 1024.0 + BUCKET
-    assert [(row.name, row.boundary, row.bytes) for row in plan.rows] == [("head", "workers", 20)]
+def test_summed_gradients_cost_their_bytes_and_a_latency_per_bucket(plan: Any) -> None:
+    found = plan(Parts(table=False, head=True), "AllReduce")
+    assert found.bytes == {"workers": BUCKET}
+    assert found.parts == {"compute": 8.0, "workers": 1024.0 + BUCKET}
+    assert found.step_seconds == 8.0 + 1024.0 + BUCKET
+    assert [(row.name, row.boundary, row.bytes, row.seconds) for row in found.rows] == [("head", "workers", 20, 20.0)]
+    assert found.modes == (ModeCost("AllReduce", found.bytes, found.step_seconds),)
 
 
-def test_a_large_tables_dense_gradient_takes_new_memory_in_each_run() -> None:
-    held = RowsHeld("table", (1 << 20, 8), torch.float32, Place.HERE, looked_up=True)
-    assert planned(held, accumulate=2).parts["tables"] == 2 * 0.25 * (32 << 20)
-    assert planned(table(Place.HERE)).parts["tables"] == 0.0
+def test_sums_of_other_dtypes_leave_the_header_its_own_message(plan: Any) -> None:
+    found = plan(Parts(table=False, head=True, dtype=torch.float16), "AllReduce")
+    assert found.bytes == {"workers": (3 + 2) * 4 + HEADER}  # summed in float32
+    assert found.parts["workers"] == 2 * 1024.0 + 20.0 + HEADER
 
 
-def test_sums_of_other_dtypes_leave_the_header_its_own_message() -> None:
-    held = RowsHeld("half", (3,), torch.float16, Place.WORKERS, nn.Parameter(torch.zeros(3).half()))
-    plan = planned(held)
-    assert plan.bytes == {"workers": (3 + 2) * 4 + HEADER}  # summed in float32
-    assert plan.parts["workers"] == 2 * 1024.0 + 20.0 + HEADER
+def test_runs_that_are_accumulated_compute_each_and_tell_their_rows(plan: Any) -> None:
+    found = plan(Parts(table=False, head=True), "AllReduce", accumulate=3)
+    assert found.bytes == {"workers": BUCKET + 2 * HEADER}
+    assert found.parts == {"compute": 24.0, "workers": 3 * 1024.0 + BUCKET + 2.0 * HEADER}
 
 
-def test_runs_that_are_accumulated_compute_each_and_tell_their_rows() -> None:
-    plan = planned(head(Place.WORKERS), accumulate=3)
-    assert plan.bytes == {"workers": BUCKET + 2 * HEADER}
-    assert plan.parts["compute"] == 24.0
-    assert plan.parts["workers"] == 3 * 1024.0 + BUCKET + 2.0 * HEADER
+def test_rows_on_servers_are_read_and_moved_by_their_number(plan: Any) -> None:
+    found = plan(Parts(), "Hybrid", accumulate=2, clip_grad_norm=1.0)
+    assert found.bytes == {"workers": 2 * HEADER, "servers": 2 * 10 * ROW + 9 * ROW}
+    messages = 2 + 1 + 2  # reads, a push, the norm and its release
+    assert found.parts["servers"] == messages * 16.0 + 2 * found.bytes["servers"]
 
 
-def test_rows_on_servers_are_read_and_moved_by_their_number() -> None:
-    plan = planned(table(Place.ROWS))
-    size = 4 + 16
-    assert plan.bytes == {"workers": HEADER, "servers": 10 * size + 9 * size}
-    assert plan.parts["servers"] == 16.0 + 32.0 + (10 * size + 4 * 10) + (2 * 9 * size + 8 * 9)
-    assert "optimizers" not in plan.parts  # that is the servers' business
-
-
-def test_the_slowest_worker_makes_the_time_and_ones_own_batch_the_bytes() -> None:
-    surveys: list[StepSurvey | None] = [survey(), survey(read=100, moved=50, seconds=9.0)]
-    first, second = (planned(table(Place.ROWS), surveys=surveys, rank=rank) for rank in range(2))
+def test_the_slowest_worker_makes_the_time_and_ones_own_batch_the_bytes(plan: Any) -> None:
+    surveys = [survey(), survey(read=100, moved=50, seconds=9.0)]
+    first, second = (plan(Parts(), "Hybrid", surveys=surveys, rank=rank) for rank in range(2))
     assert first.step_seconds == second.step_seconds
     assert first.parts["compute"] == 9.0
-    assert (first.bytes["servers"], second.bytes["servers"]) == (19 * 20, 150 * 20)
+    assert (first.bytes["servers"], second.bytes["servers"]) == (19 * ROW, 150 * ROW)
 
 
-def test_parameters_held_whole_are_read_and_pushed_once_a_step() -> None:
-    plan = planned(head(Place.WHOLE), accumulate=2)
-    assert plan.bytes["servers"] == 24
-    assert plan.parts["servers"] == 64.0 + 128.0 + 12.0 + 48.0
+def test_parameters_held_whole_are_read_and_pushed_once_a_step(plan: Any) -> None:
+    found = plan(Parts(table=False, head=True), "PS", accumulate=2)
+    assert found.bytes["servers"] == 24
+    assert found.parts["servers"] == 2 * 16.0 + 2 * 24
 
 
-def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved() -> None:
-    plan = planned(table(Place.WHOLE_TABLE))
-    assert plan.bytes["servers"] == 100 * 20 + 9 * 20
-    assert plan.parts["servers"] == 16.0 + 32.0 + (100 * 20 + 4 * 100) + (2 * 9 * 20 + 8 * 9)
+def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved(plan: Any) -> None:
+    found = plan(Parts(), "Hybrid", use_sparse_pull=False)
+    assert found.bytes["servers"] == 100 * ROW + 9 * ROW
+    assert found.parts["servers"] == 2 * 16.0 + 2 * 109 * ROW
 
 
-def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with() -> None:
-    dynamic = RowsHeld("users", (-1, 4), torch.float32, Place.ROWS, looked_up=True)
-    surveys: list[StepSurvey | None] = [
-        StepSurvey(1.0, {"table": TableLookups(20, 10, 9), "users": TableLookups(5, 5, 5)})
-    ]
-    plan = planned(table(Place.ROWS), dynamic, surveys=surveys)
-    assert [row.bytes for row in plan.rows] == [10 * 20 + 9 * 24, (5 + 5) * 24]
+def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with(plan: Any) -> None:
+    model = Parts()
+    model.users = ab.RemoteEmbedding("users", None, 4)
+    found = plan(model, "Hybrid", surveys=[survey(users=Lookup(5, 5))])
+    assert [row.bytes for row in found.rows] == [10 * ROW + 9 * 24, (5 + 5) * 24]
 
 
-def test_sparse_gradients_travel_as_long_as_the_longest_workers() -> None:
-    surveys: list[StepSurvey | None] = [survey(moved=3), survey(moved=9)]
-    plan = planned(table(Place.WORKERS, sparse=True), surveys=surveys)
-    assert plan.bytes["workers"] == HEADER + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
+def test_sparse_gradients_travel_as_long_as_the_longest_workers(plan: Any) -> None:
+    found = plan(Parts(sparse=True), "AllReduce", surveys=[survey(moved=3), survey(moved=9)])
+    assert found.bytes["workers"] == HEADER + 16 + 80 + 144  # counts; ids in blocks of 16 bytes; rows
 
 
-def test_a_frozen_table_is_read_and_not_moved() -> None:
-    assert planned(table(Place.ROWS, trained=False)).bytes["servers"] == 10 * 20
+def test_a_frozen_table_does_not_cross(plan: Any) -> None:
+    model = Parts(head=True)
+    model.table.weight.requires_grad_(False)
+    assert plan(model, "Hybrid").bytes == {"workers": BUCKET}
 
 
-def test_without_a_batch_a_plan_says_which_parts_it_leaves_out() -> None:
-    plan = planned(table(Place.ROWS), head(Place.WORKERS), surveys=[None, None])
-    assert plan.bytes["workers"] == BUCKET
-    assert [row.bytes for row in plan.rows] == [None, 20]
-    assert "without a batch" in str(plan)
+def test_workers_that_run_apart_send_one_another_nothing(plan: Any) -> None:
+    assert plan(Parts(), "Hybrid", merges=False).bytes == {"servers": 19 * ROW}
+
+
+def test_without_a_batch_a_plan_says_which_parts_it_leaves_out(plan: Any) -> None:
+    found = plan(Parts(head=True), "Hybrid", surveys=[None, None])
+    assert found.bytes == {"workers": BUCKET}
+    assert [row.bytes for row in found.rows] == [20, None]
+    assert "without a batch" in str(found)
 
 
 def test_a_plan_with_a_cache_says_that_fewer_rows_may_cross() -> None:
-    assert "upper bounds" in str(planned(table(Place.ROWS), caches=True))
-    assert "upper bounds" not in str(planned(head(Place.WORKERS), caches=True))
-
-
-@pytest.mark.parametrize("quick", ["AllReduce", "Hybrid"])
-def test_the_cheapest_plan_is_taken_and_the_reason_names_the_others(quick: str) -> None:
-    rows = 1 if quick == "Hybrid" else 90
-    plans: Any = {
-        "AllReduce": planned(table(Place.WORKERS), surveys=[survey(rows, rows)] * 2),
-        "Hybrid": planned(table(Place.ROWS), surveys=[survey(rows, rows)] * 2),
-    }
-    other = next(mode for mode in plans if mode != quick)
-    choice = choose(plans)
-    assert choice.mode == quick
-    assert f"bytes with {'servers' if quick == 'Hybrid' else 'workers'}" in choice.why
-    assert choice.why.endswith(f"; {1000 * plans[other].step_seconds:.3g} ms with {other!r}")
+    with ab.Executor(step_of(Model()), "Hybrid", cache=ab.Cache(capacity=9)) as executor:
+        assert "upper bounds" in str(executor.plan(batch=IDS))
+    with ab.Executor(step_of(Model()), "Hybrid") as executor:
+        assert "upper bounds" not in str(executor.plan(batch=IDS))
 
 
 def test_no_line_is_longer_than_a_terminal_and_long_names_keep_both_ends() -> None:
     name = "encoder.layers.11.feed_forward.intermediate.dense.weight"
     row = PlanRow(name, (100_000_000, 8), Place.WHOLE_TABLE.value, "servers", 6_400_000_000, 1234.5)
-    parts = {"compute": 0.01234, "optimizers": 12.5, "servers": 1234.5}
-    lines = str(Plan("train", "PS", 16, 4, (row,), {"servers": 6_400_000_000}, parts)).splitlines()
+    parts, sizes = {"compute": 0.01234, "servers": 1234.5}, {"workers": 1, "servers": 6_400_000_000}
+    modes = (ModeCost("PS", sizes, 1234.5),)
+    lines = str(Plan("train", "PS", 16, 4, (row,), sizes, parts, {"servers": Link(0.5, 1e-9)}, modes)).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[2].startswith("encoder.laye...dense.weight servers, table read whole  6,400,000,000")
-
-
-def test_a_link_speed_fits_its_measurements() -> None:
-    link = LinkSpeed.of_rows(20, small=(64, 2.0), large=(4096, 65.0), wide=75.0)
-    assert link.cost(64 * 20, 64) == pytest.approx(2.0)
-    assert link.cost(4096 * 20, 4096) == pytest.approx(65.0)
-    assert link.cost(4 * 4096 * 20, 4096) == pytest.approx(75.0)
-
-
-def test_a_link_that_a_hiccup_turned_over_has_no_negative_cost() -> None:
-    assert LinkSpeed.through([(1000, 2.0), (5000, 1.0)]).cost(10_000) >= 0
-    assert LinkSpeed.of_rows(20, small=(64, 3.0), large=(4096, 2.0), wide=1.0).cost(100, 5) >= 0
+    assert "500.00 ms, 1,000.0 MB/s" in lines[6]
+    assert lines[-1].split() == ["PS", "workers,", "servers", "6,400,000,001", "1,234.5", "s"]
 
 
 # Looking at a batch.
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, 4, padding_idx=-1)
-        self.bags = nn.EmbeddingBag(50, 4)
+        self.table = nn.Embedding(50, 4, padding_idx=-1, max_norm=max_norm)
+        self.bags = nn.EmbeddingBag(50, 4, padding_idx=3, max_norm=max_norm)
         self.norm = nn.BatchNorm1d(8)
         self.drop = nn.Dropout(0.5)
         self.head = nn.Linear(8, 1)
@@ -209,21 +197,23 @@ def step_of(model: nn.Module) -> ab.TrainStep:
     return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows() -> None:
+@pytest.mark.parametrize("served", [True, False])
+def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows(served: bool) -> None:
     model = Model()
-    found = survey_step(step_of(model), IDS, {model.table.weight: "table", model.bags.weight: "bags"})
-    assert found.tables == {"table": TableLookups(4, 2, 1), "bags": TableLookups(8, 4, 4)}
-    assert found.seconds > 0
+    tables = {model.table.weight: ("table", served), model.bags.weight: ("bags", served)}
+    found = survey_step(step_of(model), IDS, tables)
+    assert found.tables == {"table": Lookup(2, 1), "bags": Lookup(4, 3)}
+    assert found.parts["compute"] > 0
 
 
 def test_a_survey_leaves_everything_unchanged() -> None:
-    model = Model().eval()
+    model = Model(max_norm=0.1).eval()
     model.head.bias.grad = torch.ones(1)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     seen: list[bool] = []
     model.register_forward_hook(lambda module, *_: seen.append(module.training))
     model.head.bias.register_post_accumulate_grad_hook(lambda _: pytest.fail("a gradient was handed to a hook"))
-    survey_step(step_of(model), IDS, {model.table.weight: "table"})
+    survey_step(step_of(model), IDS, {model.table.weight: ("table", False), model.bags.weight: ("bags", True)})
     assert seen == [True] * 4  # as a step would run it
     assert not model.training
     assert torch.equal(random, torch.get_rng_state())
@@ -239,8 +229,8 @@ def test_a_look_at_lookups_by_function_sees_their_ids() -> None:
         lambda model, ids: F.embedding(input=ids, weight=model[0].weight, padding_idx=3).sum(),
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: "0.weight"})
-    assert found.tables == {"0.weight": TableLookups(3, 2, 1)}
+    found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: ("0.weight", True)})
+    assert found.tables == {"0.weight": Lookup(2, 1)}
 
 
 def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
@@ -249,10 +239,12 @@ def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:
     layer = nn.Linear(3, 3)
     step = ab.TrainStep(
         layer,
-        lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=True).sum(),
+        lambda model, x: checkpoint(model, model(x), use_reentrant=True).sum(),
         torch.optim.SGD(layer.parameters(), lr=0.1),
     )
-    assert survey_step(step, torch.ones(2, 3), {}).seconds > 0
+    found = survey_step(step, torch.ones(2, 3), {})
+    assert found.parts["compute"] > 0
+    assert found.notes == ("compute is forward alone: this backward cannot be tried",)
     assert layer.weight.grad is None
 
 
@@ -269,7 +261,7 @@ def test_planning_does_not_change_training() -> None:
 
 
 def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
-    loader = torch.utils.data.DataLoader(torch.arange(12).view(6, 2), batch_size=2)
+    loader = DataLoader(torch.arange(12).view(6, 2), batch_size=2)
     seen: list[list[int]] = []
 
     def noted(model: nn.Module, ids: Tensor) -> Tensor:
@@ -288,6 +280,100 @@ def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
         executor.plan()
         executor.run()
         assert seen[-1] == [4, 5, 6, 7]
+
+
+class Batches:
+    """An iterable that knows nothing but how to begin."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(12).view(3, 2, 2)
+
+
+class Stateful(Batches):
+    """A loader that keeps its own position and order."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        yield from (torch.arange(12).view(3, 2, 2) + self.epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Subclass(DataLoader[Tensor]):
+    pass
+
+
+def shuffled(kind: type[DataLoader[Tensor]] = DataLoader, **options: Any) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return kind(torch.arange(12).view(6, 2), batch_size=2, shuffle=True, generator=generator, **options)
+
+
+def drawing() -> DataLoader[Tensor]:
+    return DataLoader(torch.arange(12).view(6, 2), batch_size=2, shuffle=True)
+
+
+def distributed() -> DataLoader[Tensor]:
+    data = torch.arange(12).view(6, 2)
+    sampler = torch.utils.data.DistributedSampler(data, 1, 0)
+    return DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["last batch taken", "end seen"])
+@pytest.mark.parametrize(
+    "make", [Batches, Stateful, shuffled, partial(shuffled, Subclass), drawing, distributed, lambda: [*Batches()]]
+)
+def test_behind_an_epochs_last_batch_the_next_epochs_first_is_looked_at(make: Any, closed: bool) -> None:
+    taken, looked = [], []
+    for looks in (False, True):
+        torch.manual_seed(5)
+        loader = BoundLoader(make(), rank=0, world_size=1)
+        found = []
+        for epoch in range(3):
+            found += [loader.next_batch() for _ in range(3 + closed)][:3]
+            if looks:
+                state = loader.state()
+                looked.append(loader.first())
+                looked.append(loader.first())
+                assert same(loader.state(), state)
+            while not closed and loader.next_batch() is not ENDED:
+                pytest.fail("the epoch has ended")
+            if epoch == 1:  # from a checkpoint
+                state = loader.state()
+                loader = BoundLoader(make(), rank=0, world_size=1)
+                loader.restore([state])
+            loader.start_epoch()
+        taken.append(torch.stack([*found, torch.rand(2, 2)]))
+    assert torch.equal(*taken)
+    assert torch.equal(torch.stack(looked[:2]), taken[1][[3, 3]])
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two states are equal, tensors included."""
+    leaves = zip(flatten(one)[0], flatten(other)[0], strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in leaves)
+
+
+def test_a_loader_of_one_epoch_has_no_next() -> None:
+    loader = BoundLoader(iter([1]), rank=0, world_size=1)
+    assert (loader.next_batch(), loader.first()) == (1, None)
+    assert loader.next_batch() is ENDED
+    assert loader.first() is None
+
+
+def test_a_plan_behind_an_epoch_has_compute_and_lookups() -> None:
+    with ab.Executor(step_of(Model()), "Hybrid", dataloaders={"default": [IDS]}) as executor:
+        executor.run()
+        plan = executor.plan()
+    assert plan.notes == ()
+    assert plan.parts["compute"] > 0
+    assert [row.bytes for row in plan.rows if row.place == "servers, by row"] == [2 * ROW + ROW, 4 * ROW + 3 * ROW]
 
 
 def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays() -> None:
@@ -340,29 +426,62 @@ def test_a_plan_needs_a_training_step() -> None:
         executor.plan("validate")
 
 
-def test_auto_on_a_single_worker_needs_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    with ab.Executor(step_of(Model()), "Auto") as executor:
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServer]:
+    """A server that this job of one worker names."""
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        yield server
+
+
+def requests() -> dict[str, tuple[int, int, int]]:
+    """The pushes and rows of every table on the servers."""
+    with ab.ParameterClient() as client:
+        tables = client.statistics()[0].tables
+    return {name: (table.pushes, table.rows, table.step) for name, table in tables.items()}
+
+
+@pytest.mark.parametrize("mode", ["auto", "PS", None])
+def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: ParameterServer, mode: Any) -> None:
+    with ab.Executor(step_of(Model()), mode) as executor:
         executor.run(batch=IDS)
-        assert executor.comm_mode == "AllReduce"
-    assert capsys.readouterr().out == "comm_mode='auto' chooses 'AllReduce': the job has no other workers\n"
+        before, counted = requests(), executor.statistics().tables
+        plan = executor.plan(batch=IDS)
+        assert requests() == before
+        assert executor.statistics().tables == counted
+        executor.run(batch=IDS)
+        after = executor.statistics().tables
+    used = "Hybrid" if mode == "auto" else mode
+    assert plan.comm_mode == used
+    assert [one.comm_mode for one in plan.modes] == [None, "PS", "Hybrid"]
+    assert ModeCost(used, plan.bytes, plan.step_seconds) in plan.modes
+    assert [sorted(one.bytes) for one in plan.modes] == [[], ["servers"], ["servers"]]
+    assert plan.bytes.get("servers", 0) == sum(after[name].bytes - counted[name].bytes for name in after)
+    assert all(str(one) in str(plan).splitlines() for one in plan.modes)
+    assert ("their bandwidth is not measured" in str(plan)) is (mode is None)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: (step_of(Model()), {"consistency": "asp"}), "under consistency='asp'"),
-        (lambda: (step_of(nn.Sequential(_table())), {}), "RemoteEmbedding 'ids' lives on servers"),
-    ],
-)
-def test_auto_refuses_steps_that_it_cannot_plan(make: Any, words: str) -> None:
-    step, options = make()
-    with pytest.raises(ValueError, match=words):
-        ab.Executor(step, "auto", **options)
+def test_the_modes_that_are_planned_without_being_used_have_the_bytes_of_their_own_plans(
+    server: ParameterServer,
+) -> None:
+    plans = {}
+    for mode in (None, "PS", "Hybrid"):
+        with ab.Executor(step_of(Model()), mode, served="replace") as executor:
+            plans[mode] = executor.plan(batch=IDS)
+    for plan in plans.values():
+        assert {one.comm_mode: one.bytes for one in plan.modes} == {mode: one.bytes for mode, one in plans.items()}
 
 
-def _table() -> nn.Module:
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    return nn.Sequential(ab.RemoteEmbedding("ids", 10, 2, optimizer=optimizer), nn.Linear(2, 1))
+def test_a_mode_that_the_model_does_not_allow_has_no_line(server: ParameterServer) -> None:
+    model = Model()
+    step = ab.TrainStep(model, loss, torch.optim.NAdam(model.parameters()))
+    with ab.Executor(step) as executor:
+        assert [one.comm_mode for one in executor.plan(batch=IDS).modes] == [None]
+
+
+def test_auto_is_none_for_a_single_worker_without_servers() -> None:
+    with ab.Executor(step_of(Model()), "Auto") as executor:
+        assert executor.comm_mode is None
 
 
 def piped(survey: bool) -> list[Tensor]:

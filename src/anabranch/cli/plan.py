@@ -1,4 +1,4 @@
-"""``anabranch plan``: the traffic and cost of a step of a script, without training."""
+"""``anabranch plan``: the traffic and estimated time of a step of a script, without training."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def plan(
 ) -> None:
     """Print where each parameter of SCRIPT would be kept, what a step exchanges, and its estimated time.
 
-    SCRIPT is started as by `anabranch run`, up to its first training step. There the workers measure the machine and
-    its links for a moment, look at the first batch, print the plan and end: nothing is trained.
+    SCRIPT is started as by `anabranch run`, up to its first training step. There the workers measure their links for a
+    moment, try the first batch, print the plan and end: nothing is trained, and servers are only read.
 
     Exit code: 0 if there is a plan, 1 if SCRIPT failed or ended without a training step, 2 for wrong arguments.
     """

@@ -41,9 +41,8 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching
-from anabranch.executor.plan import ModeChoice, Plan, Planner
-from anabranch.executor.plan.auto import agreed, check_auto, modes_possible, tell
-from anabranch.executor.plan.pipe_survey import check_planned
+from anabranch.executor.plan import Plan, Planner, other_modes
+from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
@@ -92,8 +91,8 @@ class Executor:
         steps: steps by name, or a single one, called ``"default"``.
         comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
             averaged over the rows of all workers; ``"PS"``: every parameter is on the servers; ``"Hybrid"``: embedding
-            tables are, everything else is all-reduced; ``"auto"``: the mode with the fastest estimated step on this
-            machine, measured before the first training run, printed by rank 0 with the reason.
+            tables are, everything else is all-reduced; ``"auto"``: ``"Hybrid"`` in a job with servers, else
+            ``"AllReduce"`` with several workers, else ``None``.
         engine: how steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures each kind of batch at its
             first run, compares it there with the tape bit for bit, and runs it as generated code from then on, or
             raises ``CaptureError``.
@@ -139,7 +138,6 @@ class Executor:
 
     _trace: RunTrace | None = None
     _inside: str | None = None  # the step that runs
-    _undecided = False
     _end_saves: Callable[[Deadline], None] | None = None
 
     def __init__(
@@ -169,8 +167,7 @@ class Executor:
     ) -> None:
         self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
         self._steps = named_steps(steps)
-        asked = comm_mode_of(comm_mode)
-        self.comm_mode: CommMode | None = "AllReduce" if asked == "auto" else asked  # until it is decided
+        self.comm_mode: CommMode | None = comm_mode_of(comm_mode, self._steps, process_group)
         consistency = Consistency.parse(consistency).name
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
@@ -180,7 +177,7 @@ class Executor:
         )
         sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)
-        self._routes_in = partial(
+        routes_in = partial(
             plan_routes,
             self._steps,
             self._models,
@@ -188,9 +185,8 @@ class Executor:
             use_sparse_pull=use_sparse_pull,
             caches=cache is not None,
         )
-        if asked == "auto":
-            check_auto(self._models.values(), consistency)
-        self._routes = self._routes_in(self.comm_mode)
+        self._routes = routes_in(self.comm_mode)
+        others = other_modes(routes_in, self.comm_mode, self._steps, Consistency.parse(consistency), cache)
         self._log_path = check_log_path(log_path)
         self._closed, self._timeout, self._process = False, timeout, os.getpid()
         self._started = time.monotonic()
@@ -283,11 +279,11 @@ class Executor:
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
         self._saver.loaders = self._batches.loaders
         self._saver.remote = self._remote
-        servers = len(job().servers) or int(self._remote is not None)
         self._planner = Planner(
-            self._models, self._workers, servers, row_compression, timeout, caches=cache is not None
+            list(self._models.values()), self._workers, merges, row_compression, cache is not None, timeout, others
         )
-        self._look_first(auto=asked == "auto", cache=cache)
+        if PLAN_VARIABLE in os.environ:
+            self._running.before = self._before_first
 
     # Construction.
 
@@ -340,23 +336,26 @@ class Executor:
     # Plans.
 
     def plan(self, name: str | None = None, batch: Structure | None = None) -> Plan:
-        """Return the plan of a step: its traffic across each boundary and its estimated cost; every worker calls it.
+        """Return the plan of a step: its traffic across each boundary and its estimated time; every worker calls it.
 
         ::
 
             print(executor.plan())  # a table of at most 80 columns
 
-        All workers briefly measure their machine and its links, and run the batch forward and backward a few times
-        without training: parameters, buffers, generators, servers and experts are unchanged. If your loss or model
+        Bytes are exact. Seconds come from three kinds of numbers, measured at the call by all workers: forward and
+        backward of the batch, tried a few times without training, and the latency and bandwidth of the links. The
+        servers are only read: parameters, buffers, generators, servers and experts are unchanged. If your loss or model
         counts or prints, it does so in these runs too. Row caches are ignored: they can only save bytes.
 
         Args:
             name: of a training step; by default the first one.
             batch: this worker's shard of a usual batch; by default the next one of the step's loader, without consuming
-                it. Without a batch, compute time and lookups are not included, and ``plan.notes`` says so.
+                it; at the end of an epoch the next epoch's first. Without a batch, compute time and lookups are not
+                included, and ``plan.notes`` says so.
 
         Returns:
-            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``.
+            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``, and ``modes``, the
+            same step in each ``comm_mode`` that is possible.
 
         Raises:
             ValueError: no such training step, or a ``Pipe``'s with experts, or with parameters on servers.
@@ -375,40 +374,14 @@ class Executor:
             batch = self._batches.loaders[name].first()
         batch = None if batch is None else as_tensors(batch, self._devices[name])
         with self._reporting_failures():
-            return self._planner.plans(name, step, batch, {self.comm_mode: self._routes})[self.comm_mode]
+            return self._planner.plan(name, step, batch, self.comm_mode, self._routes, self._remote)
 
-    def _look_first(self, *, auto: bool, cache: Cache | None) -> None:
-        """Inspect the first training run's batch if a mode has to be chosen, or ``anabranch plan`` runs this."""
-        file = os.environ.get(PLAN_VARIABLE)
-        alone = self._workers is None or self._workers.size == 1
-        undecided = auto and not alone and bool(job().servers)
-        if auto and not undecided:
-            tell(ModeChoice("AllReduce", f"the job has no {'other workers' if alone else 'servers'}"), self._rank)
-        if undecided or file is not None:
-            self._running.before = partial(self._before_first, cache=cache if undecided else None, file=file)
-            self._undecided = undecided
-
-    def _before_first(self, name: str, batch: Structure | None, *, cache: Cache | None, file: str | None) -> None:
-        plan = self._choose_mode(name, batch, cache) if self._undecided else None
-        if file is not None:
-            plan = plan or self.plan(name, batch)
-            if self._rank == 0:
-                Path(file).write_text(f"{plan}\n")
-            raise SystemExit(0)
-
-    def _choose_mode(self, name: str, batch: Structure | None, cache: Cache | None) -> Plan | None:
-        """Choose the mode with the fastest estimated step, the same on all workers; return its plan."""
-        assert self._workers is not None
-        plans: dict[CommMode, Plan] = {}
-        possible = modes_possible(self._routes_in, self._steps, cache)
-        plans = self._planner.plans(name, cast(TrainStep, self._step(name)), batch, possible)
-        choice = agreed(plans, partial(self._workers.all_gather_bytes, operation="choice of comm_mode"))
-        tell(choice, self._rank)
-        self._undecided, self.comm_mode, self._routes = False, choice.mode, self._routes_in(choice.mode)
-        if self._routes.served:
-            self._remote = self._running.remote = self._saver.remote = self._take_to_servers()
-            self._ask_ahead(self._remote)
-        return plans.get(choice.mode)
+    def _before_first(self, name: str, batch: Structure | None) -> None:
+        """Leave the plan of the first training run's batch for ``anabranch plan``, and end."""
+        plan = self.plan(name, batch)
+        if self._rank == 0:
+            Path(os.environ[PLAN_VARIABLE]).write_text(f"{plan}\n")
+        raise SystemExit(0)
 
     # Running.
 

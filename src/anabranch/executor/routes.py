@@ -19,13 +19,15 @@ from enum import StrEnum
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from anabranch.autodiff.hooks import foreign_hooks
 from anabranch.autodiff.moved_parameter import Elsewhere, MovedParameter
 from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
-from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
+from anabranch.job import job
+from anabranch.parameter_server import RemoteEmbedding, rule_of
 from anabranch.pipeline import Pipe
 from anabranch.tables import RowOptimizer
 
@@ -37,13 +39,26 @@ COMM_MODES: tuple[CommMode, ...] = ("AllReduce", "PS", "Hybrid")
 _SERVED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def comm_mode_of(given: str | None) -> CommMode | Literal["auto"] | None:
+def comm_mode_of(given: str | None, steps: Mapping[str, Step], group: dist.ProcessGroup | None) -> CommMode | None:
     """Return the mode that ``given`` names, in any case.
+
+    Args:
+        given: a mode; ``"auto"`` is ``"Hybrid"`` in a job with servers, else ``"AllReduce"`` with several workers.
+        steps: if one pipeline of theirs covers the workers, ``"auto"`` is ``None``.
+        group: the workers; by default those of torch.distributed, or of the job.
 
     Raises:
         ValueError: it names none.
     """
-    return choice("comm_mode", given, (None, *COMM_MODES, "auto"))
+    mode: CommMode | Literal["auto"] | None = choice("comm_mode", given, (None, *COMM_MODES, "auto"))
+    if mode != "auto":
+        return mode
+    if job().servers:
+        return "Hybrid"
+    size = dist.get_world_size(group) if group is not None or dist.is_initialized() else job().world_size
+    pipes = [step.model.process_group for step in steps.values() if isinstance(step.model, Pipe)]
+    lines = [dist.get_world_size(line) for line in pipes if line is not None and group is None]
+    return "AllReduce" if size > 1 and size not in lines else None
 
 
 class Place(StrEnum):
@@ -78,6 +93,7 @@ class Route:
     bytes: int
     place: Place
     why: str
+    dtype: torch.dtype = field(default=torch.float32, repr=False, compare=False)
     tensor: nn.Parameter | None = field(default=None, repr=False, compare=False)
     rule: Callable[[], RowOptimizer] | None = field(default=None, repr=False, compare=False)
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False, compare=False)
@@ -147,11 +163,16 @@ def plan_routes(
     for name, parameter in named.items():
         if type(parameter) is not Elsewhere:  # of a RemoteEmbedding, whose route is its own
             names.setdefault(parameter, []).append(name)
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
+    for module in dict.fromkeys(module for model in models.values() for module in model.modules()):
+        for label, held in module._parameters.items():
+            if held in uses:
+                uses[held].append((module, label))
     for parameter, (name, *others) in names.items():  # models of several steps may share it: one place
         override = next((overrides[each] for each in (name, *others) if each in overrides), None)
         if isinstance(parameter, MovedParameter) and parameter in owners:
             parameter.refuse("a second Executor")
-        users = users_of(parameter, models.values())
+        users = uses[parameter]
         place, why = _place(name, parameter, users, mode, override, owned=parameter in owners, tied=parameter in tied)
         rule = optimizer = None
         if place.served:
@@ -170,7 +191,8 @@ def plan_routes(
                 "a table whose rows are on servers is not here; give split glue=, refresh the whole table with "
                 f"use_sparse_pull=False, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
             )
-        routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule, optimizer))
+        facts = (tuple(parameter.shape), parameter.nbytes, place, why, parameter.dtype)
+        routes.append(Route(name, *facts, parameter, rule, optimizer))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 
 
@@ -286,5 +308,5 @@ def _remote_embeddings(steps: Mapping[str, Step], use_sparse_pull: bool) -> list
             rows, width = module.spec.rows, module.spec.width
             size = (rows or 0) * width * module.spec.dtype.itemsize
             shape = (-1 if rows is None else rows, width)
-            found[module.name] = Route(module.name, shape, size, Place.ROWS, "RemoteEmbedding")
+            found[module.name] = Route(module.name, shape, size, Place.ROWS, "RemoteEmbedding", module.spec.dtype)
     return list(found.values())

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 from anabranch.errors import CheckpointError
-from anabranch.executor.loaders.positions import State, position_of
+from anabranch.executor.loaders.positions import State, first_of_next_epoch, position_of
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.tensors import Structure, flatten
 
@@ -159,15 +159,17 @@ class BoundLoader:
         return None if batch is ENDED else batch
 
     def first(self) -> Structure | None:
-        """Return the next batch, which stays the next, as ``peek`` does, and fetch it now if it takes that; ``None`` at
-        the end of an epoch.
+        """Return the next batch, which stays the next, as ``peek`` does, and fetch it now if it takes that.
+
+        At the end of an epoch it is the next epoch's first, for which the loader is iterated once more; ``None`` if it
+        has none.
 
         Raises:
             Exception: raised by the loader.
         """
-        if self._closed or self._ended:
+        if self._closed:
             return None
-        if self._pending is None:
+        if self._pending is None and not self._ended:
             self._begin()
             self._snapshot = self._position.snapshot()
             fetched: Future[Structure] = Future()
@@ -176,8 +178,8 @@ class BoundLoader:
             except Exception as error:  # noqa: BLE001 - it is next_batch's to raise, too
                 fetched.set_exception(error)
             self._pending = fetched
-        found = self._arrived().result(timeout=0)
-        return None if found is ENDED else found
+        found = ENDED if self._ended else self._arrived().result(timeout=0)
+        return first_of_next_epoch(self._loader, self._position) if found is ENDED else found
 
     def _begin(self) -> Iterator[Structure]:
         """Begin the epoch, if it has not begun."""

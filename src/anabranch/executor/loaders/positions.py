@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -28,9 +29,17 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from anabranch.errors import CheckpointError
+from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.tensors import Structure
 
-__all__ = ["CountedPosition", "LoaderPosition", "MapPosition", "StatefulPosition", "position_of"]
+__all__ = [
+    "CountedPosition",
+    "LoaderPosition",
+    "MapPosition",
+    "StatefulPosition",
+    "first_of_next_epoch",
+    "position_of",
+]
 
 State = dict[str, object]
 
@@ -39,6 +48,7 @@ class LoaderPosition(Protocol):
     """Starts epochs of one loader for a ``BoundLoader``, and tracks its position."""
 
     kind: str
+    epochs: _Epochs
 
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
@@ -78,6 +88,24 @@ def position_of(loader: Iterable[Structure], world_size: int) -> LoaderPosition:
     return CountedPosition(loader, world_size)
 
 
+def first_of_next_epoch(loader: Iterable[Structure], position: LoaderPosition) -> Structure | None:
+    """Return the first batch of the epoch after this one, which has ended, without consuming it; ``None`` without one.
+
+    The random number generators of the process, of the loader and of its samplers are as before.
+    """
+    random, state = random_state(), position.state(0, position.snapshot())
+    generators = [(one, one.get_state()) for one in _generators(loader, _samplers(loader)).values()]
+    with position.epochs.unchanged():
+        try:
+            position.next_epoch()
+            return next(position.begin(), None)
+        finally:
+            position.ready(state)
+            restore_random_state(random)
+            for generator, before in generators:
+                generator.set_state(before)
+
+
 class _Stateful(Protocol):
     def __iter__(self) -> Iterator[Structure]: ...
 
@@ -94,18 +122,18 @@ class StatefulPosition:
     def __init__(self, loader: _Stateful, world_size: int) -> None:
         self._loader = loader
         self._world_size = world_size
-        self._epochs = _Epochs(loader)
+        self.epochs = _Epochs(loader)
         self._begun = False
 
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
         self._begun = True
-        self._epochs.begin()
+        self.epochs.begin()
         return iter(self._loader)
 
     def next_epoch(self) -> None:
         """Call every ``set_epoch``; all else is the loader's own business."""
-        self._epochs.next()
+        self.epochs.next()
 
     def snapshot(self) -> State:
         """Return a copy of the loader's state, which the loader may continue to change."""
@@ -114,7 +142,7 @@ class StatefulPosition:
 
     def state(self, batches: int, snapshot: State) -> State:
         """Return the loader's state at the snapshot."""
-        return {**snapshot, "epochs": self._epochs.state()}
+        return {**snapshot, "epochs": self.epochs.state()}
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
         """Return this rank's own position; there must be as many as there are workers, once an epoch has begun."""
@@ -129,7 +157,7 @@ class StatefulPosition:
 
     def ready(self, state: State) -> None:
         """Load the loader's state."""
-        self._epochs.restore(state["epochs"])
+        self.epochs.restore(state["epochs"])
         if state["state"] is not None:
             self._loader.load_state_dict(state["state"])
             self._begun = True
@@ -143,19 +171,19 @@ class CountedPosition:
     def __init__(self, loader: Iterable[Structure], world_size: int) -> None:
         self._loader = loader
         self._world_size = world_size
-        self._epochs = _Epochs(loader)
+        self.epochs = _Epochs(loader)
         self._workers = _PersistentWorkers(loader)
         self._skipped = 0
 
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
-        self._epochs.begin()
+        self.epochs.begin()
         return self._workers.begin()
 
     def next_epoch(self) -> None:
         """Call every ``set_epoch``."""
         self._skipped = 0
-        self._epochs.next()
+        self.epochs.next()
 
     def snapshot(self) -> State:
         """Nothing."""
@@ -165,7 +193,7 @@ class CountedPosition:
         """Return the number of batches."""
         return {
             "batches": self._skipped + batches,
-            "epochs": self._epochs.state(),
+            "epochs": self.epochs.state(),
             "persistent_workers": self._workers.state(),
         }
 
@@ -192,7 +220,7 @@ class CountedPosition:
     def ready(self, state: State) -> None:
         """Tells the samplers their epoch."""
         self._skipped = cast(int, state["batches"])
-        self._epochs.restore(state["epochs"])
+        self.epochs.restore(state["epochs"])
         self._workers.restore(state)
 
 
@@ -206,7 +234,7 @@ class MapPosition:
         self._world_size = world_size
         samplers = _samplers(loader)
         self._sampler = samplers[-1]
-        self._epochs = _Epochs(loader)
+        self.epochs = _Epochs(loader)
         self._workers = _PersistentWorkers(loader)
         self._generators = _generators(loader, samplers)
         self._shards = getattr(self._sampler, "num_replicas", None)
@@ -217,13 +245,13 @@ class MapPosition:
     def begin(self) -> Iterator[Structure]:
         """Start an epoch."""
         self._at_start = self._generator_states()
-        self._epochs.begin()
+        self.epochs.begin()
         return self._workers.begin()
 
     def next_epoch(self) -> None:
         """Call every ``set_epoch``."""
         self._skipped = 0
-        self._epochs.next()
+        self.epochs.next()
 
     def snapshot(self) -> State:
         """Return the own generators of the loader and its samplers."""
@@ -238,7 +266,7 @@ class MapPosition:
             "share": _length(self._sampler),
             "unit": self._unit()[0],
             "consumed": self._skipped + batches * self._unit()[1],
-            "epochs": self._epochs.state(),
+            "epochs": self.epochs.state(),
             "generators_at_start": self._at_start,
             "persistent_workers": self._workers.state(),
             **snapshot,
@@ -269,7 +297,6 @@ class MapPosition:
     def resume(self, state: State) -> Iterator[Structure]:
         """Goes on behind the samples that were returned, without loading them."""
         self.ready(state)
-        self._at_start = state["generators_at_start"]
         self._restore_generators(self._at_start)
         rest = _RemainingIndices(self._loader, self._skipped, self._unit()[0] == "samples")
         iterator = self._workers.resume(_with_sampler(self._loader, rest))
@@ -279,8 +306,8 @@ class MapPosition:
 
     def ready(self, state: State) -> None:
         """Tells the samplers their epoch, and puts the generators back."""
-        self._skipped = cast(int, state["consumed"])
-        self._epochs.restore(state["epochs"])
+        self._skipped, self._at_start = cast(int, state["consumed"]), state["generators_at_start"]
+        self.epochs.restore(state["epochs"])
         self._workers.restore(state)
         self._restore_generators(state["generators"])
 
@@ -440,6 +467,15 @@ class _Epochs:
         self._parts = [part for part in parts if callable(getattr(part, "set_epoch", None))]
         self._epochs = [0] * len(self._parts)
         self.begin()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        began, now = self._epochs, self._current()
+        try:
+            yield
+        finally:
+            self.restore(now)
+            self._epochs = began
 
     def state(self) -> list[int]:
         return list(self._epochs)

@@ -1,12 +1,10 @@
-"""Plans of training steps: the traffic across each boundary, and the estimated cost. Open ``step_plan.py`` first.
+"""Plans of training steps: the traffic across each boundary, and the estimated time. Open ``step_plan.py`` first.
 
-``step_survey.py`` runs a batch without training, ``measuring.py`` makes a ``machine_profile.py`` of the machine and its
-links, ``costs.py`` computes a plan from both, ``mode_choice.py`` takes the cheapest of several, and ``planner.py`` lets
-the workers do all this together. Not a scheduler: a plan only describes.
+``survey.py`` runs a batch without training (``dry_run.py`` answers what the model asks of other processes), and
+``planner.py`` computes a plan from it, from where the parameters live, and from the measured speed of the links.
 """
 
-from anabranch.executor.plan.mode_choice import ModeChoice, choose
-from anabranch.executor.plan.planner import Planner
-from anabranch.executor.plan.step_plan import Plan, PlanRow
+from anabranch.executor.plan.planner import Planner, other_modes
+from anabranch.executor.plan.step_plan import Link, ModeCost, Plan, PlanRow
 
-__all__ = ["ModeChoice", "Plan", "PlanRow", "Planner", "choose"]
+__all__ = ["Link", "ModeCost", "Plan", "PlanRow", "Planner", "other_modes"]

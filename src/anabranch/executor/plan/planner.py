@@ -1,206 +1,341 @@
-"""``Planner``: plans of an executor's steps under any mode, from measurements of all workers."""
+"""``Planner``: the plan of a step: bytes from where its parameters live, seconds from what all workers have measured.
+
+::
+
+    compute      forward and backward of the batch, as tried                        once a run
+    workers      buckets of gradients, summed; sparse ones gathered                 once a step
+    servers      rows read (each run) and moved, parameters read and moved whole    once a step
+    experts      forward as tried, and backward as long                             once a run
+    pipeline     the busiest rank of a pipe waits for the others                    once a run
+
+What crosses takes its messages' latency, and its bytes over the bandwidth. No overlap is assumed: on a processor's
+cores there is seldom any.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import cast
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff.moved_parameter import MovedParameter
-from anabranch.executor.plan.costs import RowsHeld, StepFacts, plan_of
-from anabranch.executor.plan.machine_profile import Profile
-from anabranch.executor.plan.measuring import RowKind, measure
-from anabranch.executor.plan.pipe_survey import survey_pipe
-from anabranch.executor.plan.step_plan import Plan
-from anabranch.executor.plan.step_survey import StepSurvey, survey_step
-from anabranch.executor.routes import CommMode, Place, Route, Routes
-from anabranch.executor.running.loss_module import ModelWithLoss, model_of
+from anabranch.collectives import Workers
+from anabranch.collectives.buckets import carries_header, in_buckets
+from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
+from anabranch.executor.plan.step_plan import Link, ModeCost, Plan, PlanRow
+from anabranch.executor.plan.survey import Lookup, StepSurvey, survey_pipe, survey_step
+from anabranch.executor.routes import COMM_MODES, CommMode, Place, Route, Routes
+from anabranch.executor.running.remote import RemotePart, check_served_steps
 from anabranch.executor.running.step_runs import rows_of
-from anabranch.executor.steps import TrainStep, parameters_of
-from anabranch.parameter_server import RemoteEmbedding, users_of
+from anabranch.executor.running.window import HEADER_SIZE
+from anabranch.executor.steps import Step, TrainStep
+from anabranch.job import job
+from anabranch.parameter_server import Consistency, ParameterClient, RemoteEmbedding
 from anabranch.pipeline import Pipe
-from anabranch.tables import Family, RowOptimizer
+from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure
+from anabranch.tensors.packing import Share
 
-if TYPE_CHECKING:
-    from anabranch.collectives import Workers
+__all__ = ["Planner", "other_modes"]
 
-__all__ = ["Planner"]
+_SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
+_FLAGS = 2  # numbers per summed gradient beside its own
+_ALONE_BYTES = 8 * HEADER_SIZE  # a header in its own message
+_SKIP_BYTES = 4  # whether a worker skips the step
+_TIMES = 5  # of each message that is measured, after one that warms up
+_SIZES = 1 << 10, 4 << 20  # bytes that are summed to measure the workers
+_ROWS = 4096  # read to measure the servers
 
-_Mode = TypeVar("_Mode", bound=CommMode | None)
 
-
-class _Measured(msgspec.Struct):
-    """The measurements of one worker, as the others get them."""
-
-    profile: Profile
-    survey: StepSurvey | None
+def other_modes(
+    routes_in: Callable[[CommMode | None], Routes],
+    mode: CommMode | None,
+    steps: Mapping[str, Step],
+    consistency: Consistency,
+    cache: Cache | None,
+) -> dict[CommMode | None, Routes]:
+    """Return where the parameters would live in the other modes in which this job could train the same model."""
+    several = job().world_size > 1
+    if not job().servers or (mode is None and several) or any(isinstance(step.model, Pipe) for step in steps.values()):
+        return {}
+    others: dict[CommMode | None, Routes] = {}
+    for other in (*(["AllReduce"] if several else [None]), "PS", "Hybrid"):
+        if other == mode:
+            continue
+        with suppress(ValueError):  # of a mode that is not possible
+            routes = routes_in(other)
+            if routes.served:
+                check_served_steps(steps, consistency, cache)
+            others[other] = routes
+    return others
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes plans; every worker calls ``plans`` at the same place.
+    """Makes plans; every worker calls ``plan`` at the same place.
 
     Attributes:
-        models: of the executor, by the prefix of their tensors' names.
+        models: of the executor.
         workers: of the job; ``None`` is alone.
-        servers: the number of them.
-        compression: of rows on their way.
-        timeout: seconds that a wait may last.
+        merges: the consistency does, so that the workers run together whatever they all-reduce.
+        compression: of rows on their way to servers.
         caches: rows are cached here, so fewer of them cross than are looked up.
+        timeout: seconds that a wait may last.
+        others: where the parameters would live in the other modes that are possible.
     """
 
-    models: Mapping[str, nn.Module]
+    models: Sequence[nn.Module]
     workers: Workers | None
-    servers: int
+    merges: bool
     compression: Compression | None
+    caches: bool
     timeout: float
-    caches: bool = False
+    others: Mapping[CommMode | None, Routes]
 
-    def plans(
+    def plan(
         self,
         name: str,
         step: TrainStep,
         batch: Structure | None,
-        routes: Mapping[_Mode, Routes],
-    ) -> dict[_Mode, Plan]:
-        """Return a plan of ``step`` for each mode.
+        mode: CommMode | None,
+        routes: Routes,
+        remote: RemotePart | None,
+    ) -> Plan:
+        """Return the plan of ``step``.
 
         Args:
             name: the step's.
             step: which.
             batch: this worker's; ``None`` if none has been seen.
-            routes: by mode, where its parameters would live.
+            mode: the mode in use.
+            routes: where it puts the parameters.
+            remote: the servers' side; ``None`` if nothing is served.
         """
-        with nullcontext() if self.workers is None else _uncounted(self.workers):
-            surveys, profile = self._measured(step, batch, [route for found in routes.values() for route in found])
-        rank = 0 if self.workers is None else self.workers.rank
-        return {
-            mode: plan_of(
-                mode, self._holdings(step, found), self._facts(name, step), profile, surveys, rank, servers=self.servers
-            )
-            for mode, found in routes.items()
+        links, surveys, rank = self._measured(step, batch, routes, remote)
+        survey, servers = surveys[rank], len(job().servers) or int(remote is not None)
+        costs = {
+            each: _Costs(self, step, there, surveys, rank, links)
+            for each in (None, *COMM_MODES)
+            if (there := routes if each == mode else self.others.get(each)) is not None
         }
+        used, notes = costs[mode], list(survey.notes) if survey is not None else []
+        if survey is None:
+            notes.append("without a batch, compute time and table lookups are not included")
+        if self.caches and routes.at(Place.ROWS):
+            notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
+        if links.keys() == {"servers"} and (remote is None or not remote.is_open):
+            notes.append("nothing is on the servers yet, so their bandwidth is not measured")
+        modes = tuple(ModeCost(each, cost.bytes, sum(cost.parts.values())) for each, cost in costs.items())
+        crossed = {boundary: link for boundary, link in links.items() if boundary in used.bytes}
+        workers = len(surveys)
+        return Plan(
+            name, mode, workers, servers, tuple(used.rows), used.bytes, used.parts, crossed, modes, tuple(notes)
+        )
 
     def _measured(
-        self, step: TrainStep, batch: Structure | None, everything: Sequence[Route]
-    ) -> tuple[Sequence[StepSurvey | None], Profile]:
-        """Return every worker's observations, in the order of ranks, and rank 0's profile."""
-        if self.workers is not None:
-            self.workers.barrier(operation="plan")
-        tables: dict[Tensor, str] = {
-            route.tensor: route.parameter
-            for route in everything
-            if route.tensor is not None and not isinstance(route.tensor, MovedParameter) and self._looked_up(route)
-        }
-        survey = None
-        if batch is not None and rows_of(step, batch):
-            pipe = step.model
-            survey = survey_pipe(step, pipe, batch) if isinstance(pipe, Pipe) else survey_step(step, batch, tables)
-        device = next((p.device for p in step.model.parameters()), torch.device("cpu"))
-        row_kind, whole = self._served_kinds(step, everything, survey)
-        profile = measure(step.optimizers, device, self.workers, row_kind, whole, timeout=self.timeout)
+        self, step: TrainStep, batch: Structure | None, routes: Routes, remote: RemotePart | None
+    ) -> tuple[Mapping[str, Link], Sequence[StepSurvey | None], int]:
+        """Return rank 0's links, every worker's survey, and this worker's rank."""
         if self.workers is None:
-            return [survey], profile
-        texts = self.workers.all_gather_bytes(msgspec.json.encode(_Measured(profile, survey)), operation="plan")
-        everyone = [msgspec.json.decode(text, type=_Measured) for text in texts]
-        return [measured.survey for measured in everyone], everyone[0].profile
+            return self._links(routes, remote), [self._survey(step, batch, routes)], 0
+        with _uncounted(self.workers):
+            self.workers.barrier(operation="plan")
+            mine = self._links(routes, remote), self._survey(step, batch, routes)
+            texts = self.workers.all_gather_bytes(msgspec.json.encode(mine), operation="plan")
+        everyone = [msgspec.json.decode(text, type=tuple[dict[str, Link], StepSurvey | None]) for text in texts]
+        return everyone[0][0], [survey for _, survey in everyone], self.workers.rank
 
-    def _served_kinds(
-        self, step: TrainStep, routes: Sequence[Route], survey: StepSurvey | None
-    ) -> tuple[RowKind | None, RowOptimizer | None]:
-        """Return the kind of the table that is requested most, and the optimizer of parameters that are read whole."""
-        tables: list[tuple[int, RowKind]] = []
-        whole: RowOptimizer | None = None
-        for route in routes:
-            rule = self._rule(step, route)
-            if not route.place.served or rule is None:
-                continue
-            if route.place is Place.WHOLE:
-                whole = whole or rule
-                continue
-            spec = None if route.tensor is not None else self._embedding(route).spec
-            dtype = route.tensor.dtype if route.tensor is not None else spec.dtype  # type: ignore[union-attr]
-            read = survey.tables[route.parameter].read if survey is not None and route.parameter in survey.tables else 0
-            quiet = rule.moves_quiet_rows and not self._sparse(route) and rule.family is not Family.SPARSE_ADAM
-            tables.append((read * route.shape[1], RowKind(route.shape[1], dtype, rule, every_row_moves=quiet)))
-        return max(tables, key=lambda found: found[0])[1] if tables else None, whole
+    def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
+        if batch is None or not rows_of(step, batch):
+            return None
+        if isinstance(step.model, Pipe):
+            return survey_pipe(step, step.model, batch)
+        tables: dict[Tensor, tuple[str, bool]] = {
+            route.tensor: (route.parameter, route.place is Place.ROWS) for route in routes if route.tensor is not None
+        }
+        return survey_step(step, batch, tables)
 
-    def _rule(self, step: TrainStep, route: Route) -> RowOptimizer | None:
-        if route.rule is not None:
-            return route.rule()
-        if route.tensor is None:
-            own = self._embedding(route).rule
-            return own() if own is not None else RowOptimizer.from_torch(step.optimizers[0])
-        return None
+    # The links, measured by all workers at the same time.
 
-    def _embedding(self, route: Route) -> RemoteEmbedding:
-        modules = [module for model in self.models.values() for module in model.modules()]
-        return next(m for m in modules if isinstance(m, RemoteEmbedding) and m.name == route.parameter)
+    def _links(self, routes: Routes, remote: RemotePart | None) -> dict[str, Link]:
+        links = {}
+        if self.workers is not None and self.workers.size > 1:
+            few, many = (torch.zeros(size, dtype=torch.uint8, device=self.workers.device) for size in _SIZES)
+            reduce = partial(self.workers.all_reduce, operation="plan: measure the workers' link")
+            links["workers"] = _link(partial(reduce, few), partial(reduce, many), many.nbytes - few.nbytes)
+        if remote is not None:
+            with remote.client.uncounted():
+                links["servers"] = self._servers(remote.client, routes if remote.is_open else [], links)
+        elif self.others:
+            with ParameterClient(timeout=self.timeout) as client:
+                links["servers"] = self._servers(client, [], links)
+        return links
 
-    def _users(self, route: Route) -> list[nn.Module]:
-        assert route.tensor is not None
-        return [module for module, _ in users_of(route.tensor, self.models.values())]
+    def _servers(self, client: ParameterClient, routes: Iterable[Route], links: Mapping[str, Link]) -> Link:
+        """Measure by reading what is largest on the servers; without that the bandwidth is the workers'."""
+        largest = max((route for route in routes if route.place.served), key=lambda route: route.bytes, default=None)
+        if largest is None:
+            link = _link(client.wait_until_served, client.wait_until_served, 1)
+            return replace(link, seconds_per_byte=links["workers"].seconds_per_byte if "workers" in links else 0.0)
+        few: Callable[[], object] = client.wait_until_served
+        count, size = 0, largest.bytes
+        if largest.place is not Place.WHOLE:
+            count = _ROWS if largest.shape[0] < 0 else min(largest.shape[0], _ROWS)
+            size = _row_bytes(largest, count - 1, self.compression, short=_has_short_ids(largest))
+            few = partial(client.pull_many, {largest.parameter: torch.zeros(1, dtype=torch.int64, device="cpu")})
+        ids = torch.arange(count, device="cpu")
+        return _link(few, partial(client.pull_many, {largest.parameter: ids}), max(1, size))
 
-    def _looked_up(self, route: Route) -> bool:
-        """Return True for a table that no module uses otherwise."""
-        if route.place is Place.ROWS or route.tensor is None:
-            return True
-        users = self._users(route)
-        return bool(users) and all(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in users)
 
-    def _sparse(self, route: Route) -> bool:
-        if route.tensor is None:
-            return True
-        users = self._users(route)
-        return bool(users) and all(getattr(module, "sparse", False) is True for module in users)
+def _link(few: Callable[[], object], many: Callable[[], object], more: int) -> Link:
+    """Return the link by which ``many`` sends so many bytes more than ``few``."""
+    latency, longer = _seconds(few), _seconds(many)
+    return Link(latency, max(0.0, longer - latency) / more)
 
-    def _holdings(self, step: TrainStep, routes: Routes) -> list[RowsHeld]:
-        owners = {p: type(optimizer).__name__ for optimizer in step.optimizers for p in parameters_of(optimizer)}
-        own = {model_of(step.model), *([step.model.loss] if isinstance(step.model, ModelWithLoss) else [])}
-        prefixes = tuple(prefix for prefix, model in self.models.items() if model in own)
-        modules, held = set(step.model.modules()), set(step.model.parameters())
-        found = []
-        for route in routes:
-            tensor = route.tensor
-            if tensor is None:
-                module = self._embedding(route)
-                facts = (route.parameter, route.shape, module.spec.dtype, route.place)
-                if module in modules:
-                    found.append(RowsHeld(*facts, looked_up=True, sparse=True))
-            elif tensor in held or (route.place is Place.ROWS and route.parameter.startswith(prefixes)):
-                found.append(
-                    RowsHeld(
-                        route.parameter,
-                        route.shape,
-                        tensor.dtype,
-                        route.place,
-                        tensor,
-                        trained=tensor.requires_grad,
-                        looked_up=self._looked_up(route),
-                        sparse=self._sparse(route),
-                        optimizer=owners.get(tensor),
-                    )
-                )
-        return found
 
-    def _facts(self, name: str, step: TrainStep) -> StepFacts:
-        alone = self.workers is None or self.workers.size == 1
-        return StepFacts(
-            name,
-            accumulate=step.accumulate,
-            mean=step.reduction == "mean" and not (alone and step.accumulate == 1),
-            looks_for_nan=step.skip_nonfinite is not None,
-            skips_together=bool(step.skip_nonfinite) and not alone,
-            clips=step.clip_grad_norm is not None,
-            compression=self.compression,
-            caches=self.caches,
+def _seconds(call: Callable[[], object]) -> float:
+    """Return the usual seconds of a call, after one that warms up."""
+    times = []
+    for _ in range(_TIMES + 1):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return median(times[1:])
+
+
+class _Costs:
+    """The traffic and time of a step whose parameters live as ``routes`` say.
+
+    Attributes:
+        rows: of the plan's table.
+        bytes: of this worker, by boundary.
+        parts: seconds of a step on the slowest worker, by cause.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        step: TrainStep,
+        routes: Routes,
+        surveys: Sequence[StepSurvey | None],
+        rank: int,
+        links: Mapping[str, Link],
+    ) -> None:
+        self._planner, self._step, self._links = planner, step, links
+        self._mine, self._seen = surveys[rank], [survey for survey in surveys if survey is not None]
+        self._alone = len(surveys) == 1
+        causes = ["compute", *(cause for survey in self._seen for cause in survey.parts)]
+        slowest = {cause: max((one.parts.get(cause, 0.0) for one in self._seen), default=0.0) for cause in causes}
+        modules = [module for model in planner.models for module in model.modules()]
+        uses = [
+            (held, getattr(module, "sparse", False) is True)
+            for module in modules
+            for held in module._parameters.values()
+        ]
+        self._sparse = {held for held, sparse in uses if sparse} - {held for held, sparse in uses if not sparse}
+        self.parts = {cause: step.accumulate * seconds for cause, seconds in slowest.items()}
+        self.bytes: dict[str, int] = {}
+        embeddings = {module.name for module in step.model.modules() if isinstance(module, RemoteEmbedding)}
+        parameters = set(step.model.parameters())
+        mine = Routes(
+            route
+            for route in routes
+            if (route.parameter in embeddings if route.tensor is None else route.tensor in parameters)
         )
+        short = all(map(_has_short_ids, mine.at(Place.ROWS)))
+        self.rows = [self._row(route, pushes_short=short) for route in mine]
+        if not self._alone and (planner.merges or not routes.served or routes.all_reduces):
+            self._add_headers(mine)
+        if mine.served:
+            # Rows are read in one message a run, parameters in one a step, and all are pushed in one; a norm takes two.
+            reads = step.accumulate * bool(mine.at(Place.ROWS)) + bool(mine.at(Place.WHOLE, Place.WHOLE_TABLE))
+            self._add("servers", messages=reads + 1 + 2 * (step.clip_grad_norm is not None))
+        survey = self._mine or next(iter(self._seen), None)
+        for row in () if survey is None else survey.rows:
+            size = step.accumulate * (row.bytes or 0)
+            self.rows.append(replace(row, bytes=size, seconds=step.accumulate * row.seconds))
+        if self._mine is not None:
+            self.bytes |= {boundary: step.accumulate * size for boundary, size in self._mine.bytes.items()}
+
+    def _add(self, boundary: str, nbytes: int = 0, most: int = 0, messages: int = 0) -> float:
+        """Add what this worker's ``nbytes`` and the messages take, if no worker has more than ``most`` bytes."""
+        seconds = self._links[boundary].seconds(max(nbytes, most), messages) if boundary in self._links else 0.0
+        self.parts[boundary] = self.parts.get(boundary, 0.0) + seconds
+        if nbytes:
+            self.bytes[boundary] = self.bytes.get(boundary, 0) + nbytes
+        return seconds
+
+    def _row(self, route: Route, *, pushes_short: bool) -> PlanRow:
+        boundary = "servers" if route.place.served else "workers" if self._is_summed(route) else ""
+        known, nbytes, seconds = True, 0, 0.0
+        if boundary:
+            lookups = [survey.tables.get(route.parameter, Lookup()) for survey in self._seen] or [Lookup()]
+            most = Lookup(max(one.read for one in lookups), max(one.moved for one in lookups))
+            mine = Lookup() if self._mine is None else self._mine.tables.get(route.parameter, Lookup())
+            if boundary == "workers":
+                mine = most  # the longest of the workers' sparse gradients has the length of all
+            else:
+                known = self._mine is not None or route.place is Place.WHOLE
+            size, most_size = (self._bytes(route, one, pushes_short=pushes_short) for one in (mine, most))
+            nbytes = size if known else 0
+            seconds = self._add(boundary, nbytes, most_size)
+        return PlanRow(route.parameter, route.shape, route.place.value, boundary, nbytes if known else None, seconds)
+
+    def _bytes(self, route: Route, seen: Lookup, *, pushes_short: bool) -> int:
+        """Return the bytes of one parameter in a step with these lookups a run."""
+        trained = route.tensor is None or route.tensor.requires_grad
+        moved = seen.moved if trained else 0
+        if route.place is Place.WORKERS:
+            dtype = summing_dtype(torch.empty(0, dtype=route.dtype, device="cpu"))
+            if route.tensor in self._sparse:
+                return sparse_bytes(max(1, moved), _width(route), dtype)
+            return (math.prod(route.shape) + _FLAGS) * dtype.itemsize
+        if route.place is Place.WHOLE:
+            return route.bytes * (1 + trained)
+        if route.place is Place.WHOLE_TABLE:
+            return _row_bytes(route, route.shape[0] + moved, None, short=True)
+        rounded = self._planner.compression
+        read = _row_bytes(route, seen.read, rounded, short=_has_short_ids(route))
+        return self._step.accumulate * read + _row_bytes(route, moved, rounded, short=pushes_short)
+
+    def _add_headers(self, routes: Routes) -> None:
+        """Add gradients' latencies, the header of each run (with the first bucket or alone), and the flag of a skip."""
+        summed = [route for route in routes if self._is_summed(route)]
+        dense = {route.parameter: route.tensor for route in summed if route.tensor not in self._sparse}
+        buckets = in_buckets(cast("dict[str, Tensor]", dense))
+        carried = carries_header(buckets)
+        alone = self._step.accumulate - carried
+        header = HEADER_SIZE * buckets[0][0][1].itemsize if carried else 0
+        messages = len(buckets) + alone + 2 * (len(summed) - len(dense))  # sparse ones send their lengths first
+        size = header + alone * _ALONE_BYTES
+        if self._step.skip_nonfinite and routes.served:
+            size, messages = size + _SKIP_BYTES, messages + 1
+        self._add("workers", size, messages=messages)
+
+    def _is_summed(self, route: Route) -> bool:
+        tensor = route.tensor
+        return not self._alone and route.place is Place.WORKERS and tensor is not None and tensor.requires_grad
+
+
+def _width(route: Route) -> int:
+    return math.prod(route.shape[1:])
+
+
+def _has_short_ids(route: Route) -> bool:
+    return 0 <= route.shape[0] <= _SHORT
+
+
+def _row_bytes(route: Route, count: int, compression: Compression | None, *, short: bool) -> int:
+    """Return the bytes of so many rows and their ids."""
+    return (4 if short else 8) * count + Share(route.dtype, (count, _width(route)), "rows").bytes(compression)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""``Plan``: the traffic of one training step across each boundary and its estimated cost, as a printable value."""
+"""``Plan``: the traffic of one training step across each boundary and its estimated time, as a printable value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Plan", "PlanRow"]
+__all__ = ["Link", "ModeCost", "Plan", "PlanRow"]
 
 _NAME = 27  # columns; with the others a line has 80
 _PLACE = 25
@@ -15,19 +15,43 @@ _MANY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The measured speed of a boundary.
+
+    >>> round(Link(latency=0.001, seconds_per_byte=1e-9).seconds(1_000_000, messages=2), 6)
+    0.003
+
+    Attributes:
+        latency: seconds of a message of nothing.
+        seconds_per_byte: the inverse of the bandwidth; 0 if nothing could be sent to measure it.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: int, messages: int = 0) -> float:
+        """Return the seconds of so many messages with these bytes in them together."""
+        return messages * self.latency + nbytes * self.seconds_per_byte
+
+    def __str__(self) -> str:
+        bandwidth = f", {1e-6 / self.seconds_per_byte:,.1f} MB/s" if self.seconds_per_byte else ""
+        return f"{1000 * self.latency:.2f} ms{bandwidth}"
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRow:
     """One parameter, or one layer that is across a boundary. ``str`` of it is a line of the table.
 
     Attributes:
-        name: the parameter's, or the far side's: an expert.
+        name: the parameter's, or the far side's: an expert, a stage.
         shape: of the whole parameter; empty for an expert; of a pipe's stage, how many numbers its parameters are.
         place: where it lives.
         boundary: the one it crosses in a step, ``"workers"``, ``"servers"``, ``"experts"`` or ``"pipeline"``; empty if
             none.
         bytes: those that this worker sends and receives for it in a step; ``None`` if a batch is needed to know. Those
             that a pipe's stage sends to others, on whichever rank it is.
-        seconds: the estimated time of that crossing, without the latency of messages that it shares with others. The
-            computing time of a pipe's stage.
+        seconds: the estimated time of its bytes; the latency of messages is that of the boundary. The computing time of
+            a pipe's stage.
     """
 
     name: str
@@ -44,17 +68,39 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeCost:
+    """The traffic and time of the step in one ``comm_mode``. ``str`` of it is a line of the table.
+
+    Attributes:
+        comm_mode: the mode.
+        bytes: of one worker in a step, by boundary.
+        seconds: that a step should take.
+    """
+
+    comm_mode: str | None
+    bytes: Mapping[str, int]
+    seconds: float
+
+    def __str__(self) -> str:
+        return _line(
+            str(self.comm_mode), ", ".join(self.bytes), f"{sum(self.bytes.values()):,}", _seconds_in_words(self.seconds)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of a training step: ``print(plan)`` shows a table of at most 80 columns.
 
     Attributes:
         step: the step's name.
-        comm_mode: the mode that it is planned for.
+        comm_mode: the mode in use.
         workers, servers: of the job.
         rows: every parameter, then every layer that runs in another process.
         bytes: of one worker in a step, by boundary, headers included: all that ``Executor.statistics()`` counts.
-        parts: the expected seconds of a step, by cause.
-        notes: costs that the figures do not include.
+        parts: the expected seconds of a step, by cause: ``"compute"``, and each boundary.
+        links: the measured speed of each boundary.
+        modes: the same step in every mode that is possible here, the one in use included.
+        notes: what the figures do not include.
     """
 
     step: str
@@ -64,7 +110,9 @@ class Plan:
     rows: tuple[PlanRow, ...]
     bytes: Mapping[str, int]
     parts: Mapping[str, float]
-    notes: tuple[str, ...] = field(default=())
+    links: Mapping[str, Link] = field(default_factory=dict)
+    modes: tuple[ModeCost, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -79,7 +127,8 @@ class Plan:
         lines += ["", _line("a step should take", "", "", _seconds_in_words(self.step_seconds))]
         for part, seconds in self.parts.items():
             size = f"{self.bytes[part]:,}" if part in self.bytes else ""
-            lines.append(_line(f"  {part}", "", size, _seconds_in_words(seconds)))
+            lines.append(_line(f"  {part}", str(self.links.get(part, "")), size, _seconds_in_words(seconds)))
+        lines += ["", _line("comm_mode", "what is crossed", "bytes a step", "time"), *map(str, self.modes)]
         return "\n".join([*lines, *self.notes])
 
 

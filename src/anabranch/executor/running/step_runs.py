@@ -49,7 +49,7 @@ class StepRuns:
         devices: where each step's batches go.
         watching: receives each step.
         remote: the parameters on servers.
-        before: called with the step's name and the batch before the first training run, if it has to be inspected.
+        before: called with the step's name and the batch in place of the first training run, for ``anabranch plan``.
         rows: of this worker's batches so far.
     """
 
@@ -86,7 +86,7 @@ class StepRuns:
                 found = self.batches.next(name, runner.end_epoch) if bound else batch
                 length = self.batches.length(name) if bound else None
                 if self.before is not None:
-                    self._look_first(name, found, fetch)
+                    self.before(name, found)
                 if found is None:
                     with runner.in_epoch(length):
                         ran = runner.run_idle()
@@ -115,15 +115,6 @@ class StepRuns:
             return values, None
         numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
         return values, StepTaken(rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
-
-    def _look_first(self, name: str, batch: Structure | None, fetch: Fetch) -> None:
-        """Call ``before`` with the first batch; parameters may have moved to servers afterwards."""
-        assert self.before is not None
-        self.before(name, None if batch is None else as_tensors(batch, self.devices[name]))
-        self.before = None
-        if self.remote is not None:
-            self.remote.open()
-            self.remote.check_fetch(fetch.names or (), self.runners[name].step.model)
 
     def _end_reads(self) -> None:
         if self.remote is not None:

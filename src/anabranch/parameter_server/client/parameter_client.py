@@ -16,9 +16,9 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsIndex, TypeVar, cast
 
@@ -175,6 +175,7 @@ class ParameterClient:
         self._barriers = 0
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
+        self._uncounted: int | None = None
         if not found:
             transport = MemoryTransport()
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
@@ -528,7 +529,18 @@ class ParameterClient:
         mine = [name for name in layout.dense if self._tables.home(name) == shard]
         return {name: Share(self._tables.holdings[name].dtype, self._tables.holdings[name].shape) for name in mine}
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave this thread's calls in the block out of ``traffic``: they only measure."""
+        self._uncounted = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._uncounted = None
+
     def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
+        if self._uncounted == threading.get_ident():
+            return
         with self._counting:
             traffic = self._traffic.setdefault(name, Traffic())
             traffic.pulls += pulls

@@ -1,0 +1,196 @@
+"""``survey_step``: forward and backward of one batch, to measure their time and their requests to other processes.
+
+Nothing is trained, and nothing that lives elsewhere is changed; gradients, generators, buffers, modes and counts are as
+before afterwards. User code that counts its own calls counts these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.boundary.crossing import traced_by
+from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.executor.engines.engine import loss_and_returned
+from anabranch.executor.plan.dry_run import DryRun, Lookups
+from anabranch.executor.plan.step_plan import PlanRow
+from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.executor.routes import CommMode
+from anabranch.executor.running.pipe_runner import pipe_run
+from anabranch.executor.running.step_runs import rows_of
+from anabranch.executor.steps import TrainStep, parameters_of
+from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
+from anabranch.parameter_server import RemoteEmbedding
+from anabranch.pipeline import Pipe
+from anabranch.tensors import Structure
+
+__all__ = ["Lookup", "StepSurvey", "check_planned", "survey_pipe", "survey_step"]
+
+_RUNS = 4  # the same number on every worker, because a loss may communicate; the first warms up
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The lookups of one table in a run.
+
+    Attributes:
+        read: distinct ids.
+        moved: distinct ids that get a gradient: a padding id does not.
+    """
+
+    read: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSurvey:
+    """The facts of one worker's run.
+
+    Attributes:
+        parts: seconds by cause: ``"compute"`` is forward and backward, without experts.
+        tables: by the table's name.
+        rows: of experts, or of a pipe's stages.
+        bytes: that cross to them.
+        notes: what was not measured.
+    """
+
+    parts: Mapping[str, float]
+    tables: Mapping[str, Lookup] = field(default_factory=dict)
+    rows: tuple[PlanRow, ...] = ()
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> StepSurvey:
+    """Return the facts of a run of ``step`` on ``batch``.
+
+    Args:
+        step: computes the loss.
+        batch: this worker's.
+        tables: the tables that are here, as ``Lookups`` takes them.
+
+    Raises:
+        Exception: raised by the loss.
+    """
+    with _as_before(step.model):
+        runs = [_run(step, batch, tables) for _ in range(_RUNS)][1:]
+    notes = () if all(whole for _, whole, _ in runs) else ("compute is forward alone: this backward cannot be tried",)
+    dry_run = runs[-1][2]
+    parts = {"compute": median(seconds for seconds, _, _ in runs)}
+    away = median(dry_run.away for _, _, dry_run in runs)
+    if away:
+        parts["experts"] = 2 * away  # backward, which would train them, is taken to last as long as forward
+    found = {name: _lookup(ids) for name, ids in dry_run.ids.items()}
+    asked = dry_run.asked
+    rows = [PlanRow(name, (), "experts", "experts", size, 2 * away / len(asked)) for name, size in asked.items()]
+    return StepSurvey(parts, found, tuple(rows), {"experts": sum(asked.values())} if asked else {}, notes)
+
+
+def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, DryRun]:
+    """Return the seconds of forward and backward here, and whether backward is among them."""
+    dry_run, whole = DryRun(), True
+    began = time.perf_counter()
+    with torch.enable_grad(), traced_by(dry_run), Lookups(tables, dry_run):
+        loss, _ = loss_and_returned(step.loss(step.model, batch))
+    parameters = [p for p in parameters_here(step.model).values() if p.requires_grad]
+    try:
+        torch.autograd.grad(loss, [*parameters, *dry_run.leaves], allow_unused=True)
+    except RuntimeError:  # reentrant checkpoints refuse it, and backward() would reach .grad and the user's hooks
+        whole = False
+    if loss.device.type == "cuda":
+        torch.cuda.current_stream(loss.device).synchronize()
+    return time.perf_counter() - began - dry_run.away, whole, dry_run
+
+
+def _lookup(parts: Sequence[tuple[Tensor, int | None]]) -> Lookup:
+    ids = torch.cat([some for some, _ in parts])
+    moved = torch.cat([some if padding is None else some[some != padding] for some, padding in parts])
+    return Lookup(len(torch.unique(ids)), len(torch.unique(moved)))
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Put random generators, buffers and modes back after the block, in which experts evaluate: no call moves them."""
+    random, buffers = random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if not model.training:
+            model.train()
+        for module in model.modules():
+            if isinstance(module, RemoteExpert | RemoteMixtureOfExperts):
+                module.eval()
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+        restore_random_state(random)
+
+
+# Pipes.
+
+
+def survey_pipe(step: TrainStep, pipe: Pipe, batch: Structure) -> StepSurvey:
+    """Return the facts of a run of ``pipe``, the model of ``step``, by its own schedule; every rank of it calls this.
+
+    Raises:
+        Exception: any error of a stage or the loss.
+    """
+    rows, walls = int(rows_of(step, batch)), []
+    loss = step.loss.parameters() if isinstance(step.loss, nn.Module) else ()
+    trained = {*pipe.parameters(), *loss, *(p for optimizer in step.optimizers for p in parameters_of(optimizer))}
+    # What the ranks tell one another before an update: is there a NaN, and by how much is it clipped.
+    norms = int(step.skip_nonfinite is not None and pipe.process_group is not None) + int(
+        step.clip_grad_norm is not None
+    )
+    gradients = [(parameter, parameter.grad) for parameter in trained]
+    with _as_before(pipe), pipe.uncounted():
+        try:
+            for _ in range(_RUNS):
+                for parameter in trained:
+                    parameter.grad = None
+                sent, began = pipe.bytes_sent, time.perf_counter()
+                pipe_run(step, pipe, batch, rows, word=None)
+                for _ in range(norms):
+                    pipe.grad_norm()
+                walls.append(time.perf_counter() - began)
+                sent = pipe.bytes_sent - sent
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+    busy: defaultdict[int, float] = defaultdict(float)
+    stages = []
+    for costs in pipe.costs():
+        seconds = sum(costs.seconds.values())
+        busy[costs.rank] += seconds
+        place = f"rank {costs.rank}, layers {costs.layers}"
+        crosses = pipe.microbatches(rows) * sum(costs.sends.values())
+        stages.append(PlanRow(f"stage {costs.stage}", (costs.parameters,), place, "pipeline", crosses, seconds))
+    wall = median(walls[1:])
+    compute = min(max(busy.values()), wall)
+    idle = f"pipeline: waits for stages; the schedule alone idles ranks {pipe.simulated(rows).bubble:.0%} of the time"
+    parts = {"compute": compute, "pipeline": wall - compute}
+    return StepSurvey(parts, rows=tuple(stages), bytes={"pipeline": sent} if sent else {}, notes=(idle,))
+
+
+def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> None:
+    """Raise ``ValueError`` if a step cannot be planned; alike on all ranks of a pipe."""
+    if not isinstance(step.model, Pipe):
+        return
+    away = (RemoteEmbedding, RemoteExpert, RemoteMixtureOfExperts)
+    asked = [type(m).__name__ for layer in step.model.every_layer() for m in layer.modules() if isinstance(m, away)]
+    if asked or comm_mode in ("PS", "Hybrid"):
+        raise ValueError(
+            f"step {name!r} trains a Pipe {f'with {asked[0]}' if asked else f'under {comm_mode!r}'}, and a look at it "
+            "would train what is elsewhere. For its stages plan it with experts and tables here, under comm_mode=None "
+            "or 'AllReduce'; for experts and servers plan its module without the Pipe"
+        )
