@@ -11,7 +11,7 @@ from anabranch.tensors.jagged import Jagged, KeyedJagged, bags_of
 from anabranch.tensors.packing import Compression, check_compression
 from anabranch.tensors.rows import as_tensors, count_rows
 from anabranch.tensors.spec import TensorSpec
-from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
+from anabranch.tensors.structures import Structure, flatten, map_structure, named_parts, paths, unflatten
 
 __all__ = [
     "Compression",
@@ -26,6 +26,7 @@ __all__ = [
     "flatten",
     "from_blocks",
     "map_structure",
+    "named_parts",
     "paths",
     "to_blocks",
     "unflatten",
