@@ -260,7 +260,7 @@ def test_attention_over_keys_of_another_batch_is_refused(tmp_path: Path) -> None
     described = described_in(path)
     for one in described["nodes"]:
         if "example" in one:
-            one["example"].update(shape=[8, 2, 5, 4], stride=[40, 20, 4, 1])
+            one["example"][:2] = [8, 2, 5, 4], [40, 20, 4, 1]
     save_file(load_file(path), path, metadata={"graph": json.dumps(described)})
     with pytest.raises(ab.CheckpointError, match="do not belong together"):
         Graph.load(path)

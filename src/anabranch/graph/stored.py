@@ -133,12 +133,8 @@ def _placeholder(
         described["parameter"] = isinstance(binding.bound, nn.Parameter)
         described["stride"] = list(torch.empty_like(binding.bound, device="meta").stride())
     elif isinstance(example, Tensor):
-        described["example"] = {
-            "shape": [int(size) for size in example.shape],
-            "stride": [int(step) for step in example.stride()],
-            "dtype": dtype_name(example.dtype),
-            "device": str(example.device),
-        }
+        parts = [example.shape, example.stride(), example.dtype, example.device]
+        described["example"] = encode(parts, partial(_stand_in, node))
     else:
         described["number"] = "int" if isinstance(example, (int, torch.SymInt)) else "float"
         described["value"] = _hint(example)
@@ -315,10 +311,8 @@ def _input(one: Mapping[str, Any], state: Mapping[str, Tensor], bound: dict[str,
 def _example(one: Mapping[str, Any]) -> object:
     if "example" not in one:
         return int(one["value"]) if one["number"] == "int" else float(one["value"])
-    example = one["example"]
-    return torch.empty_strided(
-        example["shape"], example["stride"], dtype=dtype_named(example["dtype"]), device=example["device"]
-    )
+    shape, stride, dtype, device = _arguments(one["example"], {})
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _arguments(encoded: object, known: Mapping[str, fx.Node]) -> Any:

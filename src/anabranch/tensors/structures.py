@@ -44,8 +44,9 @@ def flatten(structure: Structure, is_leaf: Callable[[object], bool] | None = Non
     {'a': 1, 'b': (2, None)}
     """
     leaves, treedef = optree.tree_flatten(structure, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
-    # Twice at most for each level of classes that were never seen before.
-    return flatten(structure, is_leaf) if _register_new({*map(type, leaves)}) else (leaves, treedef)
+    kinds = {*map(type, leaves)}
+    # Again for each level of classes that were never seen before.
+    return flatten(structure, is_leaf) if not kinds <= _LEAVES and _register_new(kinds) else (leaves, treedef)
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[object]) -> Structure:

@@ -494,12 +494,12 @@ def kind_of(batch: object) -> object:
     A hint which programs to try first: guards decide, and a wrong hint costs a longer search.
     """
     leaves, treedef = flatten(batch)
-    return treedef.type, *[_kind_of_leaf(leaf) for leaf in leaves]
+    return treedef.type, *[
+        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _kind_of_leaf(leaf) for leaf in leaves
+    ]
 
 
 def _kind_of_leaf(leaf: object) -> object:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
     if isinstance(leaf, (str, bool)):
         return leaf
     kept = () if callable(leaf) else getattr(leaf, "__dict__", {}).values()
