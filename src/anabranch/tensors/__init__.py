@@ -1,9 +1,9 @@
 """Tensors seen from outside: what one looks like (``TensorSpec``), and how they nest (``structures``).
 
 Not a tensor type: PyTorch is the tensor engine. Open ``spec.py`` for the description of one tensor, ``structures.py``
-for nested containers of them, ``rows.py`` for the rows (dim 0) that a batch's tensors share, ``jagged.py`` for several
-ragged features in one flat tensor, ``packing.py`` for many tensors in one message, and ``blocks.py`` for tensors that
-are rounded to 8 bits.
+for nested containers of them, ``tree_codec.py`` for containers and values in files and messages, ``rows.py`` for the
+rows (dim 0) that a batch's tensors share, ``jagged.py`` for several ragged features in one flat tensor, ``packing.py``
+for many tensors in one message, and ``blocks.py`` for tensors that are rounded to 8 bits.
 """
 
 from anabranch.tensors.blocks import from_blocks, to_blocks

@@ -45,7 +45,10 @@ Own = Callable[[Any, Path], object]
 def refuse(value: object, path: Path) -> object:
     """Raise ``ValueError`` for a value of a class that is not known, which names its path."""
     kind = type(value)
-    raise ValueError(f"the state at {show(path)} is a {kind.__module__}.{kind.__qualname__}, which no file can hold")
+    raise ValueError(
+        f"the state at {show(path)} is a {kind.__module__}.{kind.__qualname__}; only plain values can be written, in "
+        "lists, tuples, sets and dicts"
+    )
 
 
 def encode(tree: object, own: Own = refuse, *, tensors: list[Tensor] | None = None) -> object:
