@@ -289,7 +289,7 @@ def test_a_manifest_that_names_a_path_is_refused(tmp_path: Path, group: str) -> 
         (lambda fields: fields.update(files=[]), "Expected `object`, got `array`"),
         (lambda fields: fields.update(state={"$pickle": "x"}), r"the key '\$pickle', which this version does not know"),
         (lambda fields: fields.update(state={"$int": "0x1", "b": 1}), r"the key '\$int'"),
-        (lambda fields: fields.update(state={"$int": 3}), r"a '\$int' that cannot be read: expected a string, got int"),
+        (lambda fields: fields.update(state={"$int": 3}), r"a '\$int' that cannot be read"),
         (lambda fields: fields.update(state={"$float": "00"}), r"a '\$float' that cannot be read"),
         (lambda fields: fields.update(state={"$bytes": "?"}), r"a '\$bytes' that cannot be read"),
         (lambda fields: fields.update(state={"$dict": [[1]]}), r"a '\$dict' that cannot be read"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -118,6 +119,23 @@ def test_a_buffer_that_the_forward_rebinds_is_updated_by_a_step_and_refused_by_c
     assert torch.equal(model.mean, plain.mean)
     with pytest.raises(CaptureError, match="side effects happened"):
         capture(model, torch.ones(3, 2))
+
+
+@dataclasses.dataclass
+class Scaled:
+    x: Tensor
+    scale: Any
+
+
+def test_inputs_and_outputs_may_be_dataclasses() -> None:
+    def fn(batch: Scaled) -> Scaled:
+        return Scaled(batch.x * batch.scale, {"sum": batch.x.sum()})
+
+    graph = capture(fn, Scaled(torch.ones(2), 2.0))
+    assert (graph.inputs, graph.outputs) == (["batch.x", "batch.scale"], ["output.x", "output.scale.sum"])
+    found = graph(Scaled(torch.ones(2), 3.0))
+    assert type(found) is Scaled
+    assert torch.equal(found.x, torch.full((2,), 3.0))
 
 
 def test_a_float_may_differ_from_call_to_call_and_an_int_may_not() -> None:

@@ -47,10 +47,28 @@ def outputs_of(make: Callable[[Tensor], Structure], rows: int, chunks: int = 3) 
     return [lambda: pipe(x.clone().requires_grad_()), without_gradients, of_a_step]
 
 
+@dataclasses.dataclass
+class Answer:
+    y: Tensor
+
+
+class Named(OrderedDict):
+    """A mapping of a class of its own."""
+
+
+class Hidden:
+    """No container."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
 JOINED: dict[str, Callable[[Tensor], Structure]] = {
     "rows": lambda x: {"y": x * 2, "z": [x.long()]},
     "tokens": lambda x: (x.reshape(-1), x[:0].repeat(1, 2)[:0].new_zeros(0, 3)),
     "nothing": lambda x: (x, None),
+    "dataclass": lambda x: [Answer(x * 2)],
+    "mapping": lambda x: Named(y=Answer(x)),
     "text": lambda x: (x, "tanh"),
     "enum": lambda x: (x, Colour.RED),
     "number": lambda x: (x, 12, 0.5, 1 + 2j),
@@ -104,28 +122,26 @@ def test_what_depends_on_the_microbatch_is_refused_by_path_and_values(name: str)
     assert flatten(outputs_of(make, rows, chunks=1)[0]())[0], "one microbatch is the batch"
 
 
-@dataclasses.dataclass
-class Answer:
-    y: Tensor
-
-
-class Named(OrderedDict):
-    """Not opened, as only OrderedDict itself is."""
-
-
 @pytest.mark.parametrize("wrap", [Answer, lambda y: Named(y=y)])
-def test_gradients_of_tensors_in_containers_that_are_not_opened_are_not_lost(wrap: Callable[[Tensor], object]):
+def test_gradients_of_tensors_in_a_dataclass_or_mapping_are_those_of_the_unsplit_module(
+    wrap: Callable[[Tensor], object],
+):
+    linear, x = nn.Linear(2, 2), torch.ones(5, 2)
+    with Pipe(nn.Sequential(linear, Returns(wrap)), [1, 1], chunks=2) as pipe:
+        output = pipe(x)
+        assert type(output) is type(wrap(x))
+        (output["y"] if isinstance(output, Named) else output.y).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.full((2, 2), 5.0))
+
+
+def test_gradients_of_tensors_in_an_object_that_is_not_opened_are_not_lost():
     linear, x = nn.Linear(2, 2), torch.ones(4, 2)
-    pipe = Pipe(nn.Sequential(linear, Returns(wrap)), [1, 1])
-    with pipe, pytest.raises(TypeError, match="output is a (Answer|Named), whose tensors a pipe does not see"):
+    pipe = Pipe(nn.Sequential(linear, Returns(Hidden)), [1, 1])
+    with pipe, pytest.raises(TypeError, match="output is a Hidden, whose tensors a pipe does not see"):
         pipe(x)
     with torch.no_grad():
         pipe(x)
-    pipe.step(
-        x,
-        target=None,
-        loss=lambda output, _: next(iter((output if wrap is not Answer else vars(output)).values())).sum(),
-    )
+    pipe.step(x, target=None, loss=lambda output, _: output.y.sum())
     assert linear.weight.grad is not None
 
 

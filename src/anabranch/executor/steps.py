@@ -80,8 +80,9 @@ class TrainStep(StepDescription):
         loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to return, or a mapping
             with ``"loss"`` (its other tensors are returned), or an object with ``.loss``. For a ``Pipe``
             it is ``loss(output, target)``, a scalar, and batches are ``(x, target)``, ``(x, y, target)``, or a mapping
-            of keyword inputs with the target under ``"target"``. A loss that is a module (or a method of one) with
-            parameters or buffers of its own is trained, saved and loaded with the model, with the prefix ``loss.``.
+            or dataclass of keyword inputs with the target under ``"target"``. A loss that is a module (or a method of
+            one) with parameters or buffers of its own is trained, saved and loaded with the model, with the prefix
+            ``loss.``.
         optimizer: one, or several over disjoint parameters of ``model``.
         reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches are
             weighted by their rows; ``"sum"`` when it is a sum: gradients are added.

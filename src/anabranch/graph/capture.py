@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,7 +19,7 @@ from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
-from anabranch.tensors import Structure, flatten, paths, unflatten
+from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
@@ -111,32 +111,17 @@ def _numbers_as_tensors(
     fn: Callable[..., Structure], inputs: tuple[Structure, ...]
 ) -> tuple[tuple[Structure, ...], Callable[..., Structure]]:
     """Return the inputs with floats as tensors, and ``fn`` for them: Dynamo would treat a float as a constant."""
-    leaves, structure = flatten(inputs)
-    if not any(isinstance(leaf, float) for leaf in leaves):
+    if not any(isinstance(leaf, float) for leaf in flatten(inputs)[0]):
         return inputs, fn
-    wrapped = [
-        torch.tensor(leaf, dtype=torch.float64, device="cpu") if isinstance(leaf, float) else leaf for leaf in leaves
-    ]
-    templates = unflatten(structure, [isinstance(leaf, float) for leaf in leaves])
+    numbers = map_structure(lambda leaf: isinstance(leaf, float), inputs)
+
+    def wrapped(leaf: object) -> object:
+        return torch.tensor(leaf, dtype=torch.float64, device="cpu") if isinstance(leaf, float) else leaf
 
     def with_numbers(*given: Structure) -> Structure:
-        return fn(*_unwrapped(given, templates))
+        return fn(*map_structure(lambda value, number: value.item() if number else value, given, numbers))
 
-    return unflatten(structure, wrapped), with_numbers
-
-
-def _unwrapped(value: Any, template: Any) -> Any:
-    """``value`` with a number for each tensor that stands for one; Dynamo follows this."""
-    if template is True:
-        return value.item()
-    if isinstance(template, dict):
-        return {key: _unwrapped(value[key], part) for key, part in template.items()}
-    if isinstance(template, (list, tuple)):
-        parts = [_unwrapped(value[i], part) for i, part in enumerate(template)]
-        if isinstance(template, list):
-            return parts
-        return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
-    return value
+    return map_structure(wrapped, inputs), with_numbers
 
 
 def _stand_ins(call: TracedCall) -> list[object]:

@@ -12,6 +12,7 @@ import operator
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,20 +24,21 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
 from anabranch.graph.listed_operators import check_sizes, is_listed
 from anabranch.graph.nodes import evaluate, resolved
 from anabranch.graph.operation_graph import AnyGraph, Input, OperationGraph
 from anabranch.tensors import flatten, unflatten
 from anabranch.tensors.dtypes import dtype_name, dtype_named
+from anabranch.tensors.tree_codec import Path as TreePath
+from anabranch.tensors.tree_codec import decode, encode, map_leaves
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
 __all__ = ["load", "save"]
 
-_FORMAT = "anabranch graph 1"
+_FORMAT = "anabranch graph 2"
 _KEY = "graph"
 _PYTHON: dict[str, Callable[..., Any]] = {
     f"{module.__name__}.{name}": getattr(module, name)
@@ -49,13 +51,16 @@ _PYTHON: dict[str, Callable[..., Any]] = {
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
 # Exponents of integers beyond it take unbounded time and memory.
 _LARGEST_EXPONENT = 64
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "layout": {"strided": torch.strided, "sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr},
-    "memory_format": {
-        str(value).removeprefix("torch."): value
-        for value in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-    },
-}
+_SETTINGS: dict[str, Any] = {
+    str(value).removeprefix("torch."): value
+    for value in (
+        torch.strided, torch.sparse_coo, torch.sparse_csr, torch.contiguous_format, torch.preserve_format,
+        torch.channels_last, torch.channels_last_3d,
+    )
+}  # fmt: skip
+_ARGUMENTS: tuple[type, ...] = (
+    int, float, complex, str, type(None), fx.Node, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 def save(graph: OperationGraph, path: Path) -> None:
@@ -75,13 +80,12 @@ def save(graph: OperationGraph, path: Path) -> None:
                     "during a run; save a graph without it, such as the graph of forward and backward"
                 )
             meta = {key: value for key, value in node.meta.items() if isinstance(value, (str, bool, int))}
-            target, args = _target_name(node), _encoded((node.args, dict(node.kwargs)), node)
+            target, args = _target_name(node), encode((node.args, dict(node.kwargs)), partial(_stand_in, node))
             nodes.append({"name": node.name, "target": target, "args": args, "meta": meta})
     described = {
         "format": _FORMAT,
         "nodes": nodes,
-        "results": [result.name if isinstance(result, fx.Node) else encode(result) for result in graph.results],
-        "is_node": [isinstance(result, fx.Node) for result in graph.results],
+        "results": encode(list(graph.results), partial(_stand_in, None)),
         "outputs": graph.outputs,
         "arguments": _structure(graph._argument_structure),
         "returned": _structure(graph._output_structure),
@@ -129,12 +133,8 @@ def _placeholder(
         described["parameter"] = isinstance(binding.bound, nn.Parameter)
         described["stride"] = list(torch.empty_like(binding.bound, device="meta").stride())
     elif isinstance(example, Tensor):
-        described["example"] = {
-            "shape": [int(size) for size in example.shape],
-            "stride": [int(step) for step in example.stride()],
-            "dtype": dtype_name(example.dtype),
-            "device": str(example.device),
-        }
+        parts = [example.shape, example.stride(), example.dtype, example.device]
+        described["example"] = encode(parts, partial(_stand_in, node))
     else:
         described["number"] = "int" if isinstance(example, (int, torch.SymInt)) else "float"
         described["value"] = _hint(example)
@@ -160,28 +160,27 @@ def _target_name(node: fx.Node) -> str:
     )
 
 
-def _encoded(value: object, node: fx.Node) -> object:
+def _stand_in(node: fx.Node | None, value: Any, path: TreePath) -> object:
+    """Return what stands for an argument of ``node``, or for a result, that the tree codec does not know."""
     if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if isinstance(value, (list, tuple)):
-        return {"list" if isinstance(value, list) else "tuple": [_encoded(one, node) for one in value]}
+        return {"$node": value.name}
+    if isinstance(value, (list, tuple)):  # fx's own, and sizes
+        return list(value) if isinstance(value, list) else tuple(value)
     if isinstance(value, dict):
-        return {"dict": {key: _encoded(one, node) for key, one in value.items()}}
+        return {"$dict": list(value.items())}
     if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, torch.device):
-        return {"device": str(value)}
+        return {"$device": str(value)}
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return {"plain": encode(_hint(value))}
+        return _hint(value)
     if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    for kind, named in _SETTINGS.items():
-        for name, setting in named.items():
-            if value is setting:
-                return {kind: name}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"plain": encode(value)}
-    raise ValueError(f"operation {node.name!r} has an argument of type {type(value).__name__}, which no file can hold")
+        return {"$complex": [value.real, value.imag]}
+    for name, setting in _SETTINGS.items():
+        if value is setting:
+            return {"$setting": name}
+    where = "a result" if node is None else f"operation {node.name!r} has an argument"
+    raise ValueError(f"{where} of type {type(value).__name__}, which no file can hold")
 
 
 def _structure(structure: PyTreeSpec | None) -> object:
@@ -226,8 +225,7 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
                 tensor = next(placed).bound
                 node.meta["val"] = _example(one) if tensor is None else mode.from_tensor(tensor)
             known[one["name"]] = node
-    pairs = zip(described["results"], described["is_node"], strict=True)
-    graph.output(tuple(known[result] if is_node else cast(Any, decode(result)) for result, is_node in pairs))
+    graph.output(tuple(_arguments(described["results"], known)))
     return kind(
         graph,
         inputs,
@@ -238,7 +236,7 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
 
 
 def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node], *, listed: bool) -> fx.Node:
-    args, kwargs = cast(Any, _decoded(one["args"], known))
+    args, kwargs = _arguments(one["args"], known)
     target = _target(one["target"])
     if listed and isinstance(target, OpOverload) and not is_listed(target):
         raise CheckpointError(
@@ -313,33 +311,26 @@ def _input(one: Mapping[str, Any], state: Mapping[str, Tensor], bound: dict[str,
 def _example(one: Mapping[str, Any]) -> object:
     if "example" not in one:
         return int(one["value"]) if one["number"] == "int" else float(one["value"])
-    example = one["example"]
-    return torch.empty_strided(
-        example["shape"], example["stride"], dtype=dtype_named(example["dtype"]), device=example["device"]
-    )
+    shape, stride, dtype, device = _arguments(one["example"], {})
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _decoded(value: Mapping[str, Any], known: Mapping[str, fx.Node]) -> object:
-    ((kind, content),) = value.items()
-    if kind == "node":
-        return known[content]
-    if kind in ("list", "tuple"):
-        several = [_decoded(one, known) for one in content]
-        return several if kind == "list" else tuple(several)
-    if kind == "dict":
-        return {key: _decoded(one, known) for key, one in content.items()}
-    if kind == "dtype":
-        return dtype_named(content)
-    if kind == "device":
-        return torch.device(content)
-    if kind == "complex":
-        return complex(*content)
-    if kind in _SETTINGS:
-        return _SETTINGS[kind][content]
-    plain = decode(value["plain"])
-    if plain is not None and not isinstance(plain, (bool, int, float, str)):
-        raise ValueError(f"an argument of type {type(plain).__name__}")
-    return _bounded(plain)
+def _arguments(encoded: object, known: Mapping[str, fx.Node]) -> Any:
+    """Return the arguments of an operation, or the results of a graph."""
+
+    def checked(value: object, path: TreePath) -> object:
+        if not isinstance(value, _ARGUMENTS):
+            raise ValueError(f"an argument of type {type(value).__name__}")
+        return _bounded(value)
+
+    makers: dict[str, Callable[[Any], object]] = {
+        "$node": known.__getitem__,
+        "$dtype": dtype_named,
+        "$device": torch.device,
+        "$complex": lambda parts: complex(*parts),
+        "$setting": _SETTINGS.__getitem__,
+    }
+    return map_leaves(checked, decode(encoded, makers))
 
 
 def _treedef(saved: object) -> PyTreeSpec | None:

@@ -320,12 +320,12 @@ def _rows(leaf: object) -> int:
 
 def _refuse_hidden_gradients(output: Structure) -> None:
     for path, leaf in zip(paths(output), flatten(output)[0], strict=True):
-        inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+        inside = getattr(leaf, "__dict__", {}).values()
         if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) and part.requires_grad for part in inside):
             where, kind = f"the model's output {path}".rstrip(), type(leaf).__name__
             raise TypeError(
                 f"{where} is a {kind}, whose tensors a pipe does not see, so their gradients would be lost; return "
-                "tensors in dict, list, tuple or named tuple, or compute the loss in step()"
+                "tensors in mappings, lists, tuples or dataclasses, or compute the loss in step()"
             )
 
 

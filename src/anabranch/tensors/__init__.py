@@ -1,9 +1,9 @@
 """Tensors seen from outside: what one looks like (``TensorSpec``), and how they nest (``structures``).
 
 Not a tensor type: PyTorch is the tensor engine. Open ``spec.py`` for the description of one tensor, ``structures.py``
-for nested containers of them, ``rows.py`` for the rows (dim 0) that a batch's tensors share, ``jagged.py`` for several
-ragged features in one flat tensor, ``packing.py`` for many tensors in one message, and ``blocks.py`` for tensors that
-are rounded to 8 bits.
+for nested containers of them, ``tree_codec.py`` for containers and values in files and messages, ``rows.py`` for the
+rows (dim 0) that a batch's tensors share, ``jagged.py`` for several ragged features in one flat tensor, ``packing.py``
+for many tensors in one message, and ``blocks.py`` for tensors that are rounded to 8 bits.
 """
 
 from anabranch.tensors.blocks import from_blocks, to_blocks
@@ -11,7 +11,7 @@ from anabranch.tensors.jagged import Jagged, KeyedJagged, bags_of
 from anabranch.tensors.packing import Compression, check_compression
 from anabranch.tensors.rows import as_tensors, count_rows
 from anabranch.tensors.spec import TensorSpec
-from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
+from anabranch.tensors.structures import Structure, flatten, map_structure, named_parts, paths, unflatten
 
 __all__ = [
     "Compression",
@@ -26,6 +26,7 @@ __all__ = [
     "flatten",
     "from_blocks",
     "map_structure",
+    "named_parts",
     "paths",
     "to_blocks",
     "unflatten",

@@ -6,25 +6,18 @@ has no such weight and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.tensors.jagged import KeyedJagged
-from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
+from anabranch.tensors.structures import Structure, flatten, paths, unflatten
 
 __all__ = ["as_tensors", "count_rows"]
-
-
-class _SparseMatrix(Protocol):
-    """The attributes that scipy.sparse matrices and arrays share; scipy itself is never imported."""
-
-    shape: tuple[int, ...]
-
-    def tocsr(self) -> _SparseMatrix: ...
 
 
 def as_tensors(batch: Structure, device: torch.device | None = None) -> Structure:
@@ -41,18 +34,24 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
     if plain and (device is None or all(leaf.device == device for leaf in plain)):
         return batch
     leaves, treedef = flatten(batch)
-    changed = False
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            if device is None or leaf.device == device:
-                continue
-            leaves[index] = leaf.to(device, non_blocking=True)
-            changed = True
-        elif isinstance(leaf, np.ndarray) or type(leaf).__module__.startswith("scipy.sparse"):
-            tensor = _from_numpy(leaf) if isinstance(leaf, np.ndarray) else _from_scipy(cast(_SparseMatrix, leaf))
-            leaves[index] = tensor if device is None else tensor.to(device)
-            changed = True
-    return unflatten(treedef, leaves) if changed else batch
+    converted = [_as_tensor(leaf, device) for leaf in leaves]
+    return batch if all(map(operator.is_, leaves, converted)) else unflatten(treedef, converted)
+
+
+def _as_tensor(leaf: Any, device: torch.device | None) -> object:
+    if isinstance(leaf, np.ndarray):
+        leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    elif type(leaf).__module__.startswith("scipy.sparse"):  # scipy itself is never imported
+        csr = leaf.tocsr()
+        starts, columns, values = (
+            torch.from_numpy(np.ascontiguousarray(array)) for array in (csr.indptr, csr.indices, csr.data)
+        )
+        leaf = torch.sparse_csr_tensor(
+            starts, columns, values, size=csr.shape, check_invariants=True, device=values.device
+        )
+    if isinstance(leaf, Tensor) and device is not None and leaf.device != device:
+        return leaf.to(device, non_blocking=True)
+    return leaf
 
 
 def _tensors_of(batch: Structure) -> Sequence[Tensor]:
@@ -64,20 +63,6 @@ def _tensors_of(batch: Structure) -> Sequence[Tensor]:
     if isinstance(batch, (tuple, list)) and type(batch) in (tuple, list) and {*map(type, batch)} == {Tensor}:
         return cast("Sequence[Tensor]", batch)
     return ()
-
-
-def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _from_scipy(matrix: _SparseMatrix) -> Tensor:
-    csr = matrix.tocsr()
-    starts, columns, values = (
-        torch.from_numpy(np.ascontiguousarray(getattr(csr, name))) for name in ("indptr", "indices", "data")
-    )
-    return torch.sparse_csr_tensor(
-        starts, columns, values, size=matrix.shape, check_invariants=True, device=values.device
-    )
 
 
 def count_rows(batch: Structure) -> int:
@@ -92,42 +77,32 @@ def count_rows(batch: Structure) -> int:
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
-    leaves: Sequence[object] = _tensors_of(batch)
-    if not leaves:
-        leaves = flatten(batch, _is_jagged)[0]
-        if any(not isinstance(leaf, Tensor) and isinstance(leaf, Mapping) for leaf in leaves):
-            batch = map_structure(_opened, batch)
-            leaves = flatten(batch, _is_jagged)[0]
-    rows = -1
-    for leaf in leaves:
-        own = len(leaf) if isinstance(leaf, KeyedJagged) or (isinstance(leaf, Tensor) and leaf.ndim) else rows
-        if rows not in (-1, own):
-            raise ValueError(_disagreement(batch, leaves))
-        rows = own
-    if rows < 0:
+    leaves: Sequence[object] = _tensors_of(batch) or flatten(batch, _is_jagged)[0]
+    rows = {_rows_of(leaf) for leaf in leaves} - {None}
+    if len(rows) > 1:
+        shapes = ", ".join(
+            f"{path or 'batch'} {tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf}"
+            for path, leaf in zip(paths(batch, _is_jagged), leaves, strict=True)
+            if _rows_of(leaf) is not None
+        )
+        raise ValueError(
+            f"the batch's tensors disagree in rows (dim 0): {shapes}; make them agree, or give TrainStep "
+            "rows=callable(batch) -> weight"
+        )
+    if not rows:
         raise ValueError(
             "the batch holds no tensor with rows (dim 0); convert its numbers to tensors or arrays, or give TrainStep "
             "rows=callable(batch) -> weight"
         )
-    return rows
+    return cast(int, rows.pop())
 
 
-def _is_jagged(node: object) -> bool:
-    return isinstance(node, KeyedJagged)
+def _rows_of(leaf: object) -> int | None:
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.ndim else None
+    return leaf.stride() if _is_jagged(leaf) else None
 
 
-def _opened(leaf: object) -> object:
-    """Return a mapping of a type that is not one of ``flatten``'s, such as a tokenizer's, as a dict."""
-    return map_structure(_opened, dict(leaf)) if isinstance(leaf, Mapping) else leaf
-
-
-def _disagreement(batch: Structure, leaves: Sequence[object]) -> str:
-    shapes = ", ".join(
-        f"{path or 'batch'} {leaf if isinstance(leaf, KeyedJagged) else tuple(leaf.shape)}"
-        for path, leaf in zip(paths(batch, _is_jagged), leaves, strict=True)
-        if isinstance(leaf, KeyedJagged) or (isinstance(leaf, Tensor) and leaf.ndim)
-    )
-    return (
-        f"the batch's tensors disagree in rows (dim 0): {shapes}; make them agree, or give TrainStep "
-        "rows=callable(batch) -> weight"
-    )
+def _is_jagged(node: object) -> TypeGuard[KeyedJagged]:
+    """Return True for ``KeyedJagged`` and for TorchRec's, whose three tensors differ in length."""
+    return hasattr(type(node), "weights_or_none")

@@ -1,22 +1,37 @@
-"""Nested containers of tensors, through optree: flatten, rebuild, map, and name each leaf by its path.
+"""Nested containers of tensors: flatten, rebuild, map, and name each leaf by its path.
 
-``None`` is a leaf, not an empty container: a missing tensor keeps its place when it crosses a boundary.
+Containers are optree's (dict, list, tuple, named tuple, ...) and the classes registered with it or with PyTorch's own
+pytree; besides, every other mapping and every dataclass, which are registered under our namespace when first seen.
+Any other object is a leaf. ``None`` is a leaf, too, not an empty container: a missing tensor keeps its place when it
+crosses a boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+import operator
+import threading
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import optree
+import torch.utils._pytree  # named in torch.export's errors as the place to register classes; there is no public one
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Structure", "flatten", "map_structure", "paths", "unflatten"]
+__all__ = ["Structure", "flatten", "map_structure", "named_parts", "paths", "unflatten"]
 
 Structure: TypeAlias = Any
-"""Tensors in any nesting of dict, list, tuple, named tuple and registered dataclass."""
+"""Tensors in any nesting of lists, tuples, named tuples, mappings and dataclasses."""
+
+_NAMESPACE = "anabranch"
+_register: Callable[..., object] = optree.register_pytree_node
+_registering = threading.Lock()
+_registered: set[type] = set()
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})  # most leaves, known at once
 
 
 def flatten(structure: Structure, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[object], PyTreeSpec]:
@@ -28,17 +43,27 @@ def flatten(structure: Structure, is_leaf: Callable[[object], bool] | None = Non
     >>> unflatten(treedef, leaves)
     {'a': 1, 'b': (2, None)}
     """
-    return optree.tree_flatten(structure, is_leaf, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(structure, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
+    kinds = {*map(type, leaves)}
+    # Again for each level of classes that were never seen before.
+    return flatten(structure, is_leaf) if not kinds <= _LEAVES and _register_new(kinds) else (leaves, treedef)
 
 
-def unflatten(treedef: PyTreeSpec, leaves: list[object]) -> Structure:
+def unflatten(treedef: PyTreeSpec, leaves: Iterable[object]) -> Structure:
     """Return the structure that ``treedef`` describes, holding ``leaves``."""
     return optree.tree_unflatten(treedef, leaves)
 
 
-def map_structure(function: Callable[[object], object], structure: Structure) -> Structure:
-    """``structure`` with every leaf replaced by ``function(leaf)``."""
-    return optree.tree_map(function, structure, none_is_leaf=True)
+def map_structure(function: Callable[..., object], structure: Structure, *others: Structure) -> Structure:
+    """``structure`` with ``function(leaf)`` in place of every leaf, also given the leaves of ``others`` alike."""
+
+    def opened(leaf: object, *beside: object) -> object:
+        new = _register_new({type(leaf)}) or type(leaf) in _registered
+        return map_structure(function, leaf, *beside) if new else function(leaf, *beside)
+
+    # Not flatten and unflatten: Dynamo, which follows this at the edges of placed modules, cannot make a treedef of an
+    # empty dict.
+    return optree.tree_map(opened, structure, *others, none_is_leaf=True, namespace=_NAMESPACE)
 
 
 def paths(structure: Structure, is_leaf: Callable[[object], bool] | None = None) -> list[str]:
@@ -47,5 +72,76 @@ def paths(structure: Structure, is_leaf: Callable[[object], bool] | None = None)
     >>> paths({"ids": 0, "pair": (1, [2])})
     ['ids', 'pair.0', 'pair.1.0']
     """
-    found, _, _ = optree.tree_flatten_with_path(structure, is_leaf, none_is_leaf=True)
-    return [".".join(str(entry) for entry in path) for path in found]
+    return [".".join(map(str, path)) for path in flatten(structure, is_leaf)[1].paths()]
+
+
+def named_parts(structure: Structure) -> dict[str, Structure] | None:
+    """Return the items of a mapping, or the fields of a dataclass; ``None`` of anything else."""
+    if isinstance(structure, Mapping):
+        return {str(name): structure[name] for name in structure}
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        return {each.name: getattr(structure, each.name) for each in dataclasses.fields(structure)}
+    return None
+
+
+def _register_new(kinds: set[type]) -> bool:
+    """Register those ``kinds`` of leaves that are containers; return whether there are any."""
+    added = False
+    for kind in kinds - _LEAVES - _registered:
+        node = None if issubclass(kind, (list, tuple)) else _node_of(kind)
+        if node is not None:
+            with _registering:
+                if kind not in _registered:
+                    _register(kind, *node, namespace=_NAMESPACE)
+                    _registered.add(kind)
+            added = True
+    return added
+
+
+def _node_of(kind: type) -> tuple[Callable[..., object], Callable[..., object]] | None:
+    """Return how a container of this class is taken apart and made again; ``None`` if it is no container."""
+    if known := torch.utils._pytree.SUPPORTED_NODES.get(kind):
+        return known.flatten_fn, lambda context, parts: known.unflatten_fn(parts, context)
+    if issubclass(kind, MutableMapping):
+        return _copied(_put_item, lambda value: tuple(value), operator.getitem)
+    if issubclass(kind, Mapping):
+        return (
+            lambda value: (list(value.values()), tuple(value), tuple(value)),
+            lambda names, parts: kind(dict(zip(names, parts, strict=True))),  # type: ignore[call-arg]
+        )
+    if dataclasses.is_dataclass(kind):
+        names = tuple(each.name for each in dataclasses.fields(kind))
+        return _copied(object.__setattr__, lambda value: names, getattr)  # frozen ones refuse setattr
+    return None
+
+
+def _put_item(value: Any, name: object, part: object) -> None:
+    value[name] = part  # Dynamo follows this, but not operator.setitem of any class
+
+
+@dataclass(frozen=True)
+class _Around:
+    """The names of the parts of a container, and the container without them."""
+
+    names: tuple[object, ...]
+    shell: Any = field(compare=False)
+
+
+def _copied(
+    put: Callable[[Any, Any, object], None],
+    names_of: Callable[[Any], tuple[object, ...]],
+    get: Callable[[Any, Any], object],
+) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Return the functions for a class whose objects are copied, with what else they hold, and given other parts."""
+
+    def filled(value: Any, names: Iterable[object], parts: Iterable[object]) -> Any:
+        value = copy.copy(value)
+        for name, part in zip(names, parts, strict=True):
+            put(value, name, part)
+        return value
+
+    def take_apart(value: Any) -> tuple[list[object], _Around, tuple[object, ...]]:
+        names = names_of(value)
+        return [get(value, name) for name in names], _Around(names, filled(value, names, [None] * len(names))), names
+
+    return take_apart, lambda around, parts: filled(around.shell, around.names, parts)

@@ -12,7 +12,7 @@ from anabranch import spans
 from anabranch.activity import Activity, during
 from anabranch.collectives import Workers
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
-from anabranch.tensors import Structure, map_structure
+from anabranch.tensors import Structure, as_tensors, map_structure
 
 __all__ = ["Batches"]
 
@@ -97,7 +97,7 @@ class Batches:
         loader = self._loader(name)
         batch = self._take(loader)
         if batch is not ENDED:
-            self._patterns[name] = map_structure(_without_rows, batch)
+            self._patterns[name] = map_structure(_without_rows, as_tensors(batch))
             self._eval_runs[name] = self._eval_runs.get(name, 0) + 1
             return batch
         if self._eval_runs.get(name, 0) < (self._lengths[name] or 0) and name in self._patterns:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_str
 from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.positions import State, first_of_next_epoch, position_of
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
-from anabranch.tensors import Structure, flatten
+from anabranch.tensors import Structure, as_tensors, flatten
 
 __all__ = ["BoundLoader", "ENDED"]
 
@@ -276,7 +275,7 @@ class BoundLoader:
                 "would make runs differ. Give its sampler and dataset their own generators "
                 "(generator=torch.Generator(), numpy.random.default_rng(seed)) or use DataLoader workers"
             )
-        elif not all(map(_same, _contents(self._last), contents_before)):
+        elif not all(map(torch.equal, _contents(self._last), contents_before)):
             self._never_ahead(
                 "reuses the memory of the previous batch while fetching, which the training step may still be using. "
                 "Let it allocate new memory for each batch"
@@ -390,26 +389,10 @@ def _in_modes_of_this_thread(function: Callable[[], Structure]) -> Callable[[], 
     return run
 
 
-def _leaves(batch: Structure) -> list[object]:
-    """Return the leaves of a batch with writable memory."""
-    leaves, _ = flatten(batch)
-    return [
-        leaf
-        for leaf in leaves
-        if (isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta)
-        or (isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject)
-    ]
-
-
-def _contents(batch: Structure) -> list[Tensor | bytes]:
+def _contents(batch: Structure) -> list[Tensor]:
     """Copy of the bytes of a batch, to see later whether they have changed."""
     return [
         leaf.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        if isinstance(leaf, Tensor)
-        else cast("np.ndarray[tuple[int, ...], np.dtype[np.generic]]", leaf).tobytes()
-        for leaf in _leaves(batch)
+        for leaf in flatten(as_tensors(batch))[0]
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta
     ]
-
-
-def _same(a: Tensor | bytes, b: Tensor | bytes) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b

@@ -36,7 +36,7 @@ from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, named_parts
 
 __all__ = ["PipeRunner", "PipelineGrid", "check_pipes", "evaluated", "pipe_run", "runner_for", "seed_pipes"]
 
@@ -193,8 +193,7 @@ def _nonfinite(pipe: Pipe) -> list[str]:
 
 def _split_batch(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:
     """Return a batch's positional inputs, keyword inputs and target."""
-    if isinstance(batch, Mapping):
-        inputs = {str(name): value for name, value in batch.items()}
+    if (inputs := named_parts(batch)) is not None:
         target = inputs.pop("target", None)
         return (), inputs, target
     if not isinstance(batch, tuple | list) or len(batch) < 2:

@@ -13,20 +13,19 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.checkpoint.state import Custom, map_leaves
+from anabranch.checkpoint.state import Custom
 from anabranch.errors import CheckpointError
+from anabranch.tensors.tree_codec import Path, map_leaves
 
 __all__ = ["restored", "to_save"]
 
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
 
-_Path = tuple[object, ...]
-
 
 def to_save(state: object) -> object:
     """Return ``state`` with ``Custom`` in place of the program's own values."""
 
-    def leaf(value: object, path: _Path) -> object:
+    def leaf(value: object, path: Path) -> object:
         if isinstance(value, Enum):
             return Custom(f"enum {type(value).__qualname__}", to_save(value.value))
         if isinstance(value, LRScheduler):
@@ -50,14 +49,14 @@ def restored(saved: object, here: object, what: str, within: list[tuple[LRSchedu
     """
     enums: dict[str, type[Enum]] = {}
 
-    def note(value: object, path: _Path) -> object:
+    def note(value: object, path: Path) -> object:
         if isinstance(value, Enum):
             enums[f"enum {type(value).__qualname__}"] = type(value)
         return value
 
     map_leaves(note, here)
 
-    def leaf(value: object, path: _Path) -> object:
+    def leaf(value: object, path: Path) -> object:
         if not isinstance(value, Custom):
             return value
         there = _at(here, path)
@@ -77,7 +76,7 @@ def restored(saved: object, here: object, what: str, within: list[tuple[LRSchedu
     return map_leaves(leaf, saved)
 
 
-def _at(here: object, path: _Path) -> object:
+def _at(here: object, path: Path) -> object:
     for key in path:
         try:
             here = here[key]  # type: ignore[index]

@@ -63,7 +63,6 @@ from anabranch.executor.steps import Step, TrainStep, distinct_models, parameter
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
-from anabranch.tensors import map_structure
 
 __all__ = ["HasState", "Saver"]
 
@@ -203,9 +202,7 @@ class Saver:
             if text:
                 raise CheckpointError(f"rank {rank} could not read the state of the model: {text.decode()}")
         if self._stages > 1:
-            # Cloned: names of one tied tensor would share memory, which the format refuses.
-            sent = {} if self._rank == 0 else map_structure(lambda v: v.clone() if isinstance(v, Tensor) else v, state)
-            for part in self._gather_at_first(_pack(sent))[1 : self._stages]:
+            for part in self._gather_at_first(_pack({} if self._rank == 0 else state))[1 : self._stages]:
                 state |= cast("dict[str, Any]", _unpack(part))
         return state if self._rank == 0 else {}
 
@@ -275,9 +272,7 @@ class Saver:
             kept = {} if self.remote is None else self.remote.read()
         except AnabranchError as error:  # a server may be lost
             return {"failure": f"{type(error).__name__}: {error}"}
-        tensors = self._model_tensors() | self._remote_tensors(lambda moved: kept[moved.parameter].values)
-        # Cloned: names of one tied tensor would share memory, which the format refuses.
-        model = {name: tensor.clone() for name, tensor in tensors.items()}
+        model = self._model_tensors() | self._remote_tensors(lambda moved: kept[moved.parameter].values)
         optimizers = self._optimizer_states(kept)
         return {"part": {"model": model, "extra": self._extra(), "optimizers": optimizers, "modes": self._modes()}}
 
@@ -767,14 +762,15 @@ def _checked_state(found: Checkpoint) -> dict[str, object]:
 
 
 def _pack(structure: object) -> bytes:
-    state, tensors = checkpoint.split(structure)
-    text = msgspec.json.encode(encode(state)).decode()
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return safetensors.torch.save(tensors, metadata={"state": text})
+    tensors: list[Tensor] = []
+    text = msgspec.json.encode(encode(structure, tensors)).decode()
+    # Cloned: tied tensors share memory, which the format refuses.
+    numbered = {str(number): tensor.clone().contiguous() for number, tensor in enumerate(tensors)}
+    return safetensors.torch.save(numbered, metadata={"state": text})
 
 
 def _unpack(data: bytes) -> object:
-    tensors = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
+    numbered = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
     header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, object])
     text = cast("dict[str, str]", header["__metadata__"])["state"]
-    return checkpoint.join(decode(msgspec.json.decode(text)), tensors)
+    return decode(msgspec.json.decode(text), [numbered[str(number)] for number in range(len(numbered))])

@@ -34,7 +34,7 @@ from anabranch.graph.step.joint import Joint, JointKey
 from anabranch.graph.step.step_state import Between, Gate, SparseGradients, StepState
 from anabranch.graph.step.update import containers_of
 from anabranch.graph.trace.make_fx import undisturbed
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, flatten
 
 __all__ = ["Between", "EvalProgram", "Gate", "Loss", "Prepared", "SparseGradients", "StepProgram"]
 
@@ -489,19 +489,18 @@ def _marked(outputs: Callable[..., object]) -> Callable[..., object]:
 
 
 def kind_of(batch: object) -> object:
-    """Return the shapes, dtypes and devices of the tensors of plain containers, and the types of all else.
+    """Return the shapes, dtypes and devices of the batch's tensors, and the types of all other leaves.
 
     A hint which programs to try first: guards decide, and a wrong hint costs a longer search.
     """
-    if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype, batch.device
-    if isinstance(batch, Mapping):
-        return tuple([(key, kind_of(value)) for key, value in batch.items()])
-    if isinstance(batch, (tuple, list)):
-        return tuple([kind_of(value) for value in batch])
-    if isinstance(batch, (str, bool)):
-        return batch
-    kept = getattr(batch, "__dict__", None)
-    if kept and not callable(batch):
-        return type(batch), tuple([kind_of(v) for v in kept.values() if isinstance(v, (Tensor, dict))])
-    return type(batch)
+    leaves, treedef = flatten(batch)
+    return treedef.type, *[
+        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _kind_of_leaf(leaf) for leaf in leaves
+    ]
+
+
+def _kind_of_leaf(leaf: object) -> object:
+    if isinstance(leaf, (str, bool)):
+        return leaf
+    kept = () if callable(leaf) else getattr(leaf, "__dict__", {}).values()
+    return type(leaf), *[kind_of(value) for value in kept if isinstance(value, (Tensor, dict))]

@@ -18,6 +18,7 @@ from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
+from anabranch.tensors import flatten, map_structure
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "check_captured", "containers_of", "has_state"]
 
@@ -179,8 +180,8 @@ def capture_update(
         state.setdefault(id(tensor), TraceSource(name, tensor, state=True))
 
     def add_all(name: str, value: object) -> None:
-        for tensor in _tensors_in(value):
-            if id(tensor) not in state:
+        for tensor in flatten(value)[0]:
+            if isinstance(tensor, Tensor) and id(tensor) not in state:
                 while name in taken:
                     name += "_"
                 taken.add(name)
@@ -275,19 +276,7 @@ def _swapped(
 
 def _stand_in(value: Any, traced: Mapping[int, Tensor]) -> Any:
     """``value`` with the traced tensors in place of the optimizer's."""
-    if isinstance(value, Tensor):
-        return traced.get(id(value), value)
-    if type(value) in (list, tuple):
-        return type(value)(_stand_in(item, traced) for item in value)
-    return value
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
+    return map_structure(lambda leaf: traced.get(id(leaf), leaf), value)
 
 
 def _state_of(optimizer: Optimizer) -> list[dict[str, object]]:
