@@ -37,6 +37,7 @@ DIGITS = 2 * _DIGITS
 _BLOCK = 1 << 16  # elements whose products fit in the processor's cache
 _ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
 _NAMED = 5
+_OWN = "the model has "
 
 
 class Drift:
@@ -105,8 +106,12 @@ class Drift:
         """
         names = self._parameters()
         states, lines = self._optimizer_states(names)
+        lines += [f"{_OWN}{name}" for name in names.values()]
         texts = self._workers.all_gather_bytes("\n".join(lines).encode(), operation="comparison of optimizers")
         said = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
+        # A worker's model may have another parameter in place of one: only what all have can be compared.
+        common = set.intersection(*(set(text.decode().split("\n")) for text in texts))
+        names = {parameter: name for parameter, name in names.items() if f"{_OWN}{name}" in common}
         # Where no line differs, all workers have the same states.
         compared = {name: parameter.detach() for parameter, name in names.items()} | ({} if said else states)
         apart = torch.tensor([self._apart(tensor) for tensor in compared.values()], dtype=torch.float64, device="cpu")
