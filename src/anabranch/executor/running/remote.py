@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.hooks import before_load, before_state
-from anabranch.autodiff.moved_parameter import Move, MovedParameter
+from anabranch.autodiff.moved_parameter import Move, MovedParameter, Ways
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
 from anabranch.executor.routes import Place, Route, Routes
@@ -50,8 +50,9 @@ Served = Literal["refuse", "adopt", "replace"]
 """What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
 
 _NAMED = 4  # in an error
-# The steps of parameters on servers, by endpoints and name, when an Executor of this process gave them back to a model.
-_given_back: dict[tuple[tuple[str, ...], str], int] = {}
+# The steps of parameters on servers when an Executor of this process gave them back to a model, by endpoints, name, and
+# its client: another Executor may since have trained others as far.
+_given_back: dict[tuple[tuple[str, ...], str, str], int] = {}
 
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
@@ -214,9 +215,9 @@ class RemotePart:
         ``nowhere_else``: but not what an Executor of this process has given back to a model as it is there.
         """
         steps = self.client.steps() if self._worker.rank == 0 else {}
-        if nowhere_else:
-            where = self.client.endpoints
-            steps = {name: step for name, step in steps.items() if _given_back.get((where, name)) != step}
+        if nowhere_else and steps:
+            where, last = self.client.endpoints, self.client.joined()
+            steps = {name: step for name, step in steps.items() if _given_back.get((where, name, last)) != step}
         mine = [[name, str(step)] for name, step in steps.items() if name in self._served]
         return {name: int(step) for name, step in self.gather(mine)[0]}
 
@@ -288,7 +289,9 @@ class RemotePart:
             sparse = None
             if moved.place is Place.WHOLE_TABLE:
                 sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
-            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
+            # Another one in its place is trained by nobody: in the plain loop too, if all workers have it.
+            ways = None if self.alone else Ways(moved.parameter, everyone)
+            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt, ways=ways)
 
     def _move(self) -> None:
         """Leave placeholders in the models and no state in the optimizers, once the servers have both."""
@@ -567,9 +570,9 @@ class RemotePart:
     def _note_given_back(self) -> None:
         """Let the next Executor of this process replace what the model has again, unless it changes meanwhile."""
         if self.is_open and self._worker.rank == 0 and not self.client.in_process:
-            steps = self.client.steps()
+            steps, where, last = self.client.steps(), self.client.endpoints, self.client.joined()
             given_back = steps.keys() & self._served.difference(self.embeddings)
-            _given_back.update({(self.client.endpoints, name): steps[name] for name in given_back})
+            _given_back.update({(where, name, last): steps[name] for name in given_back})
 
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""

@@ -412,6 +412,10 @@ class ParameterClient:
         """Return the names of all tables and parameters, and the optimizer steps of each on its first shard."""
         return {name: step for steps in reversed(self._tables.steps()) for name, step in steps.items()}
 
+    def joined(self) -> str:
+        """Return which client was the last to join the first shard as worker 0, as no other is called."""
+        return str(self._calls.describe()[0]["joined"])
+
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
     def pull(self, name: str) -> Tensor:

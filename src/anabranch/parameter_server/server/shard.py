@@ -534,9 +534,9 @@ class Shard:
             return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed)
 
     def describe(self) -> dict[str, object]:
-        """Tables and parameters, their optimizers and steps, without the values."""
+        """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0."""
         with self._state:
-            return self._contents.describe()
+            return {**self._contents.describe(), "joined": self.joined_as(0).hex()}
 
     def clocks(self) -> dict[str, object]:
         """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for no limit."""
