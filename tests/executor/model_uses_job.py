@@ -26,7 +26,6 @@ from model_uses import (
     ALL,
     BATCHES,
     CHANGES,
-    INSIDE,
     KINDS,
     MODES,
     MOMENTS,
@@ -115,9 +114,8 @@ def changes(kind: str, mode: str) -> Iterator[Case]:
     """Each change at each moment, by both workers or by the second alone."""
     for what, ranks, moment in itertools.product(CHANGES, ((0, 1), (1,)), MOMENTS):
         # Of an assignment by one of them, its optimizer says so before it has met the other.
-        alone = {("assignment", "before"), *(("requires_grad_", one) for one in INSIDE)}
         shared = kind == "remote" and what == "step by hand"  # each steps the table of both
-        if possible(what, kind, moment) and not shared and (ranks == (0, 1) or (what, moment) not in alone):
+        if possible(what, kind, moment) and not shared and (what, ranks, moment) != ("assignment", (1,), "before"):
 
             def case(worker: Worker, what: str = what, ranks: tuple[int, ...] = ranks, moment: str = moment) -> None:
                 live(kind, mode, {moment: Doing({what: CHANGES[what]}, ranks, shared=True)}, worker)

@@ -595,6 +595,10 @@ class RemotePart:
                 with suppress(Exception):
                     self.client.end_by(until)
                     self.tables.close()
+                if self.consistency.merges and not self.torn:
+                    with suppress(BoundaryError):  # the others' pushes of the last run may be on their way
+                        self.client.end_by(Deadline.after(patience))
+                        self.client.wait_for_turn(self.clock)
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):
