@@ -37,7 +37,6 @@ DIGITS = 2 * _DIGITS
 _BLOCK = 1 << 16  # elements whose products fit in the processor's cache
 _ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
 _NAMED = 5
-_OWN = "the model has "
 
 
 class Drift:
@@ -106,14 +105,17 @@ class Drift:
         """
         names = self._parameters()
         states, lines = self._optimizer_states(names)
-        lines += [f"{_OWN}{name}" for name in names.values()]
+        models = self._workers.all_gather_bytes(
+            "\n".join(names.values()).encode(), operation="comparison of parameters"
+        )
         texts = self._workers.all_gather_bytes("\n".join(lines).encode(), operation="comparison of optimizers")
         said = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
         # A worker's model may have another parameter in place of one: only what all have can be compared.
-        common = set.intersection(*(set(text.decode().split("\n")) for text in texts))
-        names = {parameter: name for parameter, name in names.items() if f"{_OWN}{name}" in common}
-        # Where no line differs, all workers have the same states.
-        compared = {name: parameter.detach() for parameter, name in names.items()} | ({} if said else states)
+        owned = [set(text.decode().split("\n")) for text in models]
+        missing = sorted(owned[0].union(*owned) - owned[0].intersection(*owned))
+        names = {parameter: name for parameter, name in names.items() if name not in missing}
+        unlike = said or missing
+        compared = {name: parameter.detach() for parameter, name in names.items()} | ({} if unlike else states)
         apart = torch.tensor([self._apart(tensor) for tensor in compared.values()], dtype=torch.float64, device="cpu")
         table = self._workers.all_gather(apart, operation="comparison of parameters").t().tolist()
         rows = dict(zip(compared, table, strict=True))
@@ -123,7 +125,8 @@ class Drift:
         ranks = [
             rank for name in found for rank, far in zip(self._workers.ranks, rows[name], strict=True) if far > least
         ]
-        report = msgspec.json.encode([found, ranks, said])
+        ranks += [rank for rank, one in zip(self._workers.ranks, owned, strict=True) if one != owned[0]]
+        report = msgspec.json.encode([missing + found, ranks, said])
         reports = self._everyone.all_gather_bytes(report, operation="comparison of parameters")
         stages = [msgspec.json.decode(text, type=tuple[list[str], list[int], list[str]]) for text in reports]
         found = list(dict.fromkeys(name for names, _, _ in stages for name in names))

@@ -143,7 +143,7 @@ class StepRunner:
         mine = "\n".join(name for parameter, name in names.items() if parameter.requires_grad)
         everyone = self._workers.all_gather_bytes(mine.encode(), operation="comparison of frozen parameters")
         sets = [set(text.decode().split("\n")) for text in everyone]
-        if differing := sorted(set.union(*sets) - set.intersection(*sets)):
+        if differing := sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
             raise ValueError(
                 f"{', '.join(differing)} is frozen on some workers and not on others (requires_grad_): freeze and "
                 "unfreeze the same parameters on all workers, between the same two steps"
@@ -151,8 +151,8 @@ class StepRunner:
 
     def _build(self, layout: tuple[bool, ...]) -> None:
         self._layout = layout
-        requiring = {p for p, on in zip(self._parameters, layout, strict=False) if on}
-        named = {name: value for name, value in self._named_parameters().items() if value in requiring}
+        known = dict(zip(self._parameters, layout, strict=False))
+        named = {name: p for name, p in self._named_parameters().items() if known.get(p, p.requires_grad)}
         summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
         if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
             raise ValueError(
