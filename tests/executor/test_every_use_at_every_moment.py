@@ -1,340 +1,29 @@
 """Uses of a model beside its steps: each equals the plain program's, or is refused by an error that names the table.
 
-Two programs live the same life: the plain loop, and an Executor. At one moment of it something is done to the model.
-Both answer alike, or the Executor refuses, and what it refuses is then not done in the plain loop. At the end both
-models have the same numbers, bit for bit.
+The uses, the moments and the life are those of ``model_uses.py``.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
-import pickle
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-
-import anabranch as ab
-
-ROWS, WIDTH = 7, 3
-BATCHES = [torch.tensor([[1, 3], [3, 0]]), torch.tensor([[6, 1], [2, 2]]), torch.tensor([[3, 6], [5, 1]])]
-ALL = torch.arange(ROWS).reshape(ROWS, 1)
-UNSEEN = torch.tensor([[4, 1], [0, 4]])  # 4 is in no batch
-MODES: dict[str, dict[str, Any]] = {
-    "None": {"comm_mode": None},
-    "AllReduce": {"comm_mode": "AllReduce"},
-    "PS": {"comm_mode": "PS"},
-    "PS cached": {"comm_mode": "PS", "cache": ab.Cache("LRU", capacity=4)},
-    "Hybrid": {"comm_mode": "Hybrid"},
-    "Hybrid cached": {"comm_mode": "Hybrid", "cache": ab.Cache("LFU", capacity=4)},
-}
-
-
-class Net(nn.Module):
-    """A table and a dense layer; ``kind`` says how the table is held."""
-
-    def __init__(self, kind: str, plain: bool) -> None:
-        super().__init__()
-        self.kind = kind
-        self.top = nn.Linear(WIDTH, 1)  # before the table, which draws numbers here or on the servers
-        if kind == "remote" and not plain:
-            self.table: nn.Module = ab.RemoteEmbedding("table", ROWS, WIDTH, init=0.5, dtype=torch.float64)
-        elif kind == "bag":
-            self.table = nn.EmbeddingBag(ROWS, WIDTH, mode="sum")
-        else:
-            self.table = nn.Embedding(ROWS, WIDTH)
-        self.double()
-        if kind == "remote" and plain:
-            nn.init.constant_(self.table.weight, 0.5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = self.table(ids)
-        return self.top(rows if rows.ndim == 2 else rows.sum(1))
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The parameter that is used: of the table, or of the dense layer."""
-        return self.top.weight if self.kind == "dense" else self.table.weight
-
-
-@dataclass
-class Life:
-    """One program: its model, what its owner has kept, and its Executor while it has one."""
-
-    kind: str
-    plain: bool
-    model: Net = field(init=False)
-    executor: ab.Executor | None = None
-    inside: Callable[[Life], object] | None = None
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(3)
-        self.model = Net(self.kind, self.plain)
-        self.kept = self.model.top.weight if self.kind in ("dense", "remote") else self.model.table.weight
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.saved = {name: value + 1 for name, value in self.model.state_dict().items()}
-
-    def loss(self, model: nn.Module, ids: Tensor) -> Tensor:
-        value = model(ids).square().mean()
-        if self.inside is not None:
-            inside, self.inside = self.inside, None
-            inside(self)
-        return value
-
-    def open(self, mode: str) -> None:
-        if not self.plain:
-            evaluate = ab.EvalStep(self.model, lambda model, ids: {"y": model(ids)})
-            train = ab.TrainStep(self.model, self.loss, self.optimizer)
-            self.executor = ab.Executor({"train": train, "evaluate": evaluate}, **MODES[mode])
-
-    def leave(self, error: BaseException | None = None) -> None:
-        if self.executor is not None:
-            self.executor.__exit__(None if error is None else type(error), error, None)
-            self.executor = None
-
-    def train(self, ids: Tensor) -> None:
-        if self.executor is not None:
-            self.executor.run("train", ids)
-            return
-        self.optimizer.zero_grad()
-        self.model.train()
-        self.loss(self.model, ids).backward()
-        self.optimizer.step()
-
-    def evaluate(self) -> Tensor:
-        if self.executor is not None:
-            return self.executor.run("evaluate", UNSEEN)["y"]
-        training = self.model.training
-        with torch.no_grad():
-            value = self.model.eval()(UNSEEN)
-        self.model.train(training)
-        return value
-
-
-# Uses. Each returns what it saw, or None where the numbers at the end tell.
-
-
-def by_hand(life: Life) -> Tensor:
-    training = life.model.training
-    value = life.model.eval()(UNSEEN).detach()
-    life.model.train(training)
-    return value
-
-
-def without_gradients(life: Life) -> Tensor:
-    with torch.no_grad():
-        return life.model(UNSEEN)
-
-
-def in_inference_mode(life: Life) -> Tensor:
-    with torch.inference_mode():
-        return life.model(UNSEEN).clone()
-
-
-def of_copy(life: Life) -> Tensor:
-    return copy.deepcopy(life.model)(UNSEEN).detach()
-
-
-def of_pickle(life: Life) -> Tensor:
-    return pickle.loads(pickle.dumps(life.model))(UNSEEN).detach()
-
-
-def of_file(life: Life) -> Tensor:
-    file = io.BytesIO()
-    torch.save(life.model.state_dict(), file)
-    file.seek(0)
-    return sum_of(torch.load(file).values())
-
-
-def sum_of(tensors: Any) -> Tensor:
-    return torch.stack([tensor.detach().sum() for tensor in tensors]).sum()
-
-
-READS: dict[str, Callable[[Life], Any]] = {
-    "lookup": lambda life: life.model.table(UNSEEN).detach(),
-    "model.eval()": by_hand,
-    "no_grad": without_gradients,
-    "inference_mode": in_inference_mode,
-    "EvalStep": lambda life: life.evaluate(),
-    "weight": lambda life: life.model.weight.sum().detach(),
-    ".T": lambda life: (life.model.weight.T * 2).sum().detach(),
-    ".mT": lambda life: (torch.ones(WIDTH).double() @ life.model.weight.mT).detach(),
-    ".data": lambda life: life.model.weight.data.sum(),
-    "arithmetic": lambda life: (1 - life.model.weight).detach(),
-    "comparison": lambda life: life.model.weight == life.model.weight,
-    "index": lambda life: life.model.weight[0].detach().clone(),
-    "parameters()": lambda life: sum_of(life.model.parameters()),
-    "state_dict()": lambda life: sum_of(life.model.state_dict().values()),
-    "torch.save": of_file,
-    "kept": lambda life: life.kept.norm().detach(),
-    "deepcopy": of_copy,
-    "pickle": of_pickle,
-    "shape": lambda life: torch.tensor(life.model.weight.shape),
-    "requires_grad": lambda life: torch.tensor(life.model.weight.requires_grad),
-}
-
-
-def reads_of(kind: str) -> dict[str, Callable[[Life], Any]]:
-    """What can be read; a ``RemoteEmbedding`` has no parameters, so that the sums of the model's are others."""
-    if kind != "remote":
-        return READS
-    return {what: use for what, use in READS.items() if what not in ("parameters()", "state_dict()", "torch.save")}
-
-
-def assign(life: Life) -> None:
-    new = nn.Parameter(torch.full_like(torch.empty(life.model.weight.shape), 2.0).double())
-    if life.kind == "dense":
-        life.model.top.weight = new
-    else:
-        life.model.table.weight = new
-
-
-def write(life: Life) -> None:
-    with torch.no_grad():
-        life.model.weight.add_(1)
-
-
-def set_data(life: Life) -> None:
-    life.model.weight.data = torch.full(tuple(life.model.weight.shape), 2.0).double()
-
-
-def step_by_hand(life: Life) -> None:
-    life.optimizer.zero_grad()
-    life.model(BATCHES[0]).square().mean().backward()
-    life.optimizer.step()
-    life.optimizer.zero_grad()
-
-
-CHANGES: dict[str, Callable[[Life], Any]] = {
-    "requires_grad_": lambda life: life.model.weight.requires_grad_(False) is None,
-    "freeze the module": lambda life: life.model.table.requires_grad_(False) and None,
-    "assignment": assign,
-    "write": write,
-    ".data =": set_data,
-    "load_state_dict": lambda life: life.model.load_state_dict(life.saved),
-    "step by hand": step_by_hand,
-    "eval mode": lambda life: life.model.eval() and None,
-}
-MOMENTS = ("before", "opened", "in the loss", "between runs", "after close", "after an exception", "second Executor")
-KINDS = ("embedding", "bag", "remote", "dense")
-
-
-class Doing:
-    """Uses of both models at one moment: ours comes first, and what it refuses is not done to the plain one."""
-
-    def __init__(self, uses: dict[str, Callable[[Life], Any]]) -> None:
-        self.uses = uses
-        self.answers: dict[str, Any] = {}
-        self.refused: dict[str, Exception] = {}
-
-    def __call__(self, life: Life) -> None:
-        for what, use in self.uses.items():
-            if not life.plain:
-                self._do_ours(life, what, use)
-            elif what in self.answers and (answer := use(life)) is not None and self.answers[what] is not None:
-                same(answer, self.answers[what], what)
-
-    def _do_ours(self, life: Life, what: str, use: Callable[[Life], Any]) -> None:
-        try:
-            self.answers[what] = use(life)
-        except (ValueError, AttributeError, RuntimeError) as error:
-            if not refuses(error, life.kind, what):
-                raise
-            self.refused[what] = error
-
-
-def refuses(error: Exception, kind: str, what: str) -> bool:
-    """True if the error refuses a use as it should: it names the table or the parameter, and is no crash."""
-    if isinstance(error, AttributeError):  # a RemoteEmbedding has no weight
-        return kind == "remote" and "weight" in str(error)
-    if isinstance(error, RuntimeError):
-        return what == "EvalStep" and "inside a run of 'train'" in str(error)
-    return any(name in str(error) for name in ("table", "top.weight", "holds a parameter of shape"))
-
-
-def same(plain: Any, ours: Any, what: str) -> None:
-    assert torch.equal(torch.as_tensor(ours), torch.as_tensor(plain)), f"{what}: {ours}, in the plain loop {plain}"
-
-
-@contextmanager
-def executor_of(life: Life, mode: str, error: BaseException | None = None) -> Iterator[None]:
-    """An Executor of ours while the block runs; left as by ``error``."""
-    life.open(mode)
-    try:
-        yield
-    finally:
-        life.leave(error or sys.exception())
-
-
-def live(kind: str, mode: str, moment: str, doing: Doing) -> None:
-    """One life of both programs, with what is done at ``moment``; at the end they have the same numbers."""
-    ours, plain = both = Life(kind, plain=False), Life(kind, plain=True)
-
-    def train(index: int) -> None:
-        for life in both:
-            life.train(BATCHES[index])
-
-    def now(this: str) -> None:
-        for life in both:
-            if this == moment:
-                doing(life)
-
-    now("before")
-    with executor_of(ours, mode, KeyboardInterrupt() if moment == "after an exception" else None):
-        now("opened")
-        train(0)
-        if moment == "in the loss":
-            ours.inside = plain.inside = doing
-        train(1)
-        now("between runs")
-        train(2)
-    now("after an exception")
-    now("after close")
-    if moment == "second Executor":
-        with executor_of(ours, mode):
-            train(0)
-            now("second Executor")
-            train(1)
-    train(2)  # by hand
-    tables = [kind == "remote" and (life.model.table(ALL).detach()) for life in both]
-    if kind == "remote":
-        same(tables[1], tables[0], "the table at the end")
-    for name, value in ours.model.state_dict().items():
-        same(plain.model.state_dict()[name], value, f"{name} at the end")
+from model_uses import CHANGES, KINDS, MODES, MOMENTS, Doing, close_tables, live, possible, reads_of, refuses
 
 
 @pytest.fixture(autouse=True)
 def _tables_closed() -> Iterator[None]:
-    """Close what ``RemoteEmbedding``s and their copies have opened for themselves."""
     yield
-    for module in [one for one in gc.get_objects() if type(one) is ab.RemoteEmbedding]:
-        module.close()
+    close_tables()
 
 
 @pytest.mark.quick_cases(40)
 @pytest.mark.parametrize(("kind", "mode", "moment"), list(product(KINDS, MODES, MOMENTS)))
 def test_what_is_read_is_the_plain_programs_or_refused(kind: str, mode: str, moment: str) -> None:
-    live(kind, mode, moment, doing := Doing(reads_of(kind)))
+    live(kind, mode, {moment: (doing := Doing(reads_of(kind)))})
     plain = kind != "remote" and moment in ("before", "after close", "after an exception")
     assert not plain or not doing.refused, "the model is plain PyTorch then"
-
-
-IN_THE_LOSS = ("requires_grad_", "freeze the module", "assignment", "eval mode")  # PyTorch refuses others
-
-
-def possible(change: str, kind: str, moment: str) -> bool:
-    """True for a change that the plain loop allows, to what the model has."""
-    if change == "load_state_dict" and kind == "remote":  # of the plain model's state, where the table is a parameter
-        return False
-    return moment != "in the loss" or change in IN_THE_LOSS
 
 
 CASES = [case for case in product(CHANGES, KINDS, MODES, MOMENTS) if possible(case[0], case[1], case[3])]
@@ -345,7 +34,7 @@ CASES = [case for case in product(CHANGES, KINDS, MODES, MOMENTS) if possible(ca
 def test_a_change_counts_as_in_the_plain_program_or_is_refused(change: str, kind: str, mode: str, moment: str) -> None:
     doing = Doing({change: CHANGES[change]})
     try:
-        live(kind, mode, moment, doing)
+        live(kind, mode, {moment: doing})
     except ValueError as error:  # refused by the next run, the evaluation, or at the end
         if (change not in doing.answers and moment != "before") or not refuses(error, kind, change):
             raise

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.executor.running import remote
 from anabranch.launch import launch
-from anabranch.parameter_server import ParameterServer
-from anabranch.testing import LocalJob
+from anabranch.parameter_server import ParameterServer, Worker
+from anabranch.testing import LocalJob, MemoryTransport
 from programs import Programs
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
@@ -249,6 +250,13 @@ def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace
             pass
         with ab.ParameterClient() as client:
             assert client.steps() == {"weight": 1, "bias": 1}
+        ours = dict(remote._given_back)
+        with linear(served="replace") as other:  # as far as the first one
+            other.run(batch=x)
+        with monkeypatch.context() as patch:
+            patch.setattr(remote, "_given_back", ours)  # as if another process had trained it
+            with linear() as again, pytest.raises(ValueError, match=r"weight \(step 1\)"):
+                again.run(batch=x)
         with linear(served="adopt") as second:
             assert second.run(batch=x)["loss"] < loss
         with linear() as third:
@@ -257,6 +265,14 @@ def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace
             client.push("weight", torch.ones(1, 2))
         with linear() as fourth, pytest.raises(ValueError, match=r"weight \(step 2\)"):
             fourth.run(batch=x)
+
+
+def test_more_workers_than_the_job_before_had_join_in_any_order() -> None:
+    network = MemoryTransport()
+    with ParameterServer(transport=network) as server:
+        for worker in (Worker(0, 1), Worker(1, 2), Worker(0, 2)):
+            with ab.ParameterClient([server.endpoint], transport=network, worker=worker):
+                pass
 
 
 def test_two_open_executors_cannot_train_one_remote_embedding() -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Elsewhere", "Move", "MovedParameter", "MovedState", "RowLookups", "from_within", "parameters_here"]
+__all__ = ["Elsewhere", "Move", "MovedParameter", "MovedState", "RowLookups", "Ways", "from_within", "parameters_here"]
 
 
 class RowLookups(Protocol):
@@ -242,6 +242,35 @@ def parameters_here(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in module.named_parameters() if not isinstance(value, Elsewhere)}
 
 
+class Ways:
+    """The dict entries on the ways to a parameter in ``models``: what is replaced differs in one of them.
+
+    Attributes:
+        holders: the modules on the ways to it, and others.
+    """
+
+    def __init__(self, parameter: nn.Parameter, models: Iterable[nn.Module]) -> None:
+        self._parameter = parameter
+        self._entries: list[tuple[Mapping[str, Any], str, object]] = []
+        self.holders: dict[nn.Module, bool] = {}
+        for model in models:
+            self._find(model)
+
+    def _find(self, module: nn.Module) -> bool:
+        if module not in self.holders:
+            self.holders[module] = False
+            entries = [entry for entry in module._parameters.items() if entry[1] is self._parameter]
+            entries_of = [(module._parameters, *entry) for entry in entries]
+            below = [entry for entry in module._modules.items() if entry[1] is not None and self._find(entry[1])]
+            self._entries += [*entries_of, *((module._modules, *entry) for entry in below)]
+            self.holders[module] = bool(entries or below)
+        return self.holders[module]
+
+    def replaced(self) -> str | None:
+        """Return the name of an entry that is another by now."""
+        return next((key for holder, key, held in self._entries if holder.get(key) is not held), None)
+
+
 class Move:
     """One parameter's move, which begins at once.
 
@@ -256,10 +285,8 @@ class Move:
 
     def __init__(self, parameter: nn.Parameter, lookups: RowLookups, models: Iterable[nn.Module]) -> None:
         self.parameter, self.name = parameter, lookups.name
-        self._entries: list[tuple[Mapping[str, Any], str, object]] = []
-        self.holders: dict[nn.Module, bool] = {}
-        for model in models:
-            self._find(model)
+        self._ways = Ways(parameter, models)
+        self.holders = self._ways.holders
         # More than the parameter and the object just made: another tensor's numbers, too, which are to return there.
         shared = torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
         self._shared = parameter.data.fill_(float("nan")) if shared else None
@@ -269,21 +296,10 @@ class Move:
         self._version = parameter._version
         parameter.lookups, parameter.__class__ = lookups, MovedParameter  # type: ignore[attr-defined]
 
-    def _find(self, module: nn.Module) -> bool:
-        """Note all dict entries on the ways to the parameter: what is replaced differs in one of them."""
-        if module not in self.holders:
-            self.holders[module] = False
-            entries = [entry for entry in module._parameters.items() if entry[1] is self.parameter]
-            entries_of = [(module._parameters, *entry) for entry in entries]
-            below = [entry for entry in module._modules.items() if entry[1] is not None and self._find(entry[1])]
-            self._entries += [*entries_of, *((module._modules, *entry) for entry in below)]
-            self.holders[module] = bool(entries or below)
-        return self.holders[module]
-
     def check(self) -> None:
         """Raise ``ValueError`` for what did not pass by ``__torch_function__``; takes a microsecond."""
         parameter = self.parameter
-        changed = next((key for holder, key, held in self._entries if holder.get(key) is not held), None)
+        changed = self._ways.replaced()
         why = None
         if changed is not None or type(parameter) is not MovedParameter:
             why = f"{changed or 'its class'!r} was replaced in the model"

@@ -105,10 +105,18 @@ class Drift:
         """
         names = self._parameters()
         states, lines = self._optimizer_states(names)
+        models = self._workers.all_gather_bytes(
+            "\n".join(names.values()).encode(), operation="comparison of parameters"
+        )
         texts = self._workers.all_gather_bytes("\n".join(lines).encode(), operation="comparison of optimizers")
         unlike = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
+        # A worker's model may have another parameter in place of one: only what all have can be compared.
+        owned = [set(text.decode().split("\n")) for text in models]
+        missing = sorted(owned[0].union(*owned) - owned[0].intersection(*owned))
+        names = {parameter: name for parameter, name in names.items() if name not in missing}
         # Where no line differs, all workers have the same states.
-        compared = {name: parameter.detach() for parameter, name in names.items()} | ({} if unlike else states)
+        compared = {name: parameter.detach() for parameter, name in names.items()}
+        compared |= {} if unlike or missing else states
         distances = torch.tensor(
             [self._distance_from_first(tensor) for tensor in compared.values()], dtype=torch.float64, device="cpu"
         )
@@ -120,7 +128,8 @@ class Drift:
         ranks = [
             rank for name in drifted for rank, far in zip(self._workers.ranks, rows[name], strict=True) if far > least
         ]
-        report = msgspec.json.encode([drifted, ranks, unlike])
+        ranks += [rank for rank, one in zip(self._workers.ranks, owned, strict=True) if one != owned[0]]
+        report = msgspec.json.encode([missing + drifted, ranks, unlike])
         reports = self._everyone.all_gather_bytes(report, operation="comparison of parameters")
         stages = [msgspec.json.decode(text, type=tuple[list[str], list[int], list[str]]) for text in reports]
         drifted = list(dict.fromkeys(name for names, _, _ in stages for name in names))

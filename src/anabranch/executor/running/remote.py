@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
-from anabranch.autodiff.moved_parameter import Move, MovedParameter, MovedState
+from anabranch.autodiff.moved_parameter import Move, MovedParameter, MovedState, Ways
 from anabranch.choices import listed
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
@@ -53,8 +53,9 @@ _log = logging.getLogger("anabranch.executor")
 Served = Literal["refuse", "adopt", "replace"]
 """What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
 
-# The steps of parameters on servers, by endpoints and name, when an Executor of this process gave them back to a model.
-_given_back: dict[tuple[tuple[str, ...], str], int] = {}
+# The steps of parameters on servers when an Executor of this process gave them back to a model, by endpoints, name, and
+# its client: another Executor may since have trained others as far.
+_given_back: dict[tuple[tuple[str, ...], str, str], int] = {}
 
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
@@ -219,9 +220,9 @@ class RemotePart:
         ``nowhere_else``: but not what an Executor of this process has given back to a model as it is there.
         """
         steps = self.client.steps() if self._worker.rank == 0 else {}
-        if nowhere_else:
-            where = self.client.endpoints
-            steps = {name: step for name, step in steps.items() if _given_back.get((where, name)) != step}
+        if nowhere_else and steps:
+            where, last = self.client.endpoints, self.client.joined()
+            steps = {name: step for name, step in steps.items() if _given_back.get((where, name, last)) != step}
         mine = [[name, str(step)] for name, step in steps.items() if name in self._served]
         return {name: int(step) for name, step in self.gather(mine)[0]}
 
@@ -290,7 +291,9 @@ class RemotePart:
                 self.tables.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
                 continue
             table = sparse if moved.place is Place.WHOLE_TABLE else None
-            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=table, adopt=adopt)
+            # Another one in its place is trained by nobody: in the plain loop too, if all workers have it.
+            ways = None if self.alone else Ways(moved.parameter, everyone)
+            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=table, adopt=adopt, ways=ways)
 
     def _move(self) -> None:
         """Leave placeholders in the models and no state in the optimizers, once the servers have both."""
@@ -586,9 +589,9 @@ class RemotePart:
     def _note_given_back(self) -> None:
         """Let the next Executor of this process replace what the model has again, unless it changes meanwhile."""
         if self.is_open and self._worker.rank == 0 and not self.client.in_process:
-            steps = self.client.steps()
+            steps, where, last = self.client.steps(), self.client.endpoints, self.client.joined()
             given_back = steps.keys() & self._served.difference(self.embeddings)
-            _given_back.update({(self.client.endpoints, name): steps[name] for name in given_back})
+            _given_back.update({(where, name, last): steps[name] for name in given_back})
 
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
@@ -613,6 +616,10 @@ class RemotePart:
                 with suppress(Exception):
                     self.client.end_by(until)
                     self.tables.close()
+                if self.consistency.merges and not self.torn:
+                    with suppress(BoundaryError):  # the others' pushes of the last run may be on their way
+                        self.client.end_by(Deadline.after(patience))
+                        self.client.wait_for_turn(self.clock)
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):

@@ -88,6 +88,8 @@ class StepRunner:
         first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
+        self._elsewhere: dict[Tensor, str] = {}
+        self._alike = self._requiring()  # on all workers
         self._buckets: GradientBuckets | None = None
         self._device = first.device
         self.asked_to_stop = False
@@ -107,6 +109,9 @@ class StepRunner:
         """Run from now on with some of the parameters on servers."""
         self.remote, self._layout = remote, None
         self._parameters = list(parameters_here(self.step.model).values())
+        here = set(self._parameters)
+        self._elsewhere = {moved.parameter: moved.name for moved in remote.part.moved if moved.parameter not in here}
+        self._alike = self._requiring()
         self.engine.follow_model()
         if self.step.on_gradients is not None and (there := sorted(remote.names)):
             _log.warning(
@@ -116,13 +121,49 @@ class StepRunner:
                 there[0],
             )
 
+    def _requiring(self) -> tuple[bool, ...]:
+        """Return which parameters require a gradient; last are those of which there is no copy here."""
+        return tuple(parameter.requires_grad for parameter in (*self._parameters, *self._elsewhere))
+
     def _lay_out(self) -> None:
         """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
-        layout = tuple(parameter.requires_grad for parameter in self._parameters)
+        layout = self._requiring()
         if layout == self._layout:
             return
+        if self._workers is not None and layout != self._alike:
+            self._announce(layout)
+        self._build(layout)
+
+    def _announce(self, layout: tuple[bool, ...]) -> None:
+        """Tell the others what is frozen here by now, in a run without rows: they may know of nothing."""
+        if self._layout is None:
+            self._build(self._alike)
+        assert self._buckets is not None
+        self._broken = True  # unless all workers have changed the same
+        self._buckets.start_window()
+        self._start_run(None, 0.0, 0.0, refrozen=True).wait_for()
+        self._buckets.launch_rest()
+        self._compare_frozen()
+        self._buckets.finish(1.0)
+        self._alike, self._broken = layout, False
+
+    def _compare_frozen(self) -> None:
+        """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
+        assert self._workers is not None
+        names = {parameter: name for name, parameter in self._named_parameters().items()} | self._elsewhere
+        mine = "\n".join(name for parameter, name in names.items() if parameter.requires_grad)
+        everyone = self._workers.all_gather_bytes(mine.encode(), operation="comparison of frozen parameters")
+        sets = [set(text.decode().split("\n")) for text in everyone]
+        if differing := sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
+            raise ValueError(
+                f"{', '.join(differing)} is frozen on some workers and not on others (requires_grad_): freeze and "
+                "unfreeze the same parameters on all workers, between the same two steps"
+            )
+
+    def _build(self, layout: tuple[bool, ...]) -> None:
         self._layout = layout
-        named = {name: value for name, value in self._named_parameters().items() if value.requires_grad}
+        known = dict(zip(self._parameters, layout, strict=False))
+        named = {name: p for name, p in self._named_parameters().items() if known.get(p, p.requires_grad)}
         summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
         if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
             raise ValueError(
@@ -234,7 +275,9 @@ class StepRunner:
         assert self._buckets is not None
         return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
 
-    def _start_run(self, loss: Tensor | None, weight: float, factor: float, *, active: bool = True) -> Totals:
+    def _start_run(
+        self, loss: Tensor | None, weight: float, factor: float, *, active: bool = True, refrozen: bool = False
+    ) -> Totals:
         """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them.
 
         Args:
@@ -242,14 +285,18 @@ class StepRunner:
             weight: the run's, in the mean over runs and workers.
             factor: what its gradients count, which is the weight but where backward started from another number than 1.
             active: whether the worker has a batch.
+            refrozen: it only announces that other parameters are frozen here.
         """
         assert self._buckets is not None
         last = self._closes_window()
-        if self.remote is not None:
+        if self.remote is not None and not refrozen:
             self.remote.start_run(weight, factor)
         stopping = self._wants_to_stop()
         call = 31 * self._calls + self.number  # of this step: no near call of another step has the same, modulo 1024
-        share = header(loss, weight, call, self._device, active=active, stopping=stopping, digits=self._digits)
+        numbers = self._digits
+        share = header(
+            loss, weight, call, self._device, active=active, stopping=stopping, refrozen=refrozen, digits=numbers
+        )
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(factor, last=last, header=share, step=self.runs)
@@ -258,6 +305,8 @@ class StepRunner:
         return Totals.alone(share, self._workers, call)
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
+        if total.refrozen:
+            self._compare_frozen()
         self._stop_seen = self._stop_seen or total.stopping > 0
         if self._digits and self._drift is not None:
             if self._drift.differs_anywhere(total.differing):
@@ -349,8 +398,8 @@ class StepRunner:
     def _begin_run(self, rows: float) -> None:
         self._calls += 1
         self.check_known("run")
-        self._clear_for_run()
         self._meet_rows(rows)
+        self._clear_for_run()
         due = self._drift is not None and self.steps - self._alike_at >= self._drift.every
         self._digits = self._drift.digits() if due and self._drift is not None else []
 
@@ -400,7 +449,7 @@ class StepRunner:
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a parameter that was unfrozen in this run only."""
         assert self._layout is not None
-        for parameter, laid_out in zip(self._parameters, self._layout, strict=True):
+        for parameter, laid_out in zip(self._parameters, self._layout, strict=False):
             if not laid_out and parameter.grad is not None:
                 names = {value: name for name, value in self._named_parameters().items()}
                 raise ValueError(

@@ -6,7 +6,7 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
-      1 if it would try a graph in the next run, 1 if it rejects the one that was tried, 1 if it has rows,
+      1 if it has rows, 1 if other parameters than before are frozen here,
       the digits of a checksum of the parameters and their squares, where they are compared ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
@@ -28,7 +28,7 @@ from anabranch.executor.drift import DIGITS, digits_differ
 
 __all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
 
-HEADER_SIZE = 7 + DIGITS
+HEADER_SIZE = 8 + DIGITS
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -45,6 +45,7 @@ class Total:
         active: how many workers had a batch.
         stopping: how many were asked to stop.
         with_rows: how many had rows.
+        refrozen: how many have frozen or unfrozen parameters since the last window.
     """
 
     differing: bool
@@ -53,6 +54,7 @@ class Total:
     active: int
     stopping: int
     with_rows: int
+    refrozen: int
 
 
 def header(
@@ -63,6 +65,7 @@ def header(
     *,
     active: bool,
     stopping: bool,
+    refrozen: bool = False,
     digits: Sequence[float] = (),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
@@ -70,7 +73,7 @@ def header(
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
     share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS]
-    share += [float(rows > 0), *(digits or [0.0] * DIGITS)]
+    share += [float(rows > 0), float(refrozen), *(digits or [0.0] * DIGITS)]
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
         values[_LOSS] = loss.detach() * rows
@@ -106,7 +109,7 @@ class Totals:
         Raises:
             BoundaryError: the workers are not all in the same run.
         """
-        high, low, loss, active, stopping, runs, with_rows, *digits = self._arrived().tolist()
+        high, low, loss, active, stopping, runs, with_rows, refrozen, *digits = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
                 "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
@@ -115,5 +118,5 @@ class Totals:
                 operation="all_reduce of rows and loss",
                 step=self._run,
             )
-        counts = map(int, (active, stopping, with_rows))
+        counts = map(int, (active, stopping, with_rows, refrozen))
         return Total(digits_differ(digits, self._size), high * _PART + low, loss, *counts)

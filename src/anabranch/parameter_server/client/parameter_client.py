@@ -413,6 +413,10 @@ class ParameterClient:
         """Return the names of all tables and parameters, and the optimizer steps of each on its first shard."""
         return {name: step for steps in reversed(self._tables.steps()) for name, step in steps.items()}
 
+    def joined(self) -> str:
+        """Return which client was the last to join the first shard as worker 0, as no other is called."""
+        return str(self._calls.describe()[0]["joined"])
+
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
     def pull(self, name: str) -> Tensor:
@@ -706,10 +710,13 @@ class ParameterClient:
         self.wait_for_turn(0)  # which every worker may read at
 
     def wait_for_turn(self, step: int) -> None:
-        """Wait until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
-        message = pack(PullMessage([], False, 0, *self._turn(step)))
-        request = self._calls.request(0, "pull", message, [torch.empty(0, dtype=torch.int64, device="cpu")], step=step)
-        self._calls.in_turn([request], Deadline.after(self._calls.timeout))
+        """Wait until the job's consistency lets this worker read at ``step``, on every shard."""
+        message, none = (
+            pack(PullMessage([], False, 0, *self._turn(step))),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
+        requests = [self._calls.request(shard, "pull", message, [none], step=step) for shard in range(self.shards)]
+        self._calls.in_turn(requests, Deadline.after(self._calls.timeout))
 
     def barrier(self) -> None:
         """Wait until every worker of the job has called this as often; a bare client does not wait."""

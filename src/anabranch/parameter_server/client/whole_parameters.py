@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import Ways
 from anabranch.parameter_server.client.parameter_client import ParameterClient
 from anabranch.parameter_server.client.remote_tables import Beside, moves_every_row
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
@@ -36,6 +37,7 @@ class _Held:
     parameter: nn.Parameter
     rule: Callable[[], RowOptimizer]
     spec: TableSpec | None
+    ways: Ways | None
 
     @property
     def rows(self) -> bool:
@@ -74,6 +76,7 @@ class WholeParameters:
         *,
         sparse: bool | None = None,
         adopt: bool = False,
+        ways: Ways | None = None,
     ) -> None:
         """Put the leading worker's values on the servers, under ``name``; they are available after a barrier.
 
@@ -84,6 +87,7 @@ class WholeParameters:
             state: its optimizer's state so far, as torch names it.
             sparse: for a table, whether its lookups have sparse gradients; ``None`` for any other parameter.
             adopt: the servers hold it, and their values and state count; read them with ``refresh``.
+            ways: to it, in the models.
         """
         numbers = rule()
         kept = from_torch(numbers, parameter.detach(), state or {})
@@ -101,7 +105,7 @@ class WholeParameters:
             self._client.write_dense(name, kept, numbers)
         else:
             self._client.expect_dense(name, parameter)
-        self._held[name] = _Held(parameter, rule, spec)
+        self._held[name] = _Held(parameter, rule, spec, ways)
         self._read[name] = parameter.detach().clone()
 
     def spec(self, name: str) -> TableSpec:
@@ -126,8 +130,12 @@ class WholeParameters:
         self._read = {name: _as_read(self._held[name].parameter, pulled.rows) for name, pulled in found.items()}
 
     def changed(self) -> list[str]:
-        """Return the copies that are not as they were read: something other than ``refresh`` has written to them."""
-        return [name for name, read in self._read.items() if not _same_bits(self._held[name].parameter.detach(), read)]
+        """Return the copies that are not as they were read, or that are in the model no longer."""
+        replaced = [name for name, held in self._held.items() if held.ways and held.ways.replaced() is not None]
+        written = (
+            name for name, read in self._read.items() if not _same_bits(self._held[name].parameter.detach(), read)
+        )
+        return list(dict.fromkeys([*replaced, *written]))
 
     def beside(self, gradients: Mapping[str, Tensor]) -> Beside:
         """Return the contents of a push for these gradients, dense or sparse ones."""

@@ -136,7 +136,7 @@ class Shard:
         with self._state:
             self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
             job = self._job
-            fresh = job is None or message.step != job.clocks[message.rank] or job.world != message.world
+            fresh = job is None or job.world != message.world or message.step != job.clocks[message.rank]
             if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):
                 moved = any(clock > message.step for clock in job.clocks) or job.pending
                 if moved and message.step:
@@ -297,7 +297,11 @@ class Shard:
 
     def _joined(self, rank: int) -> WorkerOrder:
         if self._job is None or rank >= self._job.world:
-            raise SchemaError(f"worker {rank} has not joined this shard's job")
+            raise SchemaError(
+                f"worker {rank} has not joined this server's job"
+                + (f", which is one of {self._job.world} since another Executor has joined" if self._job else "")
+                + "; close one Executor before the next is made, and give each job its own servers"
+            )
         return self._job
 
     def _wait_for_turn(self, message: PullMessage, deadline: Deadline | None) -> None:
@@ -530,9 +534,9 @@ class Shard:
             return ShardStatistics(self._contents.statistics(), dict(self._refused_values), self._replayed)
 
     def describe(self) -> dict[str, object]:
-        """Tables and parameters, their optimizers and steps, without the values."""
+        """Tables and parameters, their optimizers and steps, without the values; who has joined as worker 0."""
         with self._state:
-            return self._contents.describe()
+            return {**self._contents.describe(), "joined": self.joined_as(0).hex()}
 
     def clocks(self) -> dict[str, object]:
         """Return the steps that each worker has pushed, and the most that one may be behind; ``None`` for no limit."""
