@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +43,7 @@ class Derived:
     x: Any
     y: Any
     rows: int = dataclasses.field(init=False)
+    unset: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.rows = len(self.x)
@@ -77,12 +79,34 @@ torch.utils._pytree.register_pytree_node(
 )
 
 
+class Wrapper(MutableMapping[str, Any]):
+    """Its shallow copy shares the items with it."""
+
+    def __init__(self, items: Any = (), **named: Any) -> None:
+        self._data = dict(items, **named)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._data[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._data[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
 def read_only(**items: Any) -> Mapping[str, Any]:
     return MappingProxyType(items)
 
 
 KINDS: list[Callable[..., Any]] = [
-    Plain, Frozen, Derived, Encoding, Items, Pair, Foreign, read_only, dict,
+    Plain, Frozen, Derived, Encoding, Items, Wrapper, Pair, Foreign, read_only, dict,
 ]  # fmt: skip
 
 
@@ -138,6 +162,13 @@ def test_a_class_is_opened_wherever_it_is_seen_first() -> None:
     assert flatten([Newer(New(1)), Newer(2)])[0] == [1, 2]
     whole, _ = flatten([Newer(1)], lambda node: isinstance(node, Newer))
     assert whole == [Newer(1)]
+
+
+def test_two_threads_open_a_new_class_at_once() -> None:
+    for _ in range(20):
+        new = dataclasses.make_dataclass("New", ["x"])
+        with ThreadPoolExecutor(4) as pool:
+            assert [*pool.map(lambda batch: flatten(batch)[0], [[new(1)]] * 4)] == [[1]] * 4
 
 
 def test_ragged_features_have_rows_in_a_dataclass_and_as_torchrecs() -> None:

@@ -12,7 +12,8 @@ import copy
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,10 +44,13 @@ def flatten(structure: Structure, is_leaf: Callable[[object], bool] | None = Non
     >>> unflatten(treedef, leaves)
     {'a': 1, 'b': (2, None)}
     """
+    known = len(_registered)
     leaves, treedef = optree.tree_flatten(structure, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
     kinds = {*map(type, leaves)}
-    # Again for each level of classes that were never seen before.
-    return flatten(structure, is_leaf) if not kinds <= _LEAVES and _register_new(kinds) else (leaves, treedef)
+    if not kinds <= _LEAVES:
+        _register_new(kinds)
+    # Again for each level of classes that were never seen before, here or meanwhile in another thread.
+    return (leaves, treedef) if len(_registered) == known else flatten(structure, is_leaf)
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[object]) -> Structure:
@@ -58,8 +62,8 @@ def map_structure(function: Callable[..., object], structure: Structure, *others
     """``structure`` with ``function(leaf)`` in place of every leaf, also given the leaves of ``others`` alike."""
 
     def opened(leaf: object, *beside: object) -> object:
-        new = _register_new({type(leaf)}) or type(leaf) in _registered
-        return map_structure(function, leaf, *beside) if new else function(leaf, *beside)
+        _register_new({type(leaf)})
+        return map_structure(function, leaf, *beside) if type(leaf) in _registered else function(leaf, *beside)
 
     # Not flatten and unflatten: Dynamo, which follows this at the edges of placed modules, cannot make a treedef of an
     # empty dict.
@@ -84,9 +88,8 @@ def named_parts(structure: Structure) -> dict[str, Structure] | None:
     return None
 
 
-def _register_new(kinds: set[type]) -> bool:
-    """Register those ``kinds`` of leaves that are containers; return whether there are any."""
-    added = False
+def _register_new(kinds: set[type]) -> None:
+    """Register those ``kinds`` of leaves that are containers."""
     for kind in kinds - _LEAVES - _registered:
         node = None if issubclass(kind, (list, tuple)) else _node_of(kind)
         if node is not None:
@@ -94,15 +97,13 @@ def _register_new(kinds: set[type]) -> bool:
                 if kind not in _registered:
                     _register(kind, *node, namespace=_NAMESPACE)
                     _registered.add(kind)
-            added = True
-    return added
 
 
 def _node_of(kind: type) -> tuple[Callable[..., object], Callable[..., object]] | None:
     """Return how a container of this class is taken apart and made again; ``None`` if it is no container."""
     if known := torch.utils._pytree.SUPPORTED_NODES.get(kind):
         return known.flatten_fn, lambda context, parts: known.unflatten_fn(parts, context)
-    if issubclass(kind, MutableMapping):
+    if issubclass(kind, (dict, UserDict)):  # a copy of another mapping may share its items with it
         return _copied(_put_item, lambda value: tuple(value), operator.getitem)
     if issubclass(kind, Mapping):
         return (
@@ -111,7 +112,8 @@ def _node_of(kind: type) -> tuple[Callable[..., object], Callable[..., object]] 
         )
     if dataclasses.is_dataclass(kind):
         names = tuple(each.name for each in dataclasses.fields(kind))
-        return _copied(object.__setattr__, lambda value: names, getattr)  # frozen ones refuse setattr
+        # Frozen ones refuse setattr; a field that __init__ does not set may be missing.
+        return _copied(object.__setattr__, lambda value: tuple(n for n in names if hasattr(value, n)), getattr)
     return None
 
 
