@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor, fx
 
+from anabranch.errors import CaptureError
 from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import copy_node
 
@@ -25,12 +26,16 @@ AnyGraph = TypeVar("AnyGraph", bound="OperationGraph")
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a graph: its name, its kind, the tensor it is bound to, and its fixed value, if any."""
+    """One input of a graph: its name, its kind, the tensor it is bound to, and its fixed value, if any.
+
+    ``entries``: those of modules' dicts on the ways to all tensors that a capture has bound, by the names in the model.
+    """
 
     name: str
     kind: InputKind = "argument"
     bound: Tensor | None = None
     fixed: object = None
+    entries: Sequence[tuple[str, Mapping[str, object], str, object]] = ()
 
 
 class OperationGraph:
@@ -52,6 +57,8 @@ class OperationGraph:
         self.fx = graph
         self.bindings = tuple(inputs)
         self.outputs = list(outputs)
+        captures = {id(binding.entries): binding.entries for binding in inputs}
+        self._entries = [entry for entries in captures.values() for entry in entries]
         self._argument_structure = argument_structure
         self._output_structure = output_structure
         self.origin: Origin | None = None
@@ -71,6 +78,16 @@ class OperationGraph:
     def results(self) -> tuple[object, ...]:
         """The nodes of the outputs, in order; a constant output is the constant itself."""
         return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    def check_bound(self) -> None:
+        """Raise ``CaptureError`` if the modules hold another tensor now than the one that is bound."""
+        for name, mapping, key, value in self._entries:
+            if mapping.get(key) is not value:
+                raise CaptureError(
+                    f"{name} was replaced after the capture (load_state_dict(assign=True), an assignment, or .to() of a "
+                    "buffer), and the graph computes with what was there before; capture again, or copy into the "
+                    "tensor, as load_state_dict does without assign"
+                )
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
         """Return the bound inputs, with their tensors."""

@@ -103,6 +103,8 @@ class DryRun:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
+        *,
+        updates: bool,
     ) -> list[Tensor | None]:
         """Return gradients of zero."""
         return [

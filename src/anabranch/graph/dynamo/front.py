@@ -357,6 +357,8 @@ class _Forms:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
+        *,
+        updates: bool,
     ) -> Sequence[Tensor | None]:
         raise CaptureError(
             f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "

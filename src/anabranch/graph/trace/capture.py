@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +158,7 @@ class _Capture:
         leaves: Sequence[object],
         names: Sequence[str],
     ) -> None:
+        self._fn = fn
         self._held = _named_state(fn)
         self._sources = [TraceSource(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
         self._kinds: dict[str, InputKind] = {}
@@ -204,7 +205,10 @@ class _Capture:
                     found.append(leaf if at is None else values[at])
             return found
 
-        return build(body, self._sources, outputs, kinds=self._kinds), treedef
+        graph = build(body, self._sources, outputs, kinds=self._kinds)
+        entries = _entries(self._fn, {tensor for _, tensor in graph.shared()})
+        graph = Graph(graph.fx, [replace(binding, entries=entries) for binding in graph.bindings], graph.outputs)
+        return graph, treedef
 
 
 def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
@@ -219,6 +223,23 @@ def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
         if isinstance(value, Tensor):
             found.setdefault(value, name)
     return found
+
+
+def _entries(fn: Callable[..., Structure], bound: set[Tensor]) -> list[tuple[str, Mapping[str, object], str, object]]:
+    """Return the entries of modules' dicts on the ways to the tensors ``bound``."""
+    roots = [root for root in _reachable(fn).values() if isinstance(root, nn.Module)]
+    return [
+        (f"{prefix}.{key}" if prefix else key, mapping, key, value)
+        for root in roots
+        for prefix, module in root.named_modules()
+        for mapping in (module._parameters, module._buffers, module._modules)
+        for key, value in mapping.items()
+        if (
+            not bound.isdisjoint((*value.parameters(), *value.buffers()))
+            if isinstance(value, nn.Module)
+            else value in bound
+        )
+    ]
 
 
 def _reachable(fn: object) -> dict[str, object]:
