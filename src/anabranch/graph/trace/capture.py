@@ -250,11 +250,12 @@ def _reachable(fn: object) -> dict[str, object]:
         given = {f"args.{i}": value for i, value in enumerate(fn.args)} | dict(fn.keywords)
         return _reachable(fn.func) | given
     if inspect.ismethod(fn):
-        return {"self": fn.__self__} | _reachable(fn.__func__)
+        return ({"self": fn.__self__} | getattr(fn.__self__, "__dict__", {})) | _reachable(fn.__func__)
     if not inspect.isfunction(fn):
-        return {}
+        return getattr(fn, "__dict__", {})
     variables = inspect.getclosurevars(fn)
-    found: dict[str, object] = {**variables.globals, **variables.nonlocals}
+    defaults = {name: of.default for name, of in inspect.signature(fn).parameters.items()}
+    found: dict[str, object] = {**variables.globals, **variables.nonlocals, **defaults}
     for value in list(found.values()):
         if inspect.isfunction(value) and not value.__module__.startswith("torch"):
             found = {**inspect.getclosurevars(value).nonlocals, **found}
