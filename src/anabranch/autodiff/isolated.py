@@ -42,27 +42,21 @@ class IsolatedCall:
         raise AttributeError(f"the isolated call has no context because no output has a gradient: there is no {name!r}")
 
     def backward(
-        self,
-        gradients: Sequence[Tensor | None],
-        leaves: Sequence[Tensor] | None = None,
-        *,
-        retain: bool = False,
-        create: bool = False,
+        self, gradients: Sequence[Tensor | None], *, retain: bool = False, create: bool = False
     ) -> list[Tensor | None]:
-        """Return the gradients of ``leaves``, or all; ``None`` among ``gradients`` is an output that was not used."""
-        leaves = self.leaves if leaves is None else leaves
+        """Return the leaves' gradients; ``None`` among ``gradients`` is an output that was not used."""
         pairs = [
             (out, grad)
             for out, grad in zip(self.outputs, gradients, strict=True)
             if out is not None and grad is not None
         ]
-        if not pairs or not leaves:
-            return [None] * len(leaves)
+        if not pairs or not self.leaves:
+            return [None] * len(self.leaves)
         roots, starts = zip(*pairs, strict=True)
         # On this thread alone: torch's device thread may be the very one that waits for this call.
         with torch.autograd.set_multithreading_enabled(False):
             found = torch.autograd.grad(
-                roots, leaves, starts, retain_graph=retain or create, create_graph=create, allow_unused=True
+                roots, self.leaves, starts, retain_graph=retain or create, create_graph=create, allow_unused=True
             )
         return list(found)
 

@@ -16,12 +16,11 @@ side is written to, so frozen weights that no forward changes cost a microsecond
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard, cast
+from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,8 @@ __all__ = ["LayerState", "StateValues", "lazy_clone"]
 StateValues = list[object]
 """To put back in each place: a value, a tensor as ``_Saved``, ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
 
+_Kind: TypeAlias = Literal[0, 1] | None
+"""Of places: 0 in attributes, 1 of a parameter or buffer, ``None`` of a norm's statistics."""
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _OTHER, _MISSING = object(), object()
@@ -59,11 +60,11 @@ class LayerState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
-        self._mappings: list[MutableMapping[str, object]] = []
-        self._kind_of: dict[int, int | None] = {}
+        self._mappings: list[tuple[MutableMapping[str, Any], _Kind]] = []
         self._lengths: list[int] = []
-        self._places: list[tuple[MutableMapping[str, object], str]] = []  # names are added at the end, when they appear
-        self._kinds: list[int | None] = []  # of the places: 0 an attribute, 1 a parameter or buffer, None statistics
+        self._places: list[
+            tuple[MutableMapping[str, Any], str, _Kind]
+        ] = []  # names are added at the end, as they appear
 
     def take(self) -> StateValues:
         """Return the current values, as copies on write."""
@@ -73,28 +74,23 @@ class LayerState:
     def _now(self) -> list[object]:
         if not self._mappings:
             for module in dict.fromkeys(self._modules):
-                self._mappings += [module.__dict__, module._buffers, module._parameters]  # type: ignore[list-item]
-                self._kind_of |= {
-                    id(module.__dict__): 0,
-                    id(module._buffers): None if isinstance(module, nn.modules.batchnorm._NormBase) else 1,
-                }
-        lengths = list(map(len, self._mappings))
+                buffers: _Kind = None if isinstance(module, nn.modules.batchnorm._NormBase) else 1
+                self._mappings += [(module.__dict__, 0), (module._buffers, buffers), (module._parameters, 1)]
+        lengths = [len(mapping) for mapping, _ in self._mappings]
         if lengths != self._lengths:
-            known = {(id(mapping), name) for mapping, name in self._places}
+            known = {(id(mapping), name) for mapping, name, _ in self._places}
             self._lengths = lengths
-            added = [
-                (mapping, name)
-                for mapping in self._mappings
+            self._places += [
+                (mapping, name, kind)
+                for mapping, kind in self._mappings
                 for name in list(mapping.keys())
                 if name not in _MODULES_OWN and (id(mapping), name) not in known
             ]
-            self._places += added
-            self._kinds += [self._kind_of.get(id(mapping), 1) for mapping, _ in added]
         try:
-            return [mapping[name] for mapping, name in self._places]
+            return [mapping[name] for mapping, name, _ in self._places]
         except KeyError:
             # Not by get(), which TorchScript's mappings do not have.
-            return [mapping[name] if name in mapping else _MISSING for mapping, name in self._places]  # noqa: SIM401
+            return [mapping[name] if name in mapping else _MISSING for mapping, name, _ in self._places]  # noqa: SIM401
 
     @contextmanager
     def restored(self, values: StateValues) -> Iterator[None]:
@@ -121,7 +117,7 @@ class LayerState:
         saved = [
             copies.saved(value, trained=place in trained)
             for place, value in enumerate(before)
-            if type(value) in _TENSORS and (not value.requires_grad or place in trained)  # type: ignore[attr-defined]
+            if type(value) in _TENSORS
         ]
         failed = True
         try:
@@ -134,8 +130,7 @@ class LayerState:
                         with torch.no_grad():
                             one.tensor.copy_(one.copy)
                 now = self._now()
-                if any(map(operator.is_not, now, before)) or len(now) > len(before):
-                    self._put(now, [*before, *[_MISSING] * (len(now) - len(before))])
+                self._put(now, [*before, *[_MISSING] * (len(now) - len(before))])
 
     def marks(self) -> list[object]:
         """Return for each place what changes when it does, except through ``.data``: a plain value, a version.
@@ -146,14 +141,14 @@ class LayerState:
         return [
             value
             if type(value) in _PLAIN
-            else (id(value) * kept, value._version)  # type: ignore[attr-defined]
-            if kept is not None and type(value) in _TENSORS and not value.is_inference()  # type: ignore[attr-defined]
+            else (id(value) * kind, value._version)  # type: ignore[attr-defined]
+            if kind is not None and type(value) in _TENSORS and not value.is_inference()  # type: ignore[attr-defined]
             else None
-            for value, kept in zip(self._now(), self._kinds, strict=True)
+            for value, (_, _, kind) in zip(self._now(), self._places, strict=True)
         ]
 
     def _put(self, now: Sequence[object], values: Sequence[object]) -> None:
-        for (mapping, name), old, new in zip(self._places, now, values, strict=True):
+        for (mapping, name, _), old, new in zip(self._places, now, values, strict=True):
             if new is _MISSING and old is not _MISSING:
                 del mapping[name]
             elif new is not old:

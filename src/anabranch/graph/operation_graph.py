@@ -16,9 +16,10 @@ from anabranch.graph.nodes import copy_node
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["AnyGraph", "Input", "InputKind", "OperationGraph", "Origin"]
+__all__ = ["AnyGraph", "Entries", "Input", "InputKind", "OperationGraph", "Origin"]
 
 InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
+Entries: TypeAlias = Sequence[tuple[str, Mapping[str, object], str, object]]
 Origin: TypeAlias = "Callable[[Sequence[torch.Size]], OperationGraph]"
 """Captures the same function for other shapes of its tensor inputs."""
 AnyGraph = TypeVar("AnyGraph", bound="OperationGraph")
@@ -35,7 +36,7 @@ class Input:
     kind: InputKind = "argument"
     bound: Tensor | None = None
     fixed: object = None
-    entries: Sequence[tuple[str, Mapping[str, object], str, object]] = ()
+    entries: Entries = ()
 
 
 class OperationGraph:
@@ -84,9 +85,8 @@ class OperationGraph:
         for name, mapping, key, value in self._entries:
             if mapping.get(key) is not value:
                 raise CaptureError(
-                    f"{name} was replaced after the capture (load_state_dict(assign=True), an assignment, or .to() of a "
-                    "buffer), and the graph computes with what was there before; capture again, or copy into the "
-                    "tensor, as load_state_dict does without assign"
+                    f"{name} was replaced after the capture (load_state_dict(assign=True), an assignment, a buffer's "
+                    ".to()), and the graph computes with what was there before; capture again, or copy into the tensor"
                 )
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
@@ -120,10 +120,15 @@ class OperationGraph:
         )
 
     def with_structure(
-        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
+        self,
+        arguments: PyTreeSpec | None,
+        outputs: PyTreeSpec,
+        fixed: Mapping[str, object] | None = None,
+        entries: Entries = (),
     ) -> Self:
         """Return this graph, called with and returning nested structures; inputs in ``fixed`` take only that value."""
-        bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
+        fixed = fixed or {}
+        bindings = [replace(b, fixed=fixed.get(b.name, b.fixed), entries=entries or b.entries) for b in self.bindings]
         graph = type(self)(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
         graph.origin = self.origin
         return graph

@@ -17,9 +17,9 @@ changes nothing there, and what is frozen has none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -182,13 +182,19 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
         with torch.no_grad():
-            found = _Crossing.backward_once(ctx, *gradients)
-        if torch.is_grad_enabled():
-            # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those
-            # that are returned pass for constants, and a gradient penalty loses this part in silence.
-            label = f"{ctx.boundary.kind} {ctx.boundary.name!r}"
-            found = [None if gradient is None else _once(gradient.requires_grad_(), label) for gradient in found]
-        return None, None, None, *found
+            result = (None, None, None, *_Crossing.backward_once(ctx, *gradients))
+        if not torch.is_grad_enabled():
+            return result
+        # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those that
+        # are returned pass for constants, and a gradient penalty loses this part in silence.
+        once = torch._C._functions.DelayedError(
+            f"the gradient of {ctx.boundary.kind} {ctx.boundary.name!r} cannot be differentiated again: second "
+            "derivatives do not cross a boundary; leave it out of the penalty",
+            len(result),
+        )
+        return cast(
+            "tuple[object, ...]", once(*(value if value is None else value.requires_grad_() for value in result))
+        )
 
     @staticmethod
     def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
@@ -218,25 +224,6 @@ def _reaches(entry: Any, boundary: Boundary) -> bool:
         f"torch.autograd.grad cannot return the gradients of the parameters of {boundary.kind} {boundary.name!r}, "
         "which are on its server; leave them out, or call loss.backward(), which trains them there"
     )
-
-
-class _Once(torch.autograd.Function):
-    """A gradient from across a boundary, which cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, label: str) -> Tensor:
-        ctx.label = label
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"the gradient of {ctx.label} cannot be differentiated again: second derivatives of what is across a "
-            "boundary do not come back; leave it out of the penalty, or compute the penalty where it is"
-        )
-
-
-_once: Callable[[Tensor, str], Tensor] = _Once.apply
 
 
 class _CrossingContext(FunctionCtx):

@@ -74,8 +74,9 @@ class RecordedBoundary:
         assert isinstance(state, IsolatedCall)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         found: list[Tensor | None] = [None] * len(inputs)
-        leaves = state.leaves[not updates :]  # without the entry
-        swept = state.backward(gradients, leaves, retain=retain)
-        for place, gradient in zip(state.places[1:], swept[updates:], strict=True):
-            found[place] = gradient
+        if not updates:  # not towards the entry
+            state = IsolatedCall(state.leaves[1:], state.outputs, state.places[1:], state.arity)
+        for place, gradient in zip(state.places, state.backward(gradients, retain=retain), strict=True):
+            if place >= 0:
+                found[place] = gradient
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.operation_graph import Entries
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
 from anabranch.graph.trace.unseen_hooks import refuse_hooks
@@ -81,7 +82,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
     _refuse_bound_conjugates(graph)
-    graph = graph.with_structure(structure, treedef, fixed)
+    graph = graph.with_structure(structure, treedef, fixed, _entries(fn, {tensor for _, tensor in graph.shared()}))
     graph.origin = _recapture(fn, example_inputs)
     return graph
 
@@ -158,7 +159,6 @@ class _Capture:
         leaves: Sequence[object],
         names: Sequence[str],
     ) -> None:
-        self._fn = fn
         self._held = _named_state(fn)
         self._sources = [TraceSource(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
         self._kinds: dict[str, InputKind] = {}
@@ -205,10 +205,7 @@ class _Capture:
                     found.append(leaf if at is None else values[at])
             return found
 
-        graph = build(body, self._sources, outputs, kinds=self._kinds)
-        entries = _entries(self._fn, {tensor for _, tensor in graph.shared()})
-        graph = Graph(graph.fx, [replace(binding, entries=entries) for binding in graph.bindings], graph.outputs)
-        return graph, treedef
+        return build(body, self._sources, outputs, kinds=self._kinds), treedef
 
 
 def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
@@ -225,7 +222,7 @@ def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
     return found
 
 
-def _entries(fn: Callable[..., Structure], bound: set[Tensor]) -> list[tuple[str, Mapping[str, object], str, object]]:
+def _entries(fn: Callable[..., Structure], bound: set[Tensor]) -> Entries:
     """Return the entries of modules' dicts on the ways to the tensors ``bound``."""
     roots = [root for root in _reachable(fn).values() if isinstance(root, nn.Module)]
     return [
@@ -234,11 +231,7 @@ def _entries(fn: Callable[..., Structure], bound: set[Tensor]) -> list[tuple[str
         for prefix, module in root.named_modules()
         for mapping in (module._parameters, module._buffers, module._modules)
         for key, value in mapping.items()
-        if (
-            not bound.isdisjoint((*value.parameters(), *value.buffers()))
-            if isinstance(value, nn.Module)
-            else value in bound
-        )
+        if bound.intersection((*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,))
     ]
 
 
