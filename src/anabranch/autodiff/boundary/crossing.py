@@ -187,14 +187,12 @@ class _Crossing(torch.autograd.Function):
             return result
         # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those that
         # are returned pass for constants, and a gradient penalty loses this part in silence.
-        once = torch._C._functions.DelayedError(
+        once: Any = torch._C._functions.DelayedError(
             f"the gradient of {ctx.boundary.kind} {ctx.boundary.name!r} cannot be differentiated again: second "
             "derivatives do not cross a boundary; leave it out of the penalty",
             len(result),
         )
-        return cast(
-            "tuple[object, ...]", once(*(value if value is None else value.requires_grad_() for value in result))
-        )
+        return tuple(once(*(value if value is None else value.requires_grad_() for value in result)))
 
     @staticmethod
     def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
