@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 
 import torch
@@ -120,15 +120,10 @@ class OperationGraph:
         )
 
     def with_structure(
-        self,
-        arguments: PyTreeSpec | None,
-        outputs: PyTreeSpec,
-        fixed: Mapping[str, object] | None = None,
-        entries: Entries = (),
+        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, inputs: Sequence[Input] | None = None
     ) -> Self:
-        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take only that value."""
-        fixed = fixed or {}
-        bindings = [replace(b, fixed=fixed.get(b.name, b.fixed), entries=entries or b.entries) for b in self.bindings]
+        """Return this graph, called with and returning nested structures; with ``inputs`` for its own."""
+        bindings = self.bindings if inputs is None else inputs
         graph = type(self)(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
         graph.origin = self.origin
         return graph

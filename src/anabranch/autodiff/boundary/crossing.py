@@ -73,7 +73,6 @@ class Tracer(Protocol):
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
-        *,
         updates: bool,
     ) -> Sequence[Tensor | None]:
         """Write the backward node."""
@@ -207,7 +206,7 @@ class _Crossing(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.held.clear()
         if ctx.tracer is not None:
-            return ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants, updates=updates)
+            return ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants, updates)
         return run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers, updates=updates)
 
 

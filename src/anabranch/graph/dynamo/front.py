@@ -357,7 +357,6 @@ class _Forms:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
-        *,
         updates: bool,
     ) -> Sequence[Tensor | None]:
         raise CaptureError(

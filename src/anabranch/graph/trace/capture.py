@@ -82,7 +82,9 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
     _refuse_bound_conjugates(graph)
-    graph = graph.with_structure(structure, treedef, fixed, _entries(fn, {tensor for _, tensor in graph.shared()}))
+    entries = _entries(fn, {tensor for _, tensor in graph.shared()})
+    inputs = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
+    graph = graph.with_structure(structure, treedef, inputs)
     graph.origin = _recapture(fn, example_inputs)
     return graph
 

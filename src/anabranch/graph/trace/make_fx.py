@@ -309,7 +309,6 @@ class _Crossings:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
-        *,
         updates: bool,
     ) -> list[Tensor | None]:
         target = BackwardCrossing(boundary, wants, updates=updates)
