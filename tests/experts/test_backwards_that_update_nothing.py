@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,3 +170,36 @@ def test_what_torch_could_only_do_with_the_parameters_here_is_refused_by_name(ki
         with torch.no_grad(), pytest.raises(ValueError, match="torch.func"):
             torch.func.vmap(lambda x: remote(x[None]))(x)
         assert backend.updates == 0
+
+
+def test_a_stage_that_runs_again_updates_an_expert_once_a_microbatch_and_a_frozen_one_never() -> None:
+    module = nn.Linear(4, 4).double()
+    backend = ExpertBackend("e.0", module, torch.optim.SGD(module.parameters(), lr=0.1), args_schema=[SPEC])
+    with served(backend) as server:
+        layers = nn.Sequential(nn.Linear(4, 4).double(), RemoteExpert("e.0", server.endpoint))
+        pipe = ab.Pipe(layers, balance=[1, 1], chunks=2, checkpoint="always")
+        for trained, updates in ((True, 2), (False, 2), (True, 4)):
+            layers[1].requires_grad_(trained)
+            pipe(torch.ones(4, 4, dtype=torch.float64)).sum().backward()
+            assert backend.updates == updates
+
+
+def test_a_frozen_expert_is_so_after_a_resume(tmp_path: Path) -> None:
+    module = nn.Linear(4, 4)
+    with served(ExpertBackend("e.0", module, args_schema=[TensorSpec(4)])) as server:
+
+        def executor() -> tuple[nn.Sequential, ab.Executor]:
+            model = nn.Sequential(nn.Linear(4, 4), RemoteExpert("e.0", server.endpoint))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            return model, ab.Executor({"train": ab.TrainStep(model, loss_of, optimizer)})
+
+        model, first = executor()
+        with first:
+            model[1].requires_grad_(False)
+            first.run("train", torch.ones(2, 4))
+            first.save(tmp_path)
+        model, second = executor()
+        with second:
+            second.load(tmp_path)
+            assert not model[1].weights_there.requires_grad
+            second.run("train", torch.ones(2, 4))

@@ -23,10 +23,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.experts.compression import check_parts, compress, count_parts, decompress
+from anabranch.experts.compression import compress, count_parts, decompress
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
-from anabranch.transport import RequestHeader, TensorHeader, pack
+from anabranch.transport import RequestHeader, pack
 from anabranch.transport.frame import unpacker
 
 __all__ = [
@@ -41,12 +41,10 @@ __all__ = [
     "SESSION_END",
     "SESSION_STEP",
     "StepHeader",
-    "check_layout",
     "from_wire",
     "gradient_layout",
     "is_backward",
     "is_evaluation",
-    "output_layout",
     "pack_answer",
     "pack_backward",
     "pack_count",
@@ -111,11 +109,6 @@ def is_evaluation(verb: str) -> bool:
     return verb in _EVALUATIONS
 
 
-def output_layout(schema: Schema) -> Layout:
-    """Return the layout of a forward's answer."""
-    return schema.output_layout
-
-
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
     """Return the layout of the gradients of ``specs``, of which those ``present`` are sent.
 
@@ -145,11 +138,6 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     if header.verb != SESSION_STEP:
         read_ticket(header.payload)
     return layout
-
-
-def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
-    """Return the rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
-    return check_parts(headers, layout)
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
