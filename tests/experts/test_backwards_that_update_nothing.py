@@ -164,6 +164,8 @@ def test_what_torch_could_only_do_with_the_parameters_here_is_refused_by_name(ki
         (gradient,) = torch.autograd.grad(remote(x).sum(), x, create_graph=True)  # no gradient here depends on x
         with pytest.raises(RuntimeError, match="the gradient of .* 'e.*' cannot be differentiated again"):
             (x.sum() + gradient.square().sum()).backward()
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.functional.hessian(lambda x: loss_of(remote, x), x)
         for transformed in (torch.func.grad, torch.func.vmap):
             with pytest.raises(ValueError, match="torch.func"):
                 transformed(lambda x: loss_of(remote, x[None]))(torch.ones(2, 4, dtype=torch.float64))

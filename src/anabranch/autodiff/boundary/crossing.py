@@ -181,17 +181,19 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
         with torch.no_grad():
-            result = (None, None, None, *_Crossing.backward_once(ctx, *gradients))
-        if not torch.is_grad_enabled():
-            return result
-        # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those that
-        # are returned pass for constants, and a gradient penalty loses this part in silence.
-        once: Any = torch._C._functions.DelayedError(
-            f"the gradient of {ctx.boundary.kind} {ctx.boundary.name!r} cannot be differentiated again: second "
-            "derivatives do not cross a boundary; leave it out of the penalty",
-            len(result),
-        )
-        return tuple(once(*(value if value is None else value.requires_grad_() for value in result)))
+            found = _Crossing.backward_once(ctx, *gradients)
+        if torch.is_grad_enabled():
+            # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those
+            # that are returned pass for constants, and a penalty loses this part in silence; as it does in a sweep
+            # towards given tensors, unless the error lies on the way to these.
+            ways = [value for value in (*ctx.saved_tensors, *gradients) if value is not None and value.requires_grad]
+            once: Any = torch._C._functions.DelayedError(
+                f"the gradient of {ctx.boundary.kind} {ctx.boundary.name!r} cannot be differentiated again: second "
+                "derivatives do not cross a boundary; leave it out of the penalty",
+                len(found) + len(ways),
+            )
+            found = once(*(value if value is None else value.requires_grad_() for value in found), *ways)
+        return None, None, None, *found[: len(ctx.wants)]
 
     @staticmethod
     def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
