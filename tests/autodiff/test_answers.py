@@ -92,9 +92,9 @@ def test_a_backward_on_another_thread_has_the_answers_of_its_forward() -> None:
     """Autograd runs that of CUDA tensors on threads of its own."""
 
     class Counted(RecordedBoundary):
-        def backward(self, *given: Any) -> list[Tensor | None]:
+        def backward(self, *given: Any, updates: bool) -> list[Tensor | None]:
             backwards.append("asked")
-            return super().backward(*given)
+            return super().backward(*given, updates=updates)
 
     def run() -> Tensor:
         x = torch.ones(2, requires_grad=True)

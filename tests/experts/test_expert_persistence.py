@@ -75,7 +75,7 @@ def push(server: ExpertServer, backend: ExpertBackend, sequence: int, x: torch.T
         sequence=sequence,
         seconds=60.0,
         schema=backend.schema.hash,
-        payload=pack(([True], b"")),
+        payload=pack(([True], b"", True)),
     )
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)

@@ -14,8 +14,10 @@ from expert_modules import served
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
+from anabranch.experts.server.batching.task import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Server, Verb
@@ -133,6 +135,8 @@ class Codebook(nn.Module):
         self.kind = kind
         if kind == "parameter":
             self.codes: Tensor = nn.Parameter(codes, requires_grad=False)
+        elif kind == "attribute":
+            self.codes = codes
         else:
             self.register_buffer("codes", codes)
         self.first = nn.Linear(4, 4).double()
@@ -152,7 +156,7 @@ class Codebook(nn.Module):
         return hidden * quantised
 
 
-@pytest.mark.parametrize("kind", ["buffer", "replaced", "parameter"])
+@pytest.mark.parametrize("kind", ["buffer", "replaced", "parameter", "attribute"])
 @pytest.mark.parametrize("keep", [0, 100])
 def test_a_codebook(keep: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     module, x = Codebook(kind), inputs()
@@ -171,6 +175,68 @@ def test_a_codebook(keep: int, kind: str, caplog: pytest.LogCaptureFixture) -> N
         expert.eval()(inputs()).sum().backward()  # writes nothing
         assert expert.statistics().stale_backwards == (0 if keep else 1)
     assert len(said(caplog)) == (0 if keep else 1)
+
+
+class Counting(nn.Module):
+    """Has state of every kind that no optimizer moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("buffer", torch.zeros(()))
+        self.calls, self.seen, self.last, self.fails = 0, torch.zeros(()), None, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += len(x)
+        self.buffer = self.buffer + 1
+        with torch.no_grad():
+            self.frozen += x.mean(0)
+        self.last = x * 2
+        if self.fails:
+            raise ValueError("bad rows")
+        return x * self.weight
+
+    def state(self) -> list[object]:
+        return [self.calls, self.seen.item(), self.buffer.item(), self.frozen.tolist(), self.last.tolist()]  # type: ignore[attr-defined]
+
+
+def test_state_of_every_kind_changes_once_a_call() -> None:
+    module = Counting()
+    backend = backend_of(module)
+    assert (module.calls, module.last) == (0, None)  # the run that finds the schema leaves nothing
+    here = copy.deepcopy(module)
+    with served(backend) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        for _ in range(2):
+            x = inputs()
+            expert(x).sum().backward()
+            here(x)
+            assert module.state() == here.state()
+        assert not module.last.requires_grad  # type: ignore[attr-defined]
+        module.fails = True  # in a batch of several, each of which then runs alone, and fails too
+        batch = [Task([inputs()], 6, Deadline.after(60.0)) for _ in range(2)]
+        with pytest.raises(ValueError, match="bad rows"):
+            backend._run_forward(batch)
+        assert module.state() == here.state()
+
+
+def test_a_number_that_a_forward_changes_counts(caplog: pytest.LogCaptureFixture) -> None:
+    class Annealed(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(feedforward())
+            self.temperature = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.temperature *= 0.9
+            return super().forward(x) / self.temperature  # type: ignore[no-any-return]
+
+    with served(backend_of(Annealed())) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        expert(inputs()).sum().backward()
+        assert expert.statistics().stale_backwards == 1
+    assert len(said(caplog)) == 1
 
 
 class Patient(ExpertBackend):

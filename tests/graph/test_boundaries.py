@@ -66,7 +66,7 @@ class Scale:
         return Crossed([y[:, : self.width], torch.tensor([1, 2])], state, [1])
 
     def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
         assert isinstance(state, Kept)
         self.log.append(f"{self.name} backward")
@@ -312,7 +312,7 @@ def test_a_graph_run_by_several_threads_at_once_mixes_nothing_up() -> None:
             return Crossed([x * 3, torch.tensor([1, 2])], float(x.sum()), [1])
 
         def backward(
-            self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+            self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
         ) -> list[Tensor | None]:
             met.wait(timeout=20)
             assert isinstance(state, float)

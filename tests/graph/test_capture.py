@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from anabranch.autodiff import GradManager
 from anabranch.autodiff.hooks import hooks_of_node, hooks_registered
 from anabranch.errors import CaptureError, SchemaError
-from anabranch.graph import StepProgram, capture
+from anabranch.graph import Graph, StepProgram, capture, gradients
 
 
 class Pair(NamedTuple):
@@ -401,3 +402,48 @@ def test_lazy_conjugates_are_resolved_or_refused() -> None:
     with pytest.raises(CaptureError, match=r"kept is a conjugate.*resolve_conj\(\)"):
         capture(lambda x: x + kept.imag, x)
     assert torch.equal(capture(lambda x: (x * kept).abs(), x)(x), (x * kept).abs())
+
+
+class Holder:
+    """As a trainer: no module itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(x).sum()  # type: ignore[no-any-return]
+
+    loss = __call__
+
+
+def test_a_graph_says_if_its_modules_hold_other_tensors_than_it_was_captured_with(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 2))
+
+    changes: dict[str, Callable[[nn.Sequential], object]] = {
+        "0.weight": lambda model: model.load_state_dict(model.state_dict(), assign=True),
+        "2.bias": lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(2))),
+        "0": lambda model: model.__setitem__(0, nn.Linear(3, 3)),
+        "1.running_mean": lambda model: model.double(),
+    }
+    x = torch.ones(2, 3)
+    for name, change in changes.items():
+        held = model()
+        holder, graphs = Holder(held), list[Graph]()
+        for function in (lambda x, held=held: held(x).sum(), holder, holder.loss):
+            graph = capture(function, x)
+            graphs += [graph, gradients(graph, wrt=["0.weight"])]
+        change(held)
+        for each in graphs:
+            with pytest.raises(CaptureError, match=f"^{name} was replaced after the capture"):
+                each(x)
+            with pytest.raises(CaptureError, match="was replaced"):
+                each.save(tmp_path / "graph.safetensors")
+
+
+def test_a_graph_follows_what_is_written_into_its_tensors_and_what_it_does_not_read() -> None:
+    held = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    graph, x = capture(lambda x: held[0](x), torch.ones(2, 3)), torch.ones(2, 3)
+    held.load_state_dict({name: value + 1 for name, value in held.state_dict().items()})
+    held[1] = nn.Linear(3, 4)
+    assert torch.equal(graph(x), held[0](x))  # type: ignore[arg-type]

@@ -131,11 +131,14 @@ def boundary_exit(token: Tensor) -> Tensor:
     return token
 
 
-def boundary_entry() -> Tensor:
+def boundary_entry(parameter: Tensor | None = None) -> Tensor:
     """Return a token that requires a gradient, for an operation that brings in a value and has no other such input.
 
-    Every backward reaches the operation, whatever its inputs are.
+    Every backward reaches the operation, whatever its inputs are. Without a session it is ``parameter``, if there is
+    one, so that ``backward(inputs=model.parameters())`` does too.
     """
+    if parameter is not None and not _recording.sessions:
+        return parameter
     token = torch.empty((), requires_grad=True, device="cpu")
     for session in live():
         session.tokens.entries.append(token)

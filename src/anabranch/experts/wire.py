@@ -2,8 +2,8 @@
 
     expert.info            -> the schema
     expert.forward         inputs -> outputs, and how often the expert had changed before
-    expert.backward        inputs, gradients of outputs -> gradients of inputs, and how often the expert had changed
-                           before it was the one that they belong to; done exactly once
+    expert.backward        inputs, gradients of outputs, whether it updates the expert -> gradients of inputs, and how
+                           often the expert had changed before it was the one that they belong to; done exactly once
     expert.forward_eval    the same two of a caller in eval mode; a server that is older than these verbs refuses them
     expert.backward_eval   by name, rather than answer in another mode than was asked for
     expert.session_step    a session's id, the number of the step, inputs -> outputs; the first step opens the session
@@ -23,10 +23,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.experts.compression import check_parts, compress, count_parts, decompress
+from anabranch.experts.compression import compress, count_parts, decompress
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
-from anabranch.transport import RequestHeader, TensorHeader, pack
+from anabranch.transport import RequestHeader, pack
 from anabranch.transport.frame import unpacker
 
 __all__ = [
@@ -41,12 +41,10 @@ __all__ = [
     "SESSION_END",
     "SESSION_STEP",
     "StepHeader",
-    "check_layout",
     "from_wire",
     "gradient_layout",
     "is_backward",
     "is_evaluation",
-    "output_layout",
     "pack_answer",
     "pack_backward",
     "pack_count",
@@ -78,7 +76,7 @@ _EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})
 
 _LONGEST_TICKET = 32
 
-_unpack_backward = unpacker(tuple[list[bool], bytes])
+_unpack_backward = unpacker(tuple[list[bool], bytes, bool])
 _unpack_answer = unpacker(tuple[bytes, int, bool])
 _unpack_gradients = unpacker(tuple[list[bool], int])
 _unpack_step = unpacker(tuple[bytes, int, int, float])
@@ -111,11 +109,6 @@ def is_evaluation(verb: str) -> bool:
     return verb in _EVALUATIONS
 
 
-def output_layout(schema: Schema) -> Layout:
-    """Return the layout of a forward's answer."""
-    return schema.output_layout
-
-
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
     """Return the layout of the gradients of ``specs``, of which those ``present`` are sent.
 
@@ -137,7 +130,7 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     """Return the layout that a forward, a backward or a step with ``header`` must have."""
     layout = schema.input_layout
     if is_backward(header.verb):
-        present, ticket = read_backward(header.payload)
+        present, ticket, _ = read_backward(header.payload)
         gradients = gradient_layout(schema.output_specs, present, "output")
         if ticket and not gradients:
             raise SchemaError("a backward without inputs needs a gradient of an output")
@@ -145,11 +138,6 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     if header.verb != SESSION_STEP:
         read_ticket(header.payload)
     return layout
-
-
-def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
-    """Return the rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
-    return check_parts(headers, layout)
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
@@ -191,15 +179,17 @@ def read_ticket(payload: bytes) -> bytes:
     return payload
 
 
-def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes) -> bytes:
-    """Pack which of ``gradients`` are present, and the ticket of kept activations, empty if the inputs are sent."""
-    return pack(([gradient is not None for gradient in gradients], ticket))
+def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes, *, updates: bool = True) -> bytes:
+    """Pack which of ``gradients`` are present, the ticket of kept activations, empty if the inputs are sent, and
+    whether the expert is updated.
+    """
+    return pack(([gradient is not None for gradient in gradients], ticket, updates))
 
 
-def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
+def read_backward(payload: bytes) -> tuple[list[bool], bytes, bool]:
     """Unpack a payload of ``pack_backward``."""
-    present, ticket = _unpack_backward(payload)
-    return present, read_ticket(ticket)
+    present, ticket, updates = _unpack_backward(payload)
+    return present, read_ticket(ticket), updates
 
 
 def pack_answer(ticket: bytes, changes: int, *, changed: bool) -> bytes:

@@ -17,6 +17,7 @@ from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.operation_graph import Entries
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, free_name
 from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
@@ -81,7 +82,9 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
     _refuse_bound_conjugates(graph)
-    graph = graph.with_structure(structure, treedef, fixed)
+    entries = _entries(fn, {tensor for _, tensor in graph.shared()})
+    inputs = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
+    graph = graph.with_structure(structure, treedef, inputs)
     graph.origin = _recapture(fn, example_inputs)
     return graph
 
@@ -206,6 +209,19 @@ def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
     return found
 
 
+def _entries(fn: Callable[..., Structure], bound: set[Tensor]) -> Entries:
+    """Return the entries of modules' dicts on the ways to the tensors ``bound``."""
+    roots = [root for root in _reachable(fn).values() if isinstance(root, nn.Module)]
+    return [
+        (f"{prefix}.{key}" if prefix else key, mapping, key, value)
+        for root in roots
+        for prefix, module in root.named_modules()
+        for mapping in (module._parameters, module._buffers, module._modules)
+        for key, value in mapping.items()
+        if bound.intersection((*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,))
+    ]
+
+
 def _reachable(fn: object) -> dict[str, object]:
     """Return the values that a function closes over, by their names in it; for a module, the module."""
     if isinstance(fn, nn.Module):
@@ -214,11 +230,12 @@ def _reachable(fn: object) -> dict[str, object]:
         given = {f"args.{i}": value for i, value in enumerate(fn.args)} | dict(fn.keywords)
         return _reachable(fn.func) | given
     if inspect.ismethod(fn):
-        return {"self": fn.__self__} | _reachable(fn.__func__)
+        return ({"self": fn.__self__} | getattr(fn.__self__, "__dict__", {})) | _reachable(fn.__func__)
     if not inspect.isfunction(fn):
-        return {}
+        return getattr(fn, "__dict__", {})
     variables = inspect.getclosurevars(fn)
-    found: dict[str, object] = {**variables.globals, **variables.nonlocals}
+    defaults = {name: of.default for name, of in inspect.signature(fn).parameters.items()}
+    found: dict[str, object] = {**variables.globals, **variables.nonlocals, **defaults}
     for value in list(found.values()):
         if inspect.isfunction(value) and not value.__module__.startswith("torch"):
             found = {**inspect.getclosurevars(value).nonlocals, **found}

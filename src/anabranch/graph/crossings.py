@@ -90,8 +90,9 @@ class BackwardCrossing(Crossing):
     A graph needs every gradient that its capture promised: if the remote side gives none, zeros are returned.
     """
 
-    def __init__(self, boundary: Boundary, wants: Sequence[bool]) -> None:
+    def __init__(self, boundary: Boundary, wants: Sequence[bool], *, updates: bool) -> None:
         super().__init__(boundary, wants, "backward")
+        self._updates = updates
 
     def __call__(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
@@ -102,7 +103,7 @@ class BackwardCrossing(Crossing):
             raise CaptureError(f"the gradient of {self.label} cannot be differentiated again; use engine='tape'")
         if any(isinstance(value, FakeTensor) for value in [*inputs, *gradients]):
             return tuple(value.new_empty(value.shape) for value in wanted)
-        found = run_backward(self.boundary, state, inputs, gradients, self.wants)
+        found = run_backward(self.boundary, state, inputs, gradients, self.wants, updates=self._updates)
         given = [gradient for gradient, want in zip(found, self.wants, strict=True) if want]
         return tuple(
             like.new_zeros(like.shape) if gradient is None else gradient

@@ -139,6 +139,7 @@ class Graph(OperationGraph):
         """
         from anabranch.graph.stored import save
 
+        self.check_bound()
         save(self, Path(path))
 
     @staticmethod
@@ -182,6 +183,7 @@ class Graph(OperationGraph):
         """
         from anabranch.graph.exported import to_torch_export
 
+        self.check_bound()
         return to_torch_export(self)
 
     def to_dot(self) -> str:
@@ -201,7 +203,9 @@ class Graph(OperationGraph):
 
         Raises:
             SchemaError: if an input differs from the captured example in structure, shape or dtype.
+            CaptureError: if a module holds another parameter or buffer than when it was captured.
         """
+        self.check_bound()
         leaves, structure = flatten(inputs)
         if self._argument_structure is not None and structure != self._argument_structure:
             raise SchemaError(f"the graph was captured for inputs {self._argument_structure}, got {structure}")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from anabranch.errors import CaptureError
 from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import copy_node
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["AnyGraph", "Input", "InputKind", "OperationGraph", "Origin"]
+__all__ = ["AnyGraph", "Entries", "Input", "InputKind", "OperationGraph", "Origin"]
 
 InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
+Entries: TypeAlias = Sequence[tuple[str, Mapping[str, object], str, object]]
 Origin: TypeAlias = "Callable[[Sequence[torch.Size]], OperationGraph]"
 """Captures the same function for other shapes of its tensor inputs."""
 AnyGraph = TypeVar("AnyGraph", bound="OperationGraph")
@@ -25,12 +27,16 @@ AnyGraph = TypeVar("AnyGraph", bound="OperationGraph")
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a graph: its name, its kind, the tensor it is bound to, and its fixed value, if any."""
+    """One input of a graph: its name, its kind, the tensor it is bound to, and its fixed value, if any.
+
+    ``entries``: those of modules' dicts on the ways to all tensors that a capture has bound, by the names in the model.
+    """
 
     name: str
     kind: InputKind = "argument"
     bound: Tensor | None = None
     fixed: object = None
+    entries: Entries = ()
 
 
 class OperationGraph:
@@ -52,6 +58,8 @@ class OperationGraph:
         self.fx = graph
         self.bindings = tuple(inputs)
         self.outputs = list(outputs)
+        captures = {id(binding.entries): binding.entries for binding in inputs}
+        self._entries = [entry for entries in captures.values() for entry in entries]
         self._argument_structure = argument_structure
         self._output_structure = output_structure
         self.origin: Origin | None = None
@@ -70,6 +78,15 @@ class OperationGraph:
     def results(self) -> tuple[object, ...]:
         """The nodes of the outputs, in order; a constant output is the constant itself."""
         return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    def check_bound(self) -> None:
+        """Raise ``CaptureError`` if the modules hold another tensor now than the one that is bound."""
+        for name, mapping, key, value in self._entries:
+            if mapping.get(key) is not value:
+                raise CaptureError(
+                    f"{name} was replaced after the capture (load_state_dict(assign=True), an assignment, a buffer's "
+                    ".to()), and the graph computes with what was there before; capture again, or copy into the tensor"
+                )
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
         """Return the bound inputs, with their tensors."""
@@ -102,10 +119,10 @@ class OperationGraph:
         )
 
     def with_structure(
-        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
+        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, inputs: Sequence[Input] | None = None
     ) -> Self:
-        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take only that value."""
-        bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
+        """Return this graph, called with and returning nested structures; with ``inputs`` for its own."""
+        bindings = self.bindings if inputs is None else inputs
         graph = type(self)(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
         graph.origin = self.origin
         return graph

@@ -10,7 +10,8 @@
 The tape records ``cross`` as one node of autograd's graph. While a tracer captures a graph, ``cross`` goes nowhere: the
 tracer requests the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
 whenever the graph runs. The entry token requires a gradient, so the remote side learns of its gradients even where no
-input wants one.
+input wants one. It stands for the parameters there: a sweep that does not reach it, ``torch.autograd.grad(y, x)``,
+changes nothing there, and what is frozen has none.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
@@ -72,6 +73,7 @@ class Tracer(Protocol):
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
+        updates: bool,
     ) -> Sequence[Tensor | None]:
         """Write the backward node."""
 
@@ -128,10 +130,11 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
         boundary: where to.
         inputs: tensors, or ``None`` where there is none.
         entry: a leaf that requires a gradient, if the caller has one that its sweep will reach; by default one that
-            every recording session's sweep does.
+            every recording session's sweep does. A ``Parameter`` stands for those there: they may be frozen.
 
     Raises:
         CaptureError: a tracer other than this package traces the model.
+        ValueError: it is called inside ``torch.func``.
     """
     if torch.compiler.is_dynamo_compiling():
         return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
@@ -143,10 +146,18 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
                     f"{boundary.kind} {boundary.name!r} is across a boundary, which a tracer other than anabranch's "
                     "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
                 )
-    if not torch.is_grad_enabled():
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            f"{boundary.kind} {boundary.name!r} is across a boundary, which torch.func (grad, vjp, vmap) cannot "
+            "transform; use torch.autograd.grad, and a batch in place of vmap"
+        )
+    recorded = torch.is_grad_enabled()
+    if isinstance(entry, nn.Parameter) and not entry.requires_grad:  # frozen there
+        entry, recorded = None, recorded and any(value is not None and value.requires_grad for value in inputs)
+    elif recorded and (entry is None or isinstance(entry, nn.Parameter)):
+        entry = boundary_entry(entry) if tracer is None else tracer.entry()
+    if not recorded:
         return tuple((run_forward if tracer is None else tracer.forward)(boundary, inputs, None).outputs)
-    if entry is None:
-        entry = boundary_entry() if tracer is None else tracer.entry()
     return cast(tuple[Tensor, ...], _Crossing.apply(entry, boundary, tracer, *inputs))  # type: ignore[no-untyped-call]
 
 
@@ -155,7 +166,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _CrossingContext, entry: Tensor, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
+        ctx: _CrossingContext, entry: Tensor | None, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, current_answers()
@@ -168,9 +179,26 @@ class _Crossing(torch.autograd.Function):
         return tuple(crossed.outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
+        with torch.no_grad():
+            found = _Crossing.backward_once(ctx, *gradients)
+        if torch.is_grad_enabled():
+            # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those
+            # that are returned pass for constants, and a penalty loses this part in silence; as it does in a sweep
+            # towards given tensors, unless the error lies on the way to these.
+            ways = [value for value in (*ctx.saved_tensors, *gradients) if value is not None and value.requires_grad]
+            once: Any = torch._C._functions.DelayedError(
+                f"the gradient of {ctx.boundary.kind} {ctx.boundary.name!r} cannot be differentiated again: second "
+                "derivatives do not cross a boundary; leave it out of the penalty",
+                len(found) + len(ways),
+            )
+            found = once(*(value if value is None else value.requires_grad_() for value in found), *ways)
+        return None, None, None, *found[: len(ctx.wants)]
+
+    @staticmethod
+    def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
         inputs = ctx.saved_tensors  # an error if the graph has been freed
+        updates = ctx.needs_input_grad[0] and _reaches(ctx.next_functions[0][0], ctx.boundary)
         if not ctx.held:
             raise RuntimeError(
                 f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed: its "
@@ -180,10 +208,21 @@ class _Crossing(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.held.clear()
         if ctx.tracer is not None:
-            found = ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants)
-        else:
-            found = run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers)
-        return None, None, None, *found
+            return ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants, updates)
+        return run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers, updates=updates)
+
+
+def _reaches(entry: Any, boundary: Boundary) -> bool:
+    """Return True if the sweep in progress goes to the entry, too."""
+    try:  # private: needs_input_grad says only that an input requires a gradient, not that this sweep wants it
+        return bool(torch._C._will_engine_execute_node(entry))
+    except RuntimeError:  # its gradient is to be returned: a session's sweep, or a capture's, which go to tokens
+        if not isinstance(entry.variable, nn.Parameter):
+            return True
+    raise ValueError(
+        f"torch.autograd.grad cannot return the gradients of the parameters of {boundary.kind} {boundary.name!r}, "
+        "which are on its server; leave them out, or call loss.backward(), which trains them there"
+    )
 
 
 class _CrossingContext(FunctionCtx):
@@ -193,6 +232,7 @@ class _CrossingContext(FunctionCtx):
     wants: tuple[bool, ...]
     held: list[object]
     needs_input_grad: tuple[bool, ...]
+    next_functions: tuple[tuple[Any, int], ...]
     saved_tensors: tuple[Tensor | None, ...]
 
 
@@ -224,6 +264,7 @@ def run_backward(
     wants: Sequence[bool],
     *,
     answers: Answers | None = None,
+    updates: bool = True,
 ) -> list[Tensor | None]:
     """Cross, backward: gradients for the inputs that require one, in their own memory, in order.
 
@@ -234,7 +275,7 @@ def run_backward(
     if answers is not None and answers.replaying:
         return answers.replay_backward(boundary, gradients, wants)
     with inside_a_boundary():
-        found = boundary.backward(state, inputs, gradients)
+        found = boundary.backward(state, inputs, gradients, updates=updates)
     taken = _memory_of([*inputs, *gradients])
     owned = [
         _owned(gradient, taken) if want and gradient is not None else None

@@ -68,13 +68,15 @@ class RecordedBoundary:
         return Crossed([output.detach() for output in outputs], call, dead)
 
     def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
         """Sweeps the function's own tape."""
         assert isinstance(state, IsolatedCall)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         found: list[Tensor | None] = [None] * len(inputs)
-        swept = state.backward(gradients, retain=retain)
-        for place, gradient in zip(state.places[1:], swept[1:], strict=True):
-            found[place] = gradient
+        if not updates:  # not towards the entry
+            state = IsolatedCall(state.leaves[1:], state.outputs, state.places[1:], state.arity)
+        for place, gradient in zip(state.places, state.backward(gradients, retain=retain), strict=True):
+            if place >= 0:
+                found[place] = gradient
         return found

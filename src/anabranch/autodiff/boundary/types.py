@@ -59,9 +59,11 @@ class Boundary(Protocol):
         """Goes there. ``wants``: which inputs require a gradient; ``None``: there will be no backward."""
 
     def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> Sequence[Tensor | None]:
-        """Return a gradient for each input. ``None`` is not a gradient, on both sides."""
+        """Return a gradient for each input. ``None`` is not a gradient, on both sides. Without ``updates`` nothing
+        there is to change: ``torch.autograd.grad`` accumulates into no parameter.
+        """
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""

@@ -90,6 +90,7 @@ class DryRun:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
+        updates: bool,
     ) -> list[Tensor | None]:
         """Return gradients of zero."""
         return [

@@ -87,9 +87,9 @@ class _CallsBoundary:
         return ask(self._calls, keep=wants is not None)
 
     def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
-        return ask_gradients(self._calls, inputs, gradients)
+        return ask_gradients(self._calls, inputs, gradients, updates=updates)
 
 
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
@@ -252,9 +252,11 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
 
 
 def ask_gradients(
-    calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
 ) -> list[Tensor | None]:
-    """Return the gradients of all inputs, from the experts whose outputs have one."""
+    """Return the gradients of all inputs, from the experts whose outputs have one; with ``updates`` these update
+    themselves.
+    """
     answers: list[Tensor | None] = [None] * len(inputs)
     asked: list[tuple[ExpertCall, int]] = []
     wanted: list[list[Tensor | None]] = []
@@ -270,7 +272,7 @@ def ask_gradients(
             asked.append((call, first_input))
             wanted.append(mine)
         first_input += width
-    outcomes = _gather_gradients(calls, asked, wanted, inputs)
+    outcomes = _gather_gradients(calls, asked, wanted, inputs, updates=updates)
     for (call, first), outcome in zip(asked, outcomes, strict=True):
         assert outcome is not None
         try:
@@ -280,7 +282,7 @@ def ask_gradients(
             calls.counts.failure(error)
             call.gradient_error = _with_cause(call, error) if isinstance(error, NonFinite) else error
             continue
-        calls.counts.backward(call, changes)
+        calls.counts.backward(call, changes, updates=updates)
         for offset, gradient in enumerate(found):
             like = inputs[first + offset]
             answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
@@ -315,6 +317,8 @@ def _gather_gradients(
     asked: Sequence[tuple[ExpertCall, int]],
     gradients: Sequence[Sequence[Tensor | None]],
     inputs: Sequence[Tensor | None],
+    *,
+    updates: bool,
 ) -> list[Outcome]:
     """Request gradients; inputs are sent to experts that did not keep the activations, or no longer have them."""
     if not asked:
@@ -325,7 +329,8 @@ def _gather_gradients(
         made = []
         for index in which:
             call, first = asked[index]
-            made.append(_backward_request(call, inputs[first : first + len(call.schema.inputs)], gradients[index]))
+            sent = inputs[first : first + len(call.schema.inputs)]
+            made.append(_backward_request(call, sent, gradients[index], updates=updates))
         return made
 
     outcomes = calls.client.gather(requests(range(len(asked))), deadline)
@@ -342,7 +347,9 @@ def _gather_gradients(
     return outcomes
 
 
-def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Request:
+def _backward_request(
+    call: ExpertCall, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
+) -> Request:
     schema = call.schema
     sent = [] if call.ticket else wire.to_wire(inputs, schema.inputs)
     return Request(
@@ -350,7 +357,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
         wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
         call.uid,
         [*sent, *wire.to_wire(gradients, schema.output_specs)],
-        payload=wire.pack_backward(gradients, call.ticket),
+        payload=wire.pack_backward(gradients, call.ticket, updates=updates),
         schema=schema.hash,
         once=True,
         role="experts",

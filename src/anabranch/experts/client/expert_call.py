@@ -132,11 +132,13 @@ class CallCounts:
         with self._lock:
             self._failed[type(error).__name__] += 1
 
-    def backward(self, call: ExpertCall, changes: int) -> None:
-        """Count a backward whose gradients are those of the expert as it was after so many changes."""
+    def backward(self, call: ExpertCall, changes: int, *, updates: bool) -> None:
+        """Count a backward whose gradients are those of the expert as it was after so many changes, and which
+        ``updates`` it.
+        """
         expert = call.endpoint, call.uid
         ours = changes_by_us.get(expert, 0)
-        changes_by_us[expert] = ours + 1
+        changes_by_us[expert] = ours + updates
         if changes == call.changes or not call.rows:
             return
         with self._lock:

@@ -6,10 +6,10 @@ import copy
 import os
 import threading
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_tracer, outside_tracing
@@ -19,6 +19,7 @@ from anabranch.experts import wire
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
 from anabranch.experts.client.connections import ModuleClient
 from anabranch.experts.client.expert_call import CallCounts, CallStatistics
+from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.client.session import InferenceSession
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading
@@ -35,7 +36,7 @@ def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) ->
     return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid, role="experts"), deadline).payload)
 
 
-class RemoteExpert(nn.Module):
+class RemoteExpert(RemoteModule):
     """Calls a remote expert; gradients flow back, and the expert updates itself in its backward.
 
     >>> import torch
@@ -73,9 +74,6 @@ class RemoteExpert(nn.Module):
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
     """
 
-    steps_there: ClassVar[bool] = True
-    """The far side makes an update of every gradient that comes."""
-
     def __init__(
         self,
         uid: str,
@@ -98,8 +96,6 @@ class RemoteExpert(nn.Module):
         self._module_client = ModuleClient(client, keys=keys, insecure=insecure)
         self._found = _KnownExpert()
         self._counts = CallCounts()
-        self._form: object = None
-        self._handle = opaque.handle_of(self)
 
     @property
     def client(self) -> Client:
@@ -110,13 +106,6 @@ class RemoteExpert(nn.Module):
         """Request the nesting of the expert's outputs, for a capture."""
         _, schema = self.find(Deadline.after(self.forward_timeout))
         self._form = schema.output_form()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = opaque.handle_of(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
         """Another caller of the same expert, through the same client and directory."""
@@ -160,8 +149,8 @@ class RemoteExpert(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             if self._form is None:  # a compiler that is not this library's
                 return cast(Structure, opaque.beside(self._call_nested, args, kwargs))
-            # Dynamo guards what it reads itself: the mode.
-            given = opaque.call(self._handle, (self.training, *args), kwargs)
+            # Dynamo guards what it reads itself: the mode, and whether it is frozen.
+            given = opaque.call(self._handle, (self.training, self.weights_there.requires_grad, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, given))
         return self._call_nested(*args, **kwargs)
 
@@ -169,7 +158,7 @@ class RemoteExpert(nn.Module):
         schema, outputs = self._call(args, kwargs, evaluating=not self.training)
         return schema.nest_outputs(outputs)
 
-    def call_whole(self, training: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
+    def call_whole(self, training: bool, trained: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
         """``forward``, as one call that Dynamo does not trace into."""
         return self._call(args, kwargs, evaluating=not training)[1]
 
@@ -185,7 +174,7 @@ class RemoteExpert(nn.Module):
         inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
         there = _ExpertBoundary(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
-        crossed = cross(there, *inputs)
+        crossed = cross(there, *inputs, entry=self.weights_there)
         return there.schema, with_leading(crossed, leading)
 
     def find(self, deadline: Deadline) -> tuple[str, Schema]:
@@ -297,10 +286,10 @@ class _ExpertBoundary:
         return crossed, error
 
     def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
         assert isinstance(state, Calls)
-        return ask_gradients(state, inputs, gradients)
+        return ask_gradients(state, inputs, gradients, updates=updates)
 
 
 def _raise_first(calls: Sequence[ExpertCall]) -> None:

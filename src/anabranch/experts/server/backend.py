@@ -12,6 +12,7 @@ and the module's own mode is restored after each.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from anabranch.autodiff.layer_state import LayerState
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.compression import count_parts
 from anabranch.experts.nesting import Mismatch, nesting_of
@@ -35,8 +37,6 @@ from anabranch.experts.server.kept_activations import (
     KeptBatch,
     KeptRows,
     copies_of,
-    copy_on_write,
-    is_unwritten,
     take_writes,
 )
 from anabranch.experts.server.layers import check_steps
@@ -158,9 +158,9 @@ class ExpertBackend:
                 f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema must not have one"
             )
         self._mask: Tensor | None = None
-        self._cells = _cells_of(module)
-        # Which of them forwards write; before any has run, perhaps all.
-        self._written = set(range(len(self._cells)))
+        self._state = LayerState(list(module.modules()))
+        self._written: set[int] = set()
+        """Places of trained parameters that forwards write."""
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
@@ -204,8 +204,7 @@ class ExpertBackend:
         self.open_sessions = 0
         """The number of sessions that its server has open."""
         self._prepare_copies()
-        self._marks = self._mark()
-        self._written = set()
+        self._marks = self._state.marks()
 
     # --- for callers
 
@@ -342,7 +341,7 @@ class ExpertBackend:
         # States of earlier versions do not have them.
         self._gradients.load_state_dict(cast(Mapping[str, object], state.get("gradients") or {}))
         self.changes = int(cast(int, state.get("changes", self.updates)))
-        self._marks = self._mark()
+        self._marks = self._state.marks()
 
     # --- forward and backward
 
@@ -352,7 +351,7 @@ class ExpertBackend:
         """
         count = len(self.schema.inputs)
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
-        with torch.enable_grad(), self._buffers_kept():
+        with torch.enable_grad(), self._state.put_back(trained=self._written):
             outputs = self._check_outputs(self._call(leaves), leaves)
             roots, gradients = self._roots(outputs, inputs[count:])
             if roots:
@@ -373,7 +372,8 @@ class ExpertBackend:
                 outputs = self._split(self.forward(*self._join(batch)), batch)
         changed = self._count_changes() != changes
         if changed:
-            self._written.update(index for index, mark in enumerate(self._marks) if mark != marks[index])
+            pairs = enumerate(zip(marks, self._marks, strict=False))
+            self._written |= {place for place, (before, after) in pairs if before != after}
         for task in batch:
             task.note_changes(changes, changed=changed)
         return outputs
@@ -385,26 +385,21 @@ class ExpertBackend:
             task.note_changes(changes)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
-                if any(task.ticket for task in batch):
-                    return self._backward_tasks(batch)
+                if not batch[0].updates or any(task.ticket for task in batch):
+                    return self._backward_tasks(batch, updates=batch[0].updates)
                 with self._masked(batch):
                     return self._split_gradients(self.backward(*self._join(batch)), batch)
         finally:
-            # The update has been counted, and the buffers are what they were.
-            self._marks = self._mark()
+            # The update has been counted, and the rest of the state is what it was.
+            self._marks = self._state.marks()
 
     def _count_changes(self) -> int:
         """Return how often the expert has changed: by updates, by forwards that write to it, by its owner."""
-        marks = self._mark()
+        marks = self._state.marks()
         if marks != self._marks:
             self._marks = marks
             self.changes += 1
         return self.changes
-
-    def _mark(self) -> list[tuple[int, int]]:
-        """Return what changes when a parameter or buffer does, except through ``.data``."""
-        tensors = [owner.get(name) for owner, name in self._cells]
-        return [(id(tensor), 0 if tensor is None else tensor._version) for tensor in tensors]
 
     def _join(self, batch: Sequence[Task]) -> Sequence[Tensor | None]:
         """Return the inputs of a batch, and the gradients of its outputs if it is a backward's."""
@@ -461,8 +456,11 @@ class ExpertBackend:
             start += task.rows
         return self._split([None if output is None else output.detach() for output in outputs], batch)
 
-    def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
-        """Return a backward through kept graphs for tasks with tickets, and by recomputation for the others."""
+    def _backward_tasks(self, batch: Sequence[Task], *, updates: bool) -> list[Sequence[Tensor | None]]:
+        """Return a backward through kept graphs for tasks with tickets, and by recomputation for the others.
+
+        Without ``updates`` the parameters' gradients are discarded, and the graphs stay for a backward that has them.
+        """
         plain = [task for task in batch if not task.ticket]
         if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
             # The tasks then run one by one, and the first of the two finds the activations.
@@ -483,11 +481,12 @@ class ExpertBackend:
                 answers |= gradients_kept
                 moved |= moved_kept
                 self._check_gradients([output for entry in kept.values() for output in entry.batch.outputs])
-            for task in batch:
-                if task.ticket:
-                    self.kept.drop(task.ticket)
-            if moved:
-                self._update(gathered)
+            if updates:
+                for task in batch:
+                    if task.ticket:
+                        self.kept.drop(task.ticket)
+                if moved:
+                    self._update(gathered)
         return [answers[id(task)] for task in batch]
 
     def _find_kept(self, task: Task) -> KeptRows:
@@ -637,31 +636,10 @@ class ExpertBackend:
             self.changes += gathered.stepped
 
     def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
-        """Return a context that undoes the buffers' update if a forward fails: each of its tasks then runs alone."""
-        return self._buffers_kept(if_it_fails=True) if len(batch) > 1 and not batch[0].evaluating else _as_it_is
-
-    @contextmanager
-    def _buffers_kept(self, *, if_it_fails: bool = False) -> Iterator[None]:
-        """Restore the buffers, and parameters that forwards write, afterwards: the forward has already updated them;
-        or only ``if_it_fails``.
-        """
-        # Not by their version counters: BatchNorm writes its statistics without incrementing them.
-        cells = [(part._buffers, name) for part in self.module.modules() for name in part._buffers]
-        cells += [self._cells[index] for index in self._written]
-        before = [
-            (owner, name, kept, copy_on_write(kept))
-            for owner, name in cells
-            if (kept := owner.get(name)) is not None and not is_lazy(kept)
-        ]
-        restores = True
-        try:
-            yield
-            restores = not if_it_fails
-        finally:
-            if restores:
-                with torch.no_grad():
-                    for owner, name, kept, saved in before:
-                        owner[name] = kept if is_unwritten(kept) else kept.copy_(saved)
+        """Return a context that undoes what a forward that fails has changed: each of its tasks then runs alone."""
+        if len(batch) == 1 or batch[0].evaluating:
+            return _as_it_is
+        return self._state.put_back(trained=self._written, if_it_fails=True)
 
     def _infer_outputs(self) -> Structure:
         """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""
@@ -706,13 +684,16 @@ class ExpertBackend:
             None if spec is None else spec.zeros(_SAMPLE_ROWS, [length] * len(spec.varying), device=self.device)
             for spec in self.schema.inputs
         ]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept(), ExitStack() as modes:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), ExitStack() as modes:
             for part in self.module.modules():
                 # The buffers of a remote part are on its server, and change in train mode.
                 if getattr(type(part), "steps_there", False):
                     modes.enter_context(_evaluating(part))
             leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
             try:
+                if any(map(is_lazy, self.module.parameters())):
+                    self._call(leaves)  # with the shapes of its parameters it writes their sizes into attributes
+                modes.enter_context(self._state.put_back(trained=range(sys.maxsize)))
                 outputs = self._call(leaves)
             except Exception as error:
                 raise SchemaError(
@@ -745,18 +726,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         for part, training in modes:
             if part.training != training:
                 part.train(training)
-
-
-def _cells_of(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Return the places of the parameters and buffers on which outputs may depend: not those of a norm's statistics,
-    which every forward in train mode moves, and no output in train mode shows.
-    """
-    cells: list[tuple[dict[str, Tensor | None], str]] = []
-    for part in module.modules():
-        cells += [(cast("dict[str, Tensor | None]", part._parameters), name) for name in part._parameters]
-        if not isinstance(part, nn.modules.batchnorm._NormBase):
-            cells += [(part._buffers, name) for name in part._buffers]
-    return cells
 
 
 _as_it_is = nullcontext()

@@ -458,7 +458,7 @@ class ExpertServer:
 
     def _backward(self, call: Call) -> None:
         backend = self._find(call.target)
-        inputs, gradients, ticket = self._read_backward(call, backend)
+        inputs, gradients, ticket, updates = self._read_backward(call, backend)
         specs = backend.schema.inputs
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
@@ -474,7 +474,7 @@ class ExpertServer:
         sizes, length = backend.schema.measure(inputs, gradients)
         task = Task(
             [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
-            length=length, evaluating=wire.is_evaluation(call.verb),
+            length=length, evaluating=wire.is_evaluation(call.verb), updates=updates,
         )  # fmt: skip
         if rows:
             self._put_aside(call, backend, backend.backward_pool, task)
@@ -523,9 +523,9 @@ class ExpertServer:
 
     def _read_backward(
         self, call: Call, backend: ExpertBackend
-    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes]:
+    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes, bool]:
         schema = backend.schema
-        present, ticket = wire.read_backward(call.payload)
+        present, ticket, updates = wire.read_backward(call.payload)
         inputs: list[Tensor | None] = [None] * len(schema.inputs)
         count = 0
         if not ticket:
@@ -537,7 +537,7 @@ class ExpertServer:
         names = [f"gradient of output {index}" for index in range(len(gradients))]
         self._check_finite(call, inputs, schema.input_names)
         self._check_finite(call, gradients, names, ". If that output did too, the cause is the module, not the loss")
-        return inputs, gradients, ticket
+        return inputs, gradients, ticket, updates
 
     def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
         name = first_not_finite(tensors, names)

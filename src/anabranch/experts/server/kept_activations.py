@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from anabranch.autodiff.layer_state import lazy_clone
 from anabranch.experts.server.batching.padding import fill
 
 __all__ = ["KeptActivations", "KeptBatch", "KeptRows", "copies_of", "copy_on_write", "is_unwritten", "take_writes"]
@@ -51,14 +52,8 @@ def is_unwritten(tensor: Tensor) -> bool:
 
 def copy_on_write(tensor: Tensor) -> Tensor:
     """Return a detached copy whose memory is copied when the first of the two is written."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.clone()
-    try:
-        # Private, and a microsecond: the only form of copy on write that sees writes through ``.data`` too.
-        return tensor._lazy_clone()
-    except RuntimeError:  # the memory is not PyTorch's own: a mapped file's, a NumPy array's
-        return tensor.clone()
+    copy = lazy_clone(tensor.detach(), on_cuda=True)
+    return tensor.detach().clone() if copy is None else copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

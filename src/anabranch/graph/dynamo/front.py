@@ -355,6 +355,7 @@ class _Forms:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
+        updates: bool,
     ) -> Sequence[Tensor | None]:
         raise CaptureError(
             f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "

@@ -312,8 +312,9 @@ class _Crossings:
         inputs: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
+        updates: bool,
     ) -> list[Tensor | None]:
-        target = BackwardCrossing(boundary, wants)
+        target = BackwardCrossing(boundary, wants, updates=updates)
         arguments = (state, self._proxies(inputs), self._proxies(gradients))
         proxy = self._tracer.create_proxy("call_function", target, arguments, {})
         wanted = [value for value, want in zip(inputs, wants, strict=True) if want and value is not None]

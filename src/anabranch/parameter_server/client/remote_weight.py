@@ -107,10 +107,10 @@ class _Rows:
         return Crossed([found], None if wants is None else (source, inverse, wanted, place))
 
     def backward(
-        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
     ) -> list[Tensor | None]:
         (gradient,) = gradients
-        if gradient is not None:
+        if gradient is not None and updates:
             source, inverse, wanted, place = cast("tuple[WeightSource, Tensor, Tensor, int | None]", state)
             padding = -1 if place is None else place
             merged = _merge(gradient, inverse, len(wanted), padding, self.scale_grad_by_freq)

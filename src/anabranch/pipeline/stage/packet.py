@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from anabranch.autodiff.layer_state import lazy_clone
 from anabranch.pipeline.stage.device_transfers import on_device
-from anabranch.pipeline.stage.layer_state import lazy_clone
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.autodiff.boundary.answers import FirstForward
+from anabranch.autodiff.layer_state import LayerState, StateValues
 from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
-from anabranch.pipeline.stage.layer_state import LayerState, StateValues
 from anabranch.pipeline.stage.loose_leaves import LooseLeaves
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route

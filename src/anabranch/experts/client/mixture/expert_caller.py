@@ -253,6 +253,7 @@ class ExpertCaller:
         drawn: Tensor | None,
         leaves: Sequence[object],
         nesting: Nesting,
+        entry: Tensor,
         more: Sequence[Form] = (),
     ) -> tuple[Schema, list[Tensor]]:
         """Return the result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of
@@ -279,7 +280,7 @@ class ExpertCaller:
             return [*(replace(form, differentiable=True) for form in found), *more]
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
-        outputs = list(cross(boundary, gated, drawn, *cast("Sequence[Tensor | None]", leaves)))
+        outputs = list(cross(boundary, gated, drawn, *cast("Sequence[Tensor | None]", leaves), entry=entry))
         # A stage of a pipe that runs again is given the first answers, and asks nobody.
         return asked[0] if asked else self.schema_of(uid_prefix, len(grid_size)), outputs
 

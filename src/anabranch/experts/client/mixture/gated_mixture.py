@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from numbers import Real
-from typing import ClassVar, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from anabranch.experts.client.expert_call import CallStatistics
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.client.mixture.answers_by_row import scores_of, weighted_sum
 from anabranch.experts.client.mixture.expert_caller import CallerModes, CallLimits, ExpertCaller
+from anabranch.experts.client.remote_module import RemoteModule
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import flatten
 from anabranch.experts.schema import Schema
@@ -42,10 +43,8 @@ _MOST_LOOKED_UP = 4096
 _LOOK_SECONDS = 2.0
 
 
-class GatedMixture(nn.Module):
+class GatedMixture(RemoteModule):
     """A gate, and the experts of a grid that it chooses for each row, called and weighted as one call."""
-
-    steps_there: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -66,13 +65,7 @@ class GatedMixture(nn.Module):
         self._caller = ExpertCaller(finder(), limits)
         if job().experts and not limits.allow_zero_outputs:  # they have announced themselves, and can be asked
             self._warn_of_one_process(limits.k_min)
-        self._form: object = None
         self._dimensions = 1
-        self._handle = opaque.handle_of(self)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = opaque.handle_of(self)
 
     def _warn_of_one_process(self, k_min: int) -> None:
         """Warn if one process serves so many of the job's experts that too few are left without it."""
@@ -128,8 +121,13 @@ class GatedMixture(nn.Module):
             return None
         return torch.rand(gated.shape[-1], device=gated.device) >= self.grid_dropout
 
+    def _call_in_graph(self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]) -> list[Tensor]:
+        """Return the result of ``call_whole``, where Dynamo traces; it guards what it reads itself."""
+        modes = self.training, self.weights_there.requires_grad
+        return opaque.call(self._handle, (*modes, gated, self._draw_kept(gated), *args), kwargs)
+
     def call_whole(
-        self, training: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
+        self, training: bool, trained: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
     ) -> Sequence[Tensor]:
         """Everything after the gate, as one call that Dynamo does not trace into."""
         return self._mix(gated, drawn, args, kwargs, evaluating=not training)[1]
@@ -200,8 +198,9 @@ class GatedMixture(nn.Module):
             return [*outputs, *self._extra_outputs(chosen.choices, gated)], chosen.schema
 
         return self._caller.run_boundary(
-            self.uid_prefix, self.grid_size, mix, gated, drawn, leaves, nesting, self._extra_forms(gated)
-        )
+            self.uid_prefix, self.grid_size, mix, gated, drawn, leaves, nesting, self.weights_there,
+            self._extra_forms(gated),
+        )  # fmt: skip
 
     def _mix_no_rows(self, gated: Tensor, inputs: Structure) -> tuple[list[Tensor], Schema]:
         """Return the outputs for no rows: connected to the gate, and through it to the input."""

@@ -119,7 +119,7 @@ class RemoteMixtureOfExperts(GatedMixture):
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
         if torch.compiler.is_dynamo_compiling():
-            outputs = opaque.call(self._handle, (self.training, gated, self._draw_kept(gated), x, *args), kwargs)
+            outputs = self._call_in_graph(gated, (x, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, with_leading(outputs, leading)))
         schema, given = self._mix(gated, self._draw_kept(gated), (x, *args), kwargs, evaluating=not self.training)
         return schema.nest_outputs(with_leading(given, leading))

@@ -106,7 +106,7 @@ class RemoteSwitchMixtureOfExperts(GatedMixture):
         gated = self._gate_logits(x, leading)
         grids = len(self.grid_size)
         if torch.compiler.is_dynamo_compiling():
-            found = opaque.call(self._handle, (self.training, gated, self._draw_kept(gated), x, *args), kwargs)
+            found = self._call_in_graph(gated, (x, *args), kwargs)
             output = cast(Structure, opaque.fill(self._form, with_leading(found[:-grids], leading)))
         else:
             schema, found = self._mix(gated, self._draw_kept(gated), (x, *args), kwargs, evaluating=not self.training)

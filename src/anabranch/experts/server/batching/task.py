@@ -33,6 +33,7 @@ class Task(msgspec.Struct, eq=False):
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
         copied: the event of the inputs' arrival on the pool's device; ``None`` without a copy in progress.
         evaluating: run in eval mode; only tasks of one mode share a batch.
+        updates: a backward that updates the parameters; only those share a batch that do, or that do not.
         sizes: those dimensions of the inputs that tasks of one batch must have in common.
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.
         caller: its name; callers take turns. Empty: served in the order of arrival.
@@ -52,6 +53,7 @@ class Task(msgspec.Struct, eq=False):
     copied: torch.cuda.Event | None = None
     nbytes: int = 0
     evaluating: bool = False
+    updates: bool = True
     sizes: tuple[int, ...] = ()
     length: int = 0
     caller: str = ""
@@ -61,9 +63,9 @@ class Task(msgspec.Struct, eq=False):
     changed: bool = False
 
     @property
-    def group(self) -> tuple[bool, tuple[int, ...]]:
+    def group(self) -> tuple[bool, bool, tuple[int, ...]]:
         """The mode and sizes that the tasks of one batch have in common."""
-        return self.evaluating, self.sizes
+        return self.evaluating, self.updates, self.sizes
 
     def note_changes(self, changes: int, *, changed: bool = False) -> None:
         """Set ``changes`` and ``changed``; of parts of a task the latest."""

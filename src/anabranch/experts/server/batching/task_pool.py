@@ -496,6 +496,7 @@ def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
             task.arrived,
             copied=task.copied,
             evaluating=task.evaluating,
+            updates=task.updates,
             sizes=task.sizes,
             length=task.length,
             caller=task.caller,

@@ -1,4 +1,4 @@
-"""The state of layers beside their trained parameters: a second forward starts from what the first started from.
+"""The state of layers beside their trained parameters: a second forward changes it no second time.
 
 ::
 
@@ -6,6 +6,9 @@
     ...
     with state.restored(values):      the second forward sees ``values`` and changes copies;
         ...                           afterwards the modules hold again what the first forwards have left
+
+    with state.put_back():            for whoever has kept no values: the forward starts from what there is, and is
+        ...                           undone afterwards, in the same tensors
 
 State is buffers, frozen parameters, and tensors and plain values in attributes, or in short lists and dicts there. A
 copy takes memory only once one side is written to, so frozen weights that no forward changes cost a microsecond, and
@@ -15,10 +18,10 @@ stay the same objects.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard, cast
+from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,10 @@ StateValues = list[object]
 """To put back in each place: a value, or a tensor or list as ``_Saved...``; ``_OTHER`` for nothing, ``_MISSING`` to
 delete it."""
 
+_Kind: TypeAlias = Literal[0, 1] | None
+"""Of places: 0 in attributes, 1 of a parameter or buffer, ``None`` of a norm's statistics."""
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+_TENSORS = frozenset({Tensor, nn.Parameter})
 _OTHER, _MISSING = object(), object()
 _MOST_ITEMS = 64  # of what a layer counts or scales by; a vocabulary would be copied for each microbatch
 _cloning = threading.Lock()
@@ -63,9 +69,11 @@ class LayerState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
-        self._mappings: list[MutableMapping[str, object]] = []
+        self._mappings: list[tuple[MutableMapping[str, Any], _Kind]] = []
         self._lengths: list[int] = []
-        self._places: list[tuple[MutableMapping[str, object], str]] = []  # names are added at the end, when they appear
+        self._places: list[
+            tuple[MutableMapping[str, Any], str, _Kind]
+        ] = []  # names are added at the end, as they appear
 
     def take(self) -> StateValues:
         """Return the current values, as copies on write."""
@@ -75,19 +83,23 @@ class LayerState:
     def _now(self) -> list[object]:
         if not self._mappings:
             for module in dict.fromkeys(self._modules):
-                self._mappings += [module.__dict__, module._buffers, module._parameters]  # type: ignore[list-item]
-        lengths = [len(mapping) for mapping in self._mappings]
+                buffers: _Kind = None if isinstance(module, nn.modules.batchnorm._NormBase) else 1
+                self._mappings += [(module.__dict__, 0), (module._buffers, buffers), (module._parameters, 1)]
+        lengths = [len(mapping) for mapping, _ in self._mappings]
         if lengths != self._lengths:
-            known = {(id(mapping), name) for mapping, name in self._places}
+            known = {(id(mapping), name) for mapping, name, _ in self._places}
             self._lengths = lengths
             self._places += [
-                (mapping, name)
-                for mapping in self._mappings
+                (mapping, name, kind)
+                for mapping, kind in self._mappings
                 for name in list(mapping.keys())
                 if name not in _MODULES_OWN and (id(mapping), name) not in known
             ]
-        # Not by get(), which TorchScript's mappings do not have.
-        return [mapping[name] if name in mapping else _MISSING for mapping, name in self._places]  # noqa: SIM401
+        try:
+            return [mapping[name] for mapping, name, _ in self._places]
+        except KeyError:
+            # Not by get(), which TorchScript's mappings do not have.
+            return [mapping[name] if name in mapping else _MISSING for mapping, name, _ in self._places]  # noqa: SIM401
 
     @contextmanager
     def restored(self, values: StateValues) -> Iterator[None]:
@@ -102,8 +114,50 @@ class LayerState:
             now = self._now()
             self._put(now, [*left, *[_MISSING] * (len(now) - len(left))])
 
+    @contextmanager
+    def put_back(self, *, trained: Container[int] = (), if_it_fails: bool = False) -> Iterator[None]:
+        """Undo afterwards what the block changes, in the same tensors; or only ``if_it_fails``.
+
+        Args:
+            trained: the places in ``marks`` of parameters that forwards write, although they are trained.
+            if_it_fails: leave what a block without an exception has changed.
+        """
+        before, copies = self._now(), _Copies(on_cuda=True)
+        saved = [
+            copies.saved(value, trained=place in trained)
+            for place, value in enumerate(before)
+            if type(value) in _TENSORS
+        ]
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if failed or not if_it_fails:
+                for one in saved:
+                    if isinstance(one, _Saved) and not one.is_current(one.tensor):
+                        with torch.no_grad():
+                            one.tensor.copy_(one.copy)
+                now = self._now()
+                self._put(now, [*before, *[_MISSING] * (len(now) - len(before))])
+
+    def marks(self) -> list[object]:
+        """Return for each place what changes when it does, except through ``.data``: a plain value, a version.
+
+        Not a norm's statistics, which every forward in train mode moves, and no output in train mode shows; nor that
+        an attribute holds another tensor, which may be a result kept for a look.
+        """
+        return [
+            value
+            if type(value) in _PLAIN
+            else (id(value) * kind, value._version)  # type: ignore[attr-defined]
+            if kind is not None and type(value) in _TENSORS and not value.is_inference()  # type: ignore[attr-defined]
+            else None
+            for value, (_, _, kind) in zip(self._now(), self._places, strict=True)
+        ]
+
     def _put(self, now: Sequence[object], values: Sequence[object]) -> None:
-        for (mapping, name), old, new in zip(self._places, now, values, strict=True):
+        for (mapping, name, _), old, new in zip(self._places, now, values, strict=True):
             if new is _MISSING and old is not _MISSING:
                 del mapping[name]
             elif new is not old:
@@ -113,11 +167,12 @@ class LayerState:
 class _Copies:
     """Copies on write of tensors, each storage once: of tensors that share memory they share it, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        self._on_cuda = on_cuda
         self._storages: dict[int, Tensor] = {}
         self._replacements: dict[int, object] = {}
 
-    def saved(self, value: object) -> object:
+    def saved(self, value: object, *, trained: bool = False) -> object:
         """Return a plain value, a tensor with its copy, or ``_OTHER`` for everything that is not put back.
 
         Tensors with a graph are not: they are results of an earlier forward, which would be kept alive.
@@ -130,11 +185,12 @@ class _Copies:
             pairs = value.items() if type(value) is dict else enumerate(value)
             items = {key: self.saved(item) for key, item in pairs}
             return _OTHER if any(item is _OTHER for item in items.values()) else _SavedItems(value, items)
-        if not _is_constant(value):
+        if not _is_constant(value, trained=trained):
             return _OTHER
-        copy = self._lazy(value)
+        copy = self._lazy(value.detach())
         if copy is None:
-            if isinstance(value, nn.Parameter):  # too large to copy; the comparison of outputs sees a change
+            # A frozen one is too large to copy; the comparison of outputs sees a change.
+            if isinstance(value, nn.Parameter) and not trained:
                 return _OTHER
             copy = value.detach().clone()
         return _Saved(value, copy)
@@ -169,18 +225,19 @@ class _Copies:
         if first is not None:
             alike = torch.empty(0, dtype=tensor.dtype, device="cpu")
             return alike.set_(first.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        copy = lazy_clone(tensor)
+        copy = lazy_clone(tensor, on_cuda=self._on_cuda)
         if copy is not None:
             self._storages[storage] = copy
         return copy
 
 
-def lazy_clone(tensor: Tensor) -> Tensor | None:
+def lazy_clone(tensor: Tensor, *, on_cuda: bool = False) -> Tensor | None:
     """Return a copy that takes memory once one side is written to; ``None`` where PyTorch has none to be trusted.
 
-    Not of a caller's batch: a NumPy array that shares its memory would no longer follow it.
+    Not of a caller's batch: a NumPy array that shares its memory would no longer follow it. ``on_cuda`` is for those
+    who run on the default stream: the late copy runs there, in no order with a stage's own.
     """
-    if tensor.device.type != "cpu":  # on CUDA the late copy runs on the default stream, in no order with a stage's own
+    if tensor.is_quantized or (tensor.device.type != "cpu" and not on_cuda):  # quantized: a segmentation fault
         return None
     try:
         with _cloning:
@@ -189,12 +246,12 @@ def lazy_clone(tensor: Tensor) -> Tensor | None:
         return None
 
 
-def _is_constant(value: object) -> TypeGuard[Tensor]:
+def _is_constant(value: object, *, trained: bool = False) -> TypeGuard[Tensor]:
     """Return True for a dense tensor without a graph; of subclasses nobody knows what a copy of them is."""
-    if type(value) not in (Tensor, nn.Parameter):
+    if type(value) not in _TENSORS:
         return False
     tensor = cast(Tensor, value)
-    return not tensor.requires_grad and tensor.layout == torch.strided
+    return (trained or not tensor.requires_grad) and tensor.layout == torch.strided
 
 
 def _address(tensor: Tensor) -> int:

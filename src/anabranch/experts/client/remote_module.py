@@ -1,0 +1,49 @@
+"""``RemoteModule``: a caller's module whose parameters are on servers, and what stands for them here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from anabranch.autodiff import opaque
+
+__all__ = ["RemoteModule"]
+
+
+class RemoteModule(nn.Module):
+    """A module that calls experts, which update themselves in its backward.
+
+    Attributes:
+        weights_there: a parameter without numbers, in place of the experts' own. Where it is frozen, as by
+            ``requires_grad_(False)`` of a model around it, or where a backward does not go to it, as
+            ``torch.autograd.grad(y, x)``, the experts give gradients and are not updated.
+    """
+
+    steps_there: ClassVar[bool] = True
+    """The far side makes an update of every gradient that comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights_there = nn.Parameter(torch.empty(0))
+        self._form: object = None
+        self._handle = opaque.handle_of(self)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)  # type: ignore[arg-type]
+
+    # Servers save the experts' parameters.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}weights_there"]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
+        whole = {**state_dict, f"{prefix}weights_there": self.weights_there}
+        super()._load_from_state_dict(whole, prefix, *more)
