@@ -125,6 +125,7 @@ def prints(tree: ast.AST) -> bool:
 ON_DEFAULT_DEVICE = {
     "executor/loaders/positions.py",  # draws the number that a DataLoader draws
     "experts/client/mixture/switch_mixture.py",  # a module's buffer, beside its parameters
+    "experts/client/remote_module.py",  # a module's parameter, beside the model's others
     "parameter_server/client/remote_embedding.py",  # a module's parameter, beside the model's others
     "tensors/jagged.py",  # a batch from lists
 }

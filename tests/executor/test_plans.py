@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import anabranch as ab
-from anabranch.executor import Link, ModeCost, Plan, PlanRow
+from anabranch.executor import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.plan.planner import Planner
-from anabranch.executor.plan.survey import Lookup, StepSurvey, survey_step
+from anabranch.executor.plan.survey import TableRows, StepSurvey, survey_step
 from anabranch.executor.routes import CommMode, Place, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.steps import distinct_models
@@ -26,7 +26,7 @@ from anabranch.parameter_server import ParameterServer
 from anabranch.tensors import flatten
 
 # Powers of two, so that sums are exact.
-LINKS = {"workers": Link(1024.0, 1.0), "servers": Link(16.0, 2.0)}
+LINKS = {"workers": LinkCost(1024.0, 1.0), "servers": LinkCost(16.0, 2.0)}
 HEADER = 8 * HEADER_SIZE  # bytes of a header in its own message
 BUCKET = (3 + 2 + HEADER_SIZE) * 4  # elements, flags, header
 ROW = 4 + 16  # bytes: an id and four numbers
@@ -43,8 +43,8 @@ class Parts(nn.Module):
             self.head = nn.Parameter(torch.zeros(3, dtype=dtype))
 
 
-def survey(read: int = 10, moved: int = 9, seconds: float = 8.0, **tables: Lookup) -> StepSurvey:
-    return StepSurvey({"compute": seconds}, {"table.weight": Lookup(read, moved), **tables})
+def survey(read: int = 10, moved: int = 9, seconds: float = 8.0, **tables: TableRows) -> StepSurvey:
+    return StepSurvey({"compute": seconds}, {"table.weight": TableRows(read, moved), **tables})
 
 
 def planned(
@@ -124,7 +124,7 @@ def test_a_table_read_whole_costs_all_of_its_rows_and_pushes_those_that_moved(pl
 def test_ids_of_a_dynamic_vocabulary_are_long_and_lengthen_those_they_are_pushed_with(plan: Any) -> None:
     model = Parts()
     model.users = ab.RemoteEmbedding("users", None, 4)
-    found = plan(model, "Hybrid", surveys=[survey(users=Lookup(5, 5))])
+    found = plan(model, "Hybrid", surveys=[survey(users=TableRows(5, 5))])
     assert [row.bytes for row in found.rows] == [10 * ROW + 9 * 24, (5 + 5) * 24]
 
 
@@ -162,7 +162,7 @@ def test_no_line_is_longer_than_a_terminal_and_long_names_keep_both_ends() -> No
     row = PlanRow(name, (100_000_000, 8), Place.WHOLE_TABLE.value, "servers", 6_400_000_000, 1234.5)
     parts, sizes = {"compute": 0.01234, "servers": 1234.5}, {"workers": 1, "servers": 6_400_000_000}
     modes = (ModeCost("PS", sizes, 1234.5),)
-    lines = str(Plan("train", "PS", 16, 4, (row,), sizes, parts, {"servers": Link(0.5, 1e-9)}, modes)).splitlines()
+    lines = str(Plan("train", "PS", 16, 4, (row,), sizes, parts, {"servers": LinkCost(0.5, 1e-9)}, modes)).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[2].startswith("encoder.laye...dense.weight servers, table read whole  6,400,000,000")
     assert "500.00 ms, 1,000.0 MB/s" in lines[6]
@@ -202,7 +202,7 @@ def test_a_survey_counts_ids_and_leaves_padding_out_of_moved_rows(served: bool) 
     model = Model()
     tables = {model.table.weight: ("table", served), model.bags.weight: ("bags", served)}
     found = survey_step(step_of(model), IDS, tables)
-    assert found.tables == {"table": Lookup(2, 1), "bags": Lookup(4, 3)}
+    assert found.tables == {"table": TableRows(2, 1), "bags": TableRows(4, 3)}
     assert found.parts["compute"] > 0
 
 
@@ -230,7 +230,7 @@ def test_a_look_at_lookups_by_function_sees_their_ids() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
     found = survey_step(step, torch.tensor([3, 4, 4]), {model[0].weight: ("0.weight", True)})
-    assert found.tables == {"0.weight": Lookup(2, 1)}
+    assert found.tables == {"0.weight": TableRows(2, 1)}
 
 
 def test_reentrant_checkpoints_are_timed_by_their_forward() -> None:

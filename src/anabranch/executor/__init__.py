@@ -9,7 +9,7 @@ epochs and logging belong to the user.
 from anabranch.executor.executor import Executor
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.sinks import Sink
-from anabranch.executor.plan import Link, ModeCost, Plan, PlanRow
+from anabranch.executor.plan import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.routes import Route, Routes
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, TrainStep
@@ -17,7 +17,7 @@ from anabranch.executor.steps import EvalStep, TrainStep
 __all__ = [
     "EvalStep",
     "Executor",
-    "Link",
+    "LinkCost",
     "ModeCost",
     "PeerLostRecord",
     "Plan",

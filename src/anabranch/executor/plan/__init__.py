@@ -5,6 +5,6 @@
 """
 
 from anabranch.executor.plan.planner import Planner, other_modes
-from anabranch.executor.plan.step_plan import Link, ModeCost, Plan, PlanRow
+from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
 
-__all__ = ["Link", "ModeCost", "Plan", "PlanRow", "Planner", "other_modes"]
+__all__ = ["LinkCost", "ModeCost", "Plan", "PlanRow", "Planner", "other_modes"]

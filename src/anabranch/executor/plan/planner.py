@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from anabranch.collectives import Workers
 from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
-from anabranch.executor.plan.step_plan import Link, ModeCost, Plan, PlanRow
-from anabranch.executor.plan.survey import Lookup, StepSurvey, survey_pipe, survey_step
+from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
+from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_pipe, survey_step
 from anabranch.executor.routes import COMM_MODES, CommMode, Place, Route, Routes
 from anabranch.executor.running.remote import RemotePart, check_served_steps
 from anabranch.executor.running.step_runs import rows_of
@@ -142,7 +142,7 @@ class Planner:
 
     def _measured(
         self, step: TrainStep, batch: Structure | None, routes: Routes, remote: RemotePart | None
-    ) -> tuple[Mapping[str, Link], Sequence[StepSurvey | None], int]:
+    ) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
         """Return rank 0's links, every worker's survey, and this worker's rank."""
         if self.workers is None:
             return self._links(routes, remote), [self._survey(step, batch, routes)], 0
@@ -150,7 +150,7 @@ class Planner:
             self.workers.barrier(operation="plan")
             mine = self._links(routes, remote), self._survey(step, batch, routes)
             texts = self.workers.all_gather_bytes(msgspec.json.encode(mine), operation="plan")
-        everyone = [msgspec.json.decode(text, type=tuple[dict[str, Link], StepSurvey | None]) for text in texts]
+        everyone = [msgspec.json.decode(text, type=tuple[dict[str, LinkCost], StepSurvey | None]) for text in texts]
         return everyone[0][0], [survey for _, survey in everyone], self.workers.rank
 
     def _survey(self, step: TrainStep, batch: Structure | None, routes: Routes) -> StepSurvey | None:
@@ -165,7 +165,7 @@ class Planner:
 
     # The links, measured by all workers at the same time.
 
-    def _links(self, routes: Routes, remote: RemotePart | None) -> dict[str, Link]:
+    def _links(self, routes: Routes, remote: RemotePart | None) -> dict[str, LinkCost]:
         links = {}
         if self.workers is not None and self.workers.size > 1:
             few, many = (torch.zeros(size, dtype=torch.uint8, device=self.workers.device) for size in _SIZES)
@@ -179,7 +179,7 @@ class Planner:
                 links["servers"] = self._servers(client, [], links)
         return links
 
-    def _servers(self, client: ParameterClient, routes: Iterable[Route], links: Mapping[str, Link]) -> Link:
+    def _servers(self, client: ParameterClient, routes: Iterable[Route], links: Mapping[str, LinkCost]) -> LinkCost:
         """Measure by reading what is largest on the servers; without that the bandwidth is the workers'."""
         largest = max((route for route in routes if route.place.served), key=lambda route: route.bytes, default=None)
         if largest is None:
@@ -195,10 +195,10 @@ class Planner:
         return _link(few, partial(client.pull_many, {largest.parameter: ids}), max(1, size))
 
 
-def _link(few: Callable[[], object], many: Callable[[], object], more: int) -> Link:
+def _link(few: Callable[[], object], many: Callable[[], object], more: int) -> LinkCost:
     """Return the link by which ``many`` sends so many bytes more than ``few``."""
     latency, longer = _seconds(few), _seconds(many)
-    return Link(latency, max(0.0, longer - latency) / more)
+    return LinkCost(latency, max(0.0, longer - latency) / more)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -227,7 +227,7 @@ class _Costs:
         routes: Routes,
         surveys: Sequence[StepSurvey | None],
         rank: int,
-        links: Mapping[str, Link],
+        links: Mapping[str, LinkCost],
     ) -> None:
         self._planner, self._step, self._links = planner, step, links
         self._mine, self._seen = surveys[rank], [survey for survey in surveys if survey is not None]
@@ -277,9 +277,9 @@ class _Costs:
         boundary = "servers" if route.place.served else "workers" if self._is_summed(route) else ""
         known, nbytes, seconds = True, 0, 0.0
         if boundary:
-            lookups = [survey.tables.get(route.parameter, Lookup()) for survey in self._seen] or [Lookup()]
-            most = Lookup(max(one.read for one in lookups), max(one.moved for one in lookups))
-            mine = Lookup() if self._mine is None else self._mine.tables.get(route.parameter, Lookup())
+            lookups = [survey.tables.get(route.parameter, TableRows()) for survey in self._seen] or [TableRows()]
+            most = TableRows(max(one.read for one in lookups), max(one.moved for one in lookups))
+            mine = TableRows() if self._mine is None else self._mine.tables.get(route.parameter, TableRows())
             if boundary == "workers":
                 mine = most  # the longest of the workers' sparse gradients has the length of all
             else:
@@ -289,7 +289,7 @@ class _Costs:
             seconds = self._add(boundary, nbytes, most_size)
         return PlanRow(route.parameter, route.shape, route.place.value, boundary, nbytes if known else None, seconds)
 
-    def _bytes(self, route: Route, seen: Lookup, *, pushes_short: bool) -> int:
+    def _bytes(self, route: Route, seen: TableRows, *, pushes_short: bool) -> int:
         """Return the bytes of one parameter in a step with these lookups a run."""
         trained = route.tensor is None or route.tensor.requires_grad
         moved = seen.moved if trained else 0

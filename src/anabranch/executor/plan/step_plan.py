@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Link", "ModeCost", "Plan", "PlanRow"]
+__all__ = ["LinkCost", "ModeCost", "Plan", "PlanRow"]
 
 _NAME = 27  # columns; with the others a line has 80
 _PLACE = 25
@@ -15,10 +15,10 @@ _MANY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkCost:
     """The measured speed of a boundary.
 
-    >>> round(Link(latency=0.001, seconds_per_byte=1e-9).seconds(1_000_000, messages=2), 6)
+    >>> round(LinkCost(latency=0.001, seconds_per_byte=1e-9).seconds(1_000_000, messages=2), 6)
     0.003
 
     Attributes:
@@ -110,7 +110,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     bytes: Mapping[str, int]
     parts: Mapping[str, float]
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, LinkCost] = field(default_factory=dict)
     modes: tuple[ModeCost, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -31,13 +31,13 @@ from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
-__all__ = ["Lookup", "StepSurvey", "check_planned", "survey_pipe", "survey_step"]
+__all__ = ["TableRows", "StepSurvey", "check_planned", "survey_pipe", "survey_step"]
 
 _RUNS = 4  # the same number on every worker, because a loss may communicate; the first warms up
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class TableRows:
     """The lookups of one table in a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class StepSurvey:
     """
 
     parts: Mapping[str, float]
-    tables: Mapping[str, Lookup] = field(default_factory=dict)
+    tables: Mapping[str, TableRows] = field(default_factory=dict)
     rows: tuple[PlanRow, ...] = ()
     bytes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -109,10 +109,10 @@ def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, b
     return time.perf_counter() - began - dry_run.away, whole, dry_run
 
 
-def _lookup(parts: Sequence[tuple[Tensor, int | None]]) -> Lookup:
+def _lookup(parts: Sequence[tuple[Tensor, int | None]]) -> TableRows:
     ids = torch.cat([some for some, _ in parts])
     moved = torch.cat([some if padding is None else some[some != padding] for some, padding in parts])
-    return Lookup(len(torch.unique(ids)), len(torch.unique(moved)))
+    return TableRows(len(torch.unique(ids)), len(torch.unique(moved)))
 
 
 @contextmanager

@@ -2,3 +2,5 @@
 
 Open ``front.py`` first; ``refusals.py`` explains why code cannot be a graph.
 """
+
+__all__: list[str] = []

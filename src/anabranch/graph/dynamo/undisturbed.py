@@ -1,4 +1,4 @@
-"""What a capture leaves alone: other threads, the random states of GPUs, and the user's log.
+"""Captures leave alone other threads, the random states of GPUs, and the user's log.
 
 - While a thread compiles, ``torch.compiler.is_compiling()`` is True in the whole process. Torch's optimizers then
   compute on tensors instead of Python numbers: meanwhile a plain loop in another thread would round differently. In our

@@ -340,6 +340,7 @@ class Joint:
             self._split(front, update, dense)
         else:
             self._program = graph.program()
+            self.graph = _without_gate(graph)
 
     def _gated(self, front: Graph) -> Graph:
         """Return ``front`` with a last operation that asks the step's gate, and raises ``_Refused`` if it refuses."""
@@ -404,6 +405,16 @@ class _Gate(Effect):
     def __call__(self, values: Sequence[object]) -> tuple[object, ...]:
         self._admit(values)
         return ()
+
+
+def _without_gate(graph: Graph) -> Graph:
+    gates = [node.name for node in graph.fx.nodes if isinstance(node.target, _Gate)]
+    if not gates:
+        return graph
+    graph = graph.copy()
+    for node in [node for node in graph.fx.nodes if node.name in gates]:
+        graph.fx.erase_node(node)
+    return graph
 
 
 class _Refused(BaseException):
