@@ -34,7 +34,8 @@ def test_one_job_across_every_boundary_trains_as_one_process(workers: int):
         assert far(found["losses"], plain["losses"]) < 1e-12
         assert far(found["output"], plain["output"]) < 1e-12
         for name, values in found["values"].items():
-            assert far(values, plain["values"][name]) < 1e-12, name
+            if values:  # experts have a parameter of no numbers
+                assert far(values, plain["values"][name]) < 1e-12, name
 
 
 # Models that are not nn.Sequential.

@@ -153,6 +153,7 @@ class RemotePart:
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
         self.is_open, self._on_move = False, on_move
+        self._before = ""  # the client that had joined the servers last
         self._served_choice: Served = served
         self._replaced_later: set[str] = set()
         self._steps, self._cache = steps, cache
@@ -257,6 +258,8 @@ class RemotePart:
 
     def _open(self, held: Collection[str]) -> None:
         adopted = held if self._served_choice == "adopt" else ()
+        if self._worker.rank == 0 and not self.client.in_process:
+            self._before = self.client.joined()
         self.client.join(0, self._worker)
         if self._worker.rank == 0:
             self.client.drop_some(self._served.difference(adopted))
@@ -591,6 +594,8 @@ class RemotePart:
         if self.is_open and self._worker.rank == 0 and not self.client.in_process:
             steps, where, last = self.client.steps(), self.client.endpoints, self.client.joined()
             given_back = steps.keys() & self._served.difference(self.embeddings)
+            # And what an earlier one of this process gave back, under other names, before this one joined.
+            given_back |= {name for name, step in steps.items() if _given_back.get((where, name, self._before)) == step}
             _given_back.update({(where, name, last): steps[name] for name in given_back})
 
     def _wait_for_pushes(self) -> None:

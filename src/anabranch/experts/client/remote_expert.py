@@ -40,6 +40,7 @@ class RemoteExpert(RemoteModule):
     """Calls a remote expert; gradients flow back, and the expert updates itself in its backward.
 
     >>> import torch
+    >>> from torch import nn
     >>> from anabranch.experts import ExpertBackend, ExpertServer
     >>> from anabranch.tensors import TensorSpec
     >>> backend = ExpertBackend("double.0", nn.Identity(), args_schema=[TensorSpec(2)])

@@ -47,6 +47,7 @@ class _Held:
 class WholeParameters:
     """The copies that one worker holds.
 
+    >>> from anabranch.tables import Family, RowOptimizer
     >>> bias = nn.Parameter(torch.ones(2))
     >>> with ParameterClient() as client:
     ...     whole = WholeParameters(client)
