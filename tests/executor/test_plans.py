@@ -18,7 +18,7 @@ import anabranch as ab
 from anabranch.executor import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.plan.planner import Planner
-from anabranch.executor.plan.survey import TableRows, StepSurvey, survey_step
+from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_step
 from anabranch.executor.routes import CommMode, Place, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.steps import distinct_models
