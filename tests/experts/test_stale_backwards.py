@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from anabranch.experts.server.batching.task import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Server, Verb
+from waiting import wait_until
 
 SPEC = TensorSpec(4, dtype=torch.float64)
 
@@ -492,3 +495,26 @@ def test_a_stage_that_runs_again_has_the_answers_of_its_first_forward(checkpoint
         counted = mixture.statistics()
         assert (counted.calls, counted.stale_backwards) == (8, 0 if keep else 6)
         assert modules[1][1].num_batches_tracked == 8
+
+
+def test_a_request_leaves_no_memory_to_the_garbage_collector() -> None:
+    """Its inputs are freed with its answer, so that the next one's are in the same memory: twice as fast at 8 MiB."""
+
+    class Sees(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(weakref.ref(x))
+            return super().forward(x)
+
+    seen: list[weakref.ref[Tensor]] = []
+    with served(backend_of(Sees(4, 4).double())) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        seen.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                expert(inputs()).sum().backward()
+            wait_until(lambda: all(reference() is None for reference in seen))
+        finally:
+            gc.enable()
+    assert len(seen) == 6

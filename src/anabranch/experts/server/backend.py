@@ -375,14 +375,14 @@ class ExpertBackend:
             pairs = enumerate(zip(marks, self._marks, strict=False))
             self._written |= {place for place, (before, after) in pairs if before != after}
         for task in batch:
-            task.note_changes(changes, changed=changed)
+            task.seen.note(changes, changed=changed)
         return outputs
 
     def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
         changes = self._count_changes()
         for task in batch:
-            task.note_changes(changes)
+            task.seen.note(changes)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
                 if not batch[0].updates or any(task.ticket for task in batch):
@@ -528,7 +528,7 @@ class ExpertBackend:
                 parameter = self.module.get_parameter(name)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             for task, entry in parts:
-                task.changes = graph.changes
+                task.seen.changes = graph.changes
                 rows = slice(entry.start, entry.start + entry.rows)
                 mine = [None if gradient is None else gradient[rows] for gradient in found]
                 if self.schema.pads:

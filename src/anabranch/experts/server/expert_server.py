@@ -34,7 +34,8 @@ from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.batching.runtime import Runtime
-from anabranch.experts.server.batching.task_pool import PoolStatistics, Task, TaskPool, Unrepeatable
+from anabranch.experts.server.batching.task import StateSeen, Task
+from anabranch.experts.server.batching.task_pool import PoolStatistics, TaskPool, Unrepeatable
 from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
 from anabranch.experts.server.sessions.session_verbs import SessionVerbs
@@ -414,9 +415,10 @@ class ExpertServer:
             else:
                 # The ticket in the answer says that it is valid for a backward.
                 valid = ticket if ticket in backend.kept else b""
-                payload = wire.pack_answer(valid, task.changes, changed=task.changed)
+                payload = wire.pack_answer(valid, seen.changes, changed=seen.changed)
                 call.reply(wire.to_wire(outcome, schema.output_specs), payload=payload)
 
+        seen = StateSeen()
         ticket = call.payload
         rows = _rows(inputs)
         sizes, length = schema.measure(inputs)
@@ -424,7 +426,7 @@ class ExpertServer:
         ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
         task = Task(
             inputs, rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
-            evaluating=wire.is_evaluation(call.verb),
+            evaluating=wire.is_evaluation(call.verb), seen=seen,
         )  # fmt: skip
         if rows:
             self._put_aside(call, backend, backend.forward_pool, task)
@@ -468,13 +470,14 @@ class ExpertServer:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
                 return
-            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_gradients(outcome, task.changes))
+            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_gradients(outcome, seen.changes))
 
+        seen = StateSeen()
         rows = _rows([*inputs, *gradients])
         sizes, length = backend.schema.measure(inputs, gradients)
         task = Task(
             [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
-            length=length, evaluating=wire.is_evaluation(call.verb), updates=updates,
+            length=length, evaluating=wire.is_evaluation(call.verb), updates=updates, seen=seen,
         )  # fmt: skip
         if rows:
             self._put_aside(call, backend, backend.backward_pool, task)

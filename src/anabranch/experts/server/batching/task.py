@@ -11,11 +11,28 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 
-__all__ = ["Task"]
+__all__ = ["StateSeen", "Task"]
 
 
 def _ignore(outcome: object) -> None:
     """Finish a task whose outcome is set in its future."""
+
+
+class StateSeen(msgspec.Struct, eq=False):
+    """The state of the expert that a request has met; apart from its task, whose inputs an answer must not keep.
+
+    Attributes:
+        changes: how often the expert had changed before it was the one that the outputs belong to; of parts the latest.
+        changed: the request's own forward has changed the expert.
+    """
+
+    changes: int = 0
+    changed: bool = False
+
+    def note(self, changes: int, *, changed: bool = False) -> None:
+        """Note what the request, or a part of it, has met."""
+        self.changes = max(self.changes, changes)
+        self.changed |= changed
 
 
 class Task(msgspec.Struct, eq=False):
@@ -38,9 +55,7 @@ class Task(msgspec.Struct, eq=False):
         length: the size of the dimension that is padded to the longest of a batch; 0 for none.
         caller: its name; callers take turns. Empty: served in the order of arrival.
         priority: tasks of a higher one run first.
-        part_of: the task that this is a part of.
-        changes: once run: how often the expert had changed before it was the one that the outputs belong to.
-        changed: once run: its own forward has changed the expert.
+        seen: what it, or a part of it, has met.
     """
 
     inputs: Sequence[Tensor | None]
@@ -58,20 +73,12 @@ class Task(msgspec.Struct, eq=False):
     length: int = 0
     caller: str = ""
     priority: int = 0
-    part_of: Task | None = None
-    changes: int = 0
-    changed: bool = False
+    seen: StateSeen = msgspec.field(default_factory=StateSeen)
 
     @property
     def group(self) -> tuple[bool, bool, tuple[int, ...]]:
         """The mode and sizes that the tasks of one batch have in common."""
         return self.evaluating, self.updates, self.sizes
-
-    def note_changes(self, changes: int, *, changed: bool = False) -> None:
-        """Set ``changes`` and ``changed``; of parts of a task the latest."""
-        task = self.part_of or self
-        task.changes = max(task.changes, changes)
-        task.changed |= changed
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:

@@ -501,7 +501,7 @@ def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
             length=task.length,
             caller=task.caller,
             priority=task.priority,
-            part_of=task,
+            seen=task.seen,
         )
         for index, start in enumerate(starts)
     ]
