@@ -25,7 +25,7 @@ class RemoteWindow:
         mine = set(step.model.parameters())
         self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
         self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
-        self._embeddings = [module for module in step.model.modules() if isinstance(module, RemoteEmbedding)]
+        self.embeddings = [module for module in step.model.modules() if isinstance(module, RemoteEmbedding)]
         self._weight = self._factor = 1.0
         # Other steps' optimizers move these, so that this step's gradients of them go nowhere, as in the plain loop.
         self._foreign = {moved.name for moved in part.moved if moved.optimizer not in step.optimizers}
@@ -65,8 +65,8 @@ class RemoteWindow:
         """Take the looked-up tables' gradients after backward."""
         self._total += self._weight
         frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}  # since the lookup, too
-        frozen |= {module.name for module in self._embeddings if not module.on_servers.requires_grad}
-        frozen -= {module.name for module in self._embeddings if module.on_servers.requires_grad}  # of another copy
+        frozen |= {module.name for module in self.embeddings if not module.on_servers.requires_grad}
+        frozen -= {module.name for module in self.embeddings if module.on_servers.requires_grad}  # of another copy
         for name, (ids, grads) in self.part.tables.take().items():
             if name in frozen or name in self._foreign:
                 continue

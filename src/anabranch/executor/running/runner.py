@@ -111,6 +111,7 @@ class StepRunner:
         self._parameters = list(parameters_here(self.step.model).values())
         here = set(self._parameters)
         self._elsewhere = {moved.parameter: moved.name for moved in remote.part.moved if moved.parameter not in here}
+        self._elsewhere |= {module.on_servers: module.name for module in remote.embeddings}
         self._alike = self._requiring()
         self.engine.follow_model()
         if self.step.on_gradients is not None and (there := sorted(remote.names)):
