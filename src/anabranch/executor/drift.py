@@ -111,7 +111,7 @@ class Drift:
         texts = self._workers.all_gather_bytes("\n".join(lines).encode(), operation="comparison of optimizers")
         unlike = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
         # A worker's model may have another parameter in place of one: only what all have can be compared.
-        owned = [set(text.decode().split("\n")) for text in models]
+        owned = [set(filter(None, text.decode().split("\n"))) for text in models]
         missing = sorted(owned[0].union(*owned) - owned[0].intersection(*owned))
         names = {parameter: name for parameter, name in names.items() if name not in missing}
         # Where no line differs, all workers have the same states.

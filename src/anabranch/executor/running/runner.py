@@ -154,7 +154,7 @@ class StepRunner:
         names = {parameter: name for name, parameter in self._named_parameters().items()} | self._elsewhere
         mine = "\n".join(name for parameter, name in names.items() if parameter.requires_grad)
         everyone = self._workers.all_gather_bytes(mine.encode(), operation="comparison of frozen parameters")
-        sets = [set(text.decode().split("\n")) for text in everyone]
+        sets = [set(filter(None, text.decode().split("\n"))) for text in everyone]
         if differing := sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
             raise ValueError(
                 f"{', '.join(differing)} is frozen on some workers and not on others (requires_grad_): freeze and "

@@ -100,8 +100,10 @@ class RemoteEmbedding(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         switch = self._parameters.pop("on_servers")
-        super()._load_from_state_dict(*args)
-        self._parameters["on_servers"] = switch
+        try:
+            super()._load_from_state_dict(*args)
+        finally:
+            self._parameters["on_servers"] = switch
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
