@@ -16,11 +16,13 @@ import atexit
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -119,7 +121,7 @@ class Workers:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
-        self._name = _name_of(self.ranks)
+        self._name = f"workers {','.join(map(str, self.ranks))}"
         self._others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         self._beats: ProcessHeartbeats | None = None
         self._own: dist.ProcessGroup | None = None
@@ -134,13 +136,25 @@ class Workers:
         atexit.register(self._exit_without_lost_ranks)
 
     def _meet(self) -> dict[int, Identity]:
-        """Every rank's identity, by its rank in the job."""
-        text = Identity.of_this_process().encode().encode()
+        """Every rank's identity, by its rank in the job; the first adds what makes the group's name unique.
+
+        A count would not do: where a construction fails on one rank, it has made fewer groups than the others.
+        """
+        text = f"{Identity.of_this_process().encode()} {uuid.uuid4().hex}".encode()
         mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = self.all_gather(mine.to(self.device), operation="meet")
+        group = self._group
+        assert group is not None
+        if group not in _unmet:
+            everyone = mine.new_empty(self.size, len(mine), device=self.device)
+            work = dist.all_gather(list(everyone.unbind(0)), mine.to(self.device), group=group, async_op=True)
+            _unmet[group] = everyone, cast(dist.Work, work)
+        everyone, work = _unmet[group]
+        self.wait_for(work, Deadline.after(self.timeout), "meet", None)
+        del _unmet[group]
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        return {rank: Identity.decode(text) for rank, text in zip(self.ranks, texts, strict=True)}
+        self._name += f"/{texts[0].rpartition(' ')[2]}"
+        return {rank: Identity.decode(text.rpartition(" ")[0]) for rank, text in zip(self.ranks, texts, strict=True)}
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
@@ -310,14 +324,8 @@ class Workers:
         self.close()
 
 
-def _name_of(ranks: Sequence[int]) -> str:
-    """Return a name for a group of these ranks that it has on each of them, and no other group has."""
-    texts = ",".join(map(str, ranks))
-    return f"workers {texts}/{next(_groups.setdefault(texts, itertools.count()))}"
-
-
-# How many groups of the same ranks this process was a member of; the same on all of them.
-_groups: dict[str, Iterator[int]] = {}
+# Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.
+_unmet: WeakKeyDictionary[dist.ProcessGroup, tuple[Tensor, dist.Work]] = WeakKeyDictionary()
 
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
