@@ -174,6 +174,7 @@ class _Crossing(torch.autograd.Function):
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, current_answers()
         crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
+        ctx.reads_inputs = crossed.reads_inputs
         if crossed.reads_inputs:
             ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.state = [None] if crossed.state is None else hold_on_tape(crossed.state)
@@ -204,7 +205,8 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
-        inputs = ctx.saved_tensors or (None,) * len(ctx.wants)  # an error if the graph has been freed
+        # An error if the graph has been freed, which is none for who saved nothing.
+        inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
         updates = ctx.needs_input_grad[0] and _reaches(ctx.next_functions[0][0], ctx.boundary)
         if not ctx.state:
             raise RuntimeError(
@@ -238,6 +240,7 @@ class _CrossingContext(FunctionCtx):
     answers: Answers | None
     wants: tuple[bool, ...]
     state: list[object]
+    reads_inputs: bool
     differentiable_again: bool
     needs_input_grad: tuple[bool, ...]
     next_functions: tuple[tuple[Any, int], ...]
