@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from covering import slow_except
 
 # Dynamo looks at the .grad of what it meets, and hides the warning in a way that fails where warnings are errors.
@@ -24,9 +24,9 @@ def compiled(module: nn.Module) -> nn.Module:
 @pytest.fixture(params=["before", "after"], autouse=True)
 def _any_capture_of_ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The calls as they are before and after the process's first capture by this library."""
-    monkeypatch.setattr(opaque, "_whole", opaque._call_beside)
+    monkeypatch.setattr(whole_calls, "_whole", whole_calls._call_beside)
     if request.param == "after":
-        opaque.keep_whole(torch._dynamo.nonstrict_trace)
+        whole_calls.keep_whole(torch._dynamo.nonstrict_trace)
     yield
     torch._dynamo.reset()  # its programs hold the experts, and so their connections
 
@@ -57,7 +57,7 @@ def test_an_expert_under_torch_compile_is_the_expert() -> None:
             (True, nn.Sequential(nn.Tanh(), expert, nn.Tanh())),
         ):
             if learned:
-                opaque.learn_forms([expert])
+                whole_calls.learn_forms([expert])
             for found, known in zip(gradient(compiled(module), x), gradient(module, x), strict=True):
                 torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)
 
@@ -71,7 +71,7 @@ def test_a_mixture_under_torch_compile_is_the_mixture(kind) -> None:
         mixture = kind(3, (2,), directory, "ffn", **options).eval()
         for learned in (False, True):
             if learned:
-                opaque.learn_forms([mixture])
+                whole_calls.learn_forms([mixture])
             for found, known in zip(gradient(compiled(mixture), x), gradient(mixture, x), strict=True):
                 torch.testing.assert_close(found, known, rtol=0.0, atol=0.0)
 

@@ -14,6 +14,7 @@ import torch
 from expert_modules import Feedforward, adam, served
 from torch import Tensor, nn
 
+import anabranch as ab
 from anabranch.errors import ProtocolError, SchemaError
 from anabranch.experts import (
     Directory,
@@ -25,6 +26,7 @@ from anabranch.experts import (
 )
 from anabranch.tensors import TensorSpec
 from anabranch.transport import pack
+from covering import slow_except
 
 F64 = torch.float64
 SPEC = TensorSpec(4, dtype=F64)
@@ -203,6 +205,32 @@ def test_containers_come_back_as_they_are_and_are_taken(made: type, given: type)
         sum((leaf.square().sum() for leaf in leaves(expected)), torch.zeros(())).backward()
         for one, other in zip(near, far, strict=True):
             assert torch.allclose(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+class Called(nn.Module):
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self.linear, self.expert = nn.Linear(4, 4), RemoteExpert("w.0", endpoint)
+
+    def forward(self, x: Tensor) -> object:
+        return self.expert({"z": self.linear(x), "a": x})
+
+
+@pytest.mark.parametrize("made", slow_except(KINDS, Custom), ids=lambda made: made.__name__)
+def test_containers_come_back_in_a_graph_as_on_the_tape(made: type) -> None:
+    def loss(model: Called, x: Tensor) -> Tensor:
+        answer = model(x)
+        assert type(answer) is made
+        return sum((leaf.square().sum() for leaf in leaves(answer)), torch.zeros(()))
+
+    there = Wraps(made)
+    backend = ExpertBackend("w.0", there, adam(there), args_schema=[{"z": TensorSpec(4), "a": TensorSpec(4)}])
+    with served(backend) as server:
+        model = Called(server.endpoint)
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.linear.parameters(), lr=0.1))
+        with ab.Executor(step, engine="graph") as executor:  # which compares its first batch with the tape
+            executor.run(batch=torch.ones(3, 4))
+            assert executor.engine() == "graph"
 
 
 def test_a_mixture_returns_the_containers_of_its_experts_and_takes_any_mapping() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_boundaries import Recorded, cross
 
 import anabranch as ab
-from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
-from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.boundary import whole_calls
+from anabranch.autodiff.boundary.crossing import Crossed, Form
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
@@ -44,7 +44,7 @@ class Scale:
         self.alias = False
         self.width: int | None = None
         self.kept: list[weakref.ref[Kept]] = []
-        self.handle = opaque.handle_of(self)
+        self.handle = whole_calls.handle_of(self)
 
     def call_whole(self, x: Tensor) -> Sequence[Tensor]:
         return cross(self, x)
@@ -335,7 +335,7 @@ def test_a_recorded_boundary_has_its_own_tape() -> None:
     def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
         return [Form((3,), torch.float32, torch.device("cpu"))]
 
-    far = RecordedBoundary("test", "recorded", function, forms)
+    far = Recorded("test", "recorded", function, forms)
     x = torch.randn(6, requires_grad=True)
     (y,) = cross(far, x)
     y.sum().backward()

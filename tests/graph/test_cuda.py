@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_boundaries import Recorded, cross
 
 import anabranch as ab
-from anabranch.autodiff.boundary.crossing import Form, cross
-from anabranch.autodiff.boundary.recorded import RecordedBoundary
+from anabranch.autodiff.boundary.crossing import Form
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dynamo.undisturbed import random_states_untouched
@@ -25,14 +25,14 @@ from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_c
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def doubled() -> RecordedBoundary:
+def doubled() -> Recorded:
     def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
         return [Form(tuple(x.shape), x.dtype, x.device) for x in inputs if x is not None]
 
     def far(entry: Tensor | None, x: Tensor) -> list[Tensor]:
         return [(x.cpu() * 2).to(x.device)]  # as a far side does: main memory and back
 
-    return RecordedBoundary("example", "doubled", far, forms)
+    return Recorded("example", "doubled", far, forms)
 
 
 def branching(device: str = "cpu") -> tuple[Graph, Tensor]:

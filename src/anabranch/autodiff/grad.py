@@ -192,8 +192,8 @@ class Grad:
             handle.remove()
         for leaf in self._leaves:
             leaf.requires_grad_(False)
-        for held in (self._handles, self._leaves, self._inputs):
-            held.clear()
+        for each in (self._handles, self._leaves, self._inputs):
+            each.clear()
         self._given.clear()
         self.tokens.clear()
         if _by_name.get(self._name) is self:

@@ -134,8 +134,8 @@ class GradManager:
         return self
 
     def _forget(self, key: int) -> None:
-        for held in (self._slots, self._watched, self._unprepared):
-            held.pop(key, None)
+        for by_key in (self._slots, self._watched, self._unprepared):
+            by_key.pop(key, None)
 
     def attached_tensors(self) -> list[Tensor]:
         """Return the attached tensors that are still alive, in the order in which they were first attached."""

@@ -34,24 +34,6 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.autodiff.futures import GradientFuture
 from anabranch.tensors import map_structure
 
-__all__ = [
-    "Callback",
-    "Gradient",
-    "OutputRecorder",
-    "Sweep",
-    "before_load",
-    "before_state",
-    "foreign_hooks",
-    "hooked",
-    "hooks_of_node",
-    "hooks_of_step",
-    "hooks_registered",
-    "move_at_edges",
-    "record_outputs",
-    "watch_node",
-    "watch_result",
-]
-
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Any], Gradient | None]"
 """``callback(tensor, gradient)`` returns the gradient to continue with, a future of it, or ``None`` to keep it."""
@@ -122,11 +104,11 @@ class Sweep:
         return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
     def _hook_at_3(self, callbacks: tuple[Callback, ...]) -> Callable[[Tensor], None]:
-        held, number = weakref.ref(self), len(self._chains)
+        sweep_ref, number = weakref.ref(self), len(self._chains)
         self._chains.append(callbacks)
 
         def hook(leaf: Tensor) -> None:
-            sweep = held()
+            sweep = sweep_ref()
             if sweep is not None and sweep.running:
                 sweep._take(leaf, sweep._chains[number])
 
@@ -151,10 +133,10 @@ class Sweep:
 
     def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
         """Keep a watched leaf's ``.grad`` out of the accumulation, at (1)."""
-        held, watched, key = weakref.ref(self), weakref.ref(leaf), id(leaf)
+        sweep_ref, leaf_ref, key = weakref.ref(self), weakref.ref(leaf), id(leaf)
 
         def hook(grad: Tensor | None) -> None:
-            sweep, alive = held(), watched()
+            sweep, alive = sweep_ref(), leaf_ref()
             if grad is None or sweep is None or not sweep.running or alive is None or alive.grad is None:
                 return
             sweep.set_aside[key] = alive.grad
@@ -164,10 +146,10 @@ class Sweep:
 
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
-        held = weakref.ref(self)
+        sweep_ref = weakref.ref(self)
 
         def look(tensor: Tensor | None, grad: Tensor) -> None:
-            sweep = held()
+            sweep = sweep_ref()
             if sweep is not None and sweep.running and tensor is not None:
                 if tensor.grad is not None:
                     sweep.set_aside[id(tensor)] = tensor.grad
@@ -268,16 +250,9 @@ def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, objec
     they are, on the tape.
     """
     outputs: dict[str, object] = {}
-
-    def keep(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            outputs[name] = output
-
-        return hook
-
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.callback(module.register_forward_hook(keep(name)).remove)
+            stack.callback(module.register_forward_hook(_keeping(outputs, name)).remove)
         yield outputs
 
 
@@ -297,16 +272,16 @@ class OutputRecorder:
             return
         outputs, hooks = self._kept.setdefault(names, ({}, {}))
         outputs.clear()
-        found = dict(model.named_modules())
-        modules = [found[name] for name in names if name in found]
-        for name, module in zip([name for name in names if name in found], modules, strict=True):
+        submodules = dict(model.named_modules())
+        modules = {name: submodules[name] for name in names if name in submodules}
+        for name, module in modules.items():
             if name not in hooks:
                 hooks[name] = _keeping(outputs, name)
             module._forward_hooks[self._KEY] = hooks[name]
         try:
             yield outputs
         finally:
-            for module in modules:
+            for module in modules.values():
                 module._forward_hooks.pop(self._KEY, None)
 
 
@@ -340,16 +315,6 @@ def move_at_edges(module: nn.Module, device: torch.device, around: torch.device)
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after).remove)
         yield
-
-
-@contextmanager
-def hooked(module: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
-    """Call ``hook`` after the module's forward, in a block."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def before_load(module: nn.Module, call: Callable[..., object]) -> RemovableHandle:

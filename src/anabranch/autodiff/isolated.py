@@ -55,10 +55,11 @@ class IsolatedCall:
         roots, starts = zip(*pairs, strict=True)
         # On this thread alone: torch's device thread may be the very one that waits for this call.
         with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(
-                roots, self.leaves, starts, retain_graph=retain or create, create_graph=create, allow_unused=True
+            return list(
+                torch.autograd.grad(
+                    roots, self.leaves, starts, retain_graph=retain or create, create_graph=create, allow_unused=True
+                )
             )
-        return list(found)
 
 
 def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]) -> tuple[IsolatedCall, object]:

@@ -14,6 +14,8 @@ the tokens as well, so a rank without a loss, or one that does not use what it r
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, cast
@@ -21,12 +23,11 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
-from anabranch.autodiff import boundary_entry, boundary_exit
+from anabranch.autodiff import boundary_exit
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, cross
 from anabranch.collectives.liveness import move_message, wait_until_reduced
-from anabranch.errors import ProtocolError
+from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 
@@ -66,7 +67,8 @@ def all_reduce(
     if group is None and not dist.is_initialized() and job().world_size == 1:
         return tensor.clone()
     _check_initialized("all_reduce")
-    return _reduce(tensor, _Reduction(op, group, timeout))
+    form = Form(tuple(tensor.shape), tensor.dtype, tensor.device)
+    return _reduce(tensor, _Reduction(op, group, timeout, form))
 
 
 def send(tensor: Tensor, rank: int, *, timeout: float = _TIMEOUT) -> Tensor:
@@ -142,71 +144,81 @@ def _check_sendable(tensor: Tensor) -> None:
         )
 
 
+class _Exchange:
+    """A boundary to other workers, whose gradient crosses by the same operations, to any order.
+
+    Its last output is a token, from which a rank without a loss starts its backward.
+    """
+
+    kind = "operation"
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        raise CaptureError("all_reduce, send and recv of anabranch cannot be in a graph; use engine='tape'")
+
+    def outputs(self, *inputs: Tensor | None, recorded: bool = True) -> tuple[Tensor, ...]:
+        """Cross, and give the token to every recording session."""
+        with torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
+            outputs = cross(cast(Boundary, self), *inputs)
+        if outputs[-1].requires_grad:
+            boundary_exit(outputs[-1])
+        return outputs
+
+
+def _crossed(*outputs: Tensor, differentiable: bool = True) -> Crossed:
+    """Return the outputs and a token."""
+    outputs = (*outputs, torch.zeros((), device="cpu"))
+    none = () if differentiable else range(len(outputs))
+    return Crossed(outputs, None, none, fresh=True, reads_inputs=False, differentiable_again=True)
+
+
 # The sum over the ranks.
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A reduction, by name."""
+class _Reduction(_Exchange):
+    """A sum or a mean over the ranks of a group."""
 
     op: str
     group: dist.ProcessGroup | None
     timeout: float
+    form: Form
 
-    def run(self, tensor: Tensor) -> Tensor:
+    name = "all_reduce"
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        (tensor,) = cast(Sequence[Tensor], inputs)
+        return _crossed(self._scale(self._run(tensor.detach().clone(memory_format=torch.contiguous_format))))
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
+    ) -> list[Tensor | None]:
+        gradient, form = gradients[0], self.form
+        if torch.is_grad_enabled():
+            if gradient is None:
+                gradient = torch.zeros(form.shape, dtype=form.dtype, device=form.device, requires_grad=True)
+            return [_reduce(gradient, self)]
+        # One more element counts the ranks that have a gradient: if none has, there is none.
+        flat = torch.zeros(math.prod(form.shape) + 1, dtype=form.dtype, device=form.device)
+        if gradient is not None:
+            flat[:-1] = gradient.reshape(-1)
+            flat[-1] = 1
+        self._run(flat)
+        return [None if flat[-1] == 0 else self._scale(flat[:-1]).view(form.shape)]
+
+    def _run(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the ranks in place."""
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None  # this rank is a member of the group
         wait_until_reduced(work, self.group, "all_reduce", self.timeout, on_host=not tensor.is_cuda)
         return tensor
 
-    def scale(self, tensor: Tensor) -> Tensor:
+    def _scale(self, tensor: Tensor) -> Tensor:
         """Turn the sum into the mean in place, if requested."""
         return tensor.div_(dist.get_world_size(self.group)) if self.op == "mean" else tensor
 
 
 def _reduce(tensor: Tensor, reduction: _Reduction) -> Tensor:
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        return reduction.scale(reduction.run(tensor.detach().clone(memory_format=torch.contiguous_format)))
-    reduced, token = _AllReduce.apply(tensor, boundary_entry(), reduction)  # type: ignore[no-untyped-call]
-    boundary_exit(token)
-    return cast(Tensor, reduced)
-
-
-class _AllReduceContext(FunctionCtx):
-    reduction: _Reduction
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: _AllReduceContext, tensor: Tensor, entry: Tensor, reduction: _Reduction) -> tuple[Tensor, Tensor]:
-        ctx.reduction, ctx.shape = reduction, tensor.shape
-        ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.device = tensor.dtype, tensor.device
-        reduced = reduction.scale(reduction.run(tensor.clone(memory_format=torch.contiguous_format)))
-        return reduced, tensor.new_zeros(())
-
-    @staticmethod
-    def backward(
-        ctx: _AllReduceContext, grad: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        reduction = ctx.reduction
-        if torch.is_grad_enabled():
-            if grad is None:
-                grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device, requires_grad=True)
-            return _reduce(grad, reduction), None, None
-        # One more element counts the ranks that have a gradient: if none has, there is none.
-        flat = torch.zeros(ctx.shape.numel() + 1, dtype=ctx.dtype, device=ctx.device)
-        if grad is not None:
-            flat[:-1] = grad.reshape(-1)
-            flat[-1] = 1
-        reduction.run(flat)
-        if flat[-1] == 0:
-            return None, None, None
-        return reduction.scale(flat[:-1]).view(ctx.shape), None, None
+    return reduction.outputs(tensor, recorded=tensor.requires_grad)[0]
 
 
 # A tensor from one rank to another.
@@ -287,59 +299,54 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class _Sending(_Exchange):
+    """A message to another rank, with which the gradient for it comes back."""
+
+    line: _PeerChannel
+    device: torch.device
+
+    name = "send"
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        self.line.post(inputs[0], wants_gradient=wants is not None, operation="send")
+        return _crossed()
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
+    ) -> list[Tensor | None]:
+        gradient = _receive(self.line)
+        return [None if gradient is None else gradient.to(self.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiving(_Exchange):
+    """A message from another rank, to which the gradient for it goes back."""
+
+    line: _PeerChannel
+
+    name = "recv"
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        message = self.line.take("recv")
+        if message is None:
+            return _crossed(differentiable=False)
+        return _crossed(message.tensor, differentiable=message.wants_gradient)
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, updates: bool
+    ) -> list[Tensor | None]:
+        if gradients[0] is None:
+            self.line.post(None, wants_gradient=False, operation="recv.backward")
+        else:
+            _send(gradients[0], self.line)
+        return [torch.zeros((), device="cpu")]  # for the token
+
+
 def _send(tensor: Tensor, line: _PeerChannel) -> Tensor:
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        line.post(tensor, wants_gradient=False, operation="send")
-        return torch.zeros((), device="cpu")
-    token = cast(Tensor, _Send.apply(tensor, boundary_entry(), line))  # type: ignore[no-untyped-call]
-    return boundary_exit(token)
+    return _Sending(line, tensor.device).outputs(tensor, recorded=tensor.requires_grad)[0]
 
 
 def _receive(line: _PeerChannel, token: Tensor | None = None) -> Tensor | None:
-    message = line.take("recv")
-    if message is None:
-        return None
-    if not (torch.is_grad_enabled() and message.wants_gradient):
-        return message.tensor
-    received, leaving = _Receive.apply(token, boundary_entry(), message, line)  # type: ignore[no-untyped-call]
-    boundary_exit(leaving)
-    return cast(Tensor, received)
-
-
-class _PeerChannelContext(FunctionCtx):
-    line: _PeerChannel
-    device: torch.device
-    needs_input_grad: tuple[bool, ...]
-
-
-class _Send(Function):
-    @staticmethod
-    def forward(ctx: _PeerChannelContext, tensor: Tensor, entry: Tensor, line: _PeerChannel) -> Tensor:
-        ctx.line, ctx.device = line, tensor.device
-        line.post(tensor, wants_gradient=True, operation="send")
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    def backward(ctx: _PeerChannelContext, _: Tensor) -> tuple[Tensor | None, None, None]:
-        grad = _receive(ctx.line)
-        return None if grad is None else grad.to(ctx.device), None, None
-
-
-class _Receive(Function):
-    @staticmethod
-    def forward(
-        ctx: _PeerChannelContext, token: Tensor | None, entry: Tensor, message: _Message, line: _PeerChannel
-    ) -> tuple[Tensor, Tensor]:
-        ctx.line = line
-        ctx.set_materialize_grads(False)
-        return message.tensor, torch.zeros((), device="cpu")
-
-    @staticmethod
-    def backward(
-        ctx: _PeerChannelContext, grad: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
-        if grad is None:
-            ctx.line.post(None, wants_gradient=False, operation="recv.backward")
-        else:
-            _send(grad, ctx.line)
-        return torch.zeros((), device="cpu") if ctx.needs_input_grad[0] else None, None, None, None
+    *received, _ = _Receiving(line).outputs(token)
+    return received[0] if received else None

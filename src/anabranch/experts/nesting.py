@@ -186,4 +186,4 @@ def _make_mapping(made: type, items: dict[str, object]) -> Structure:
         return made(**items)
     if issubclass(made, OrderedDict):
         return made(list(items.items()))
-    return cast("Callable[[object], Structure]", made)(items)
+    return made(items)  # type: ignore[call-arg]

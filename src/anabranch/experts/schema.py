@@ -9,7 +9,6 @@ A call may have more than one leading dimension: they are sent as rows, and rest
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,11 +127,6 @@ class Schema:
     def output_nesting(self) -> Nesting:
         """The nesting of the outputs."""
         return nesting_of(self.outputs)
-
-    def output_form(self) -> Structure:
-        """Return the outputs' nesting, with each tensor's index in its place."""
-        numbers = itertools.count()
-        return self.output_nesting.rebuild([None if spec is None else next(numbers) for spec in self.output_specs])
 
     def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
         """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""

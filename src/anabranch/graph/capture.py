@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, fx, nn
 
-from anabranch.autodiff.opaque import learn_forms
+from anabranch.autodiff.boundary.whole_calls import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.traced_calls import run_calls

@@ -28,6 +28,7 @@ from anabranch.autodiff.boundary.crossing import (
     Form,
     cross,
     current_tracer,
+    in_own_memory,
     outside_tracing,
     run_backward,
     run_forward,
@@ -103,11 +104,12 @@ class BackwardCrossing(Crossing):
             raise CaptureError(f"the gradient of {self.label} cannot be differentiated again; use engine='tape'")
         if any(isinstance(value, FakeTensor) for value in [*inputs, *gradients]):
             return tuple(value.new_empty(value.shape) for value in wanted)
-        found = run_backward(self.boundary, state, inputs, gradients, self.wants, updates=self._updates)
-        given = [gradient for gradient, want in zip(found, self.wants, strict=True) if want]
+        answer = run_backward(self.boundary, state, inputs, gradients, self.wants, updates=self._updates)
+        owned = in_own_memory(answer, [*inputs, *gradients])  # the graph reuses it
+        answered = [gradient for gradient, want in zip(owned, self.wants, strict=True) if want]
         return tuple(
             like.new_zeros(like.shape) if gradient is None else gradient
-            for gradient, like in zip(given, wanted, strict=True)
+            for gradient, like in zip(answered, wanted, strict=True)
         )
 
 

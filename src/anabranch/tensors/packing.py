@@ -20,18 +20,6 @@ from torch import Tensor
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.tensors.blocks import from_blocks, to_blocks
 
-__all__ = [
-    "Compression",
-    "Share",
-    "all_carried",
-    "all_finite",
-    "check_compression",
-    "expected",
-    "join",
-    "largest_scale",
-    "split",
-]
-
 Compression = Literal["bfloat16", "int8"]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BLOCK = 16

@@ -80,13 +80,6 @@ class TensorSpec:
         self.compression = compression
         self.pad = pad
 
-    @classmethod
-    def like(cls, tensor: Tensor, *, compression: Compression | None = None) -> TensorSpec:
-        """Return the spec of ``tensor``, whose dim 0 is the batch."""
-        if tensor.ndim == 0:
-            raise SchemaError("a tensor without dimensions has no batch dimension; add one with tensor[None]")
-        return cls(*tensor.shape[1:], dtype=tensor.dtype, requires_grad=tensor.requires_grad, compression=compression)
-
     def zeros(self, rows: int, sizes: Sequence[int] = (), *, device: torch.device | str | None = None) -> Tensor:
         """Return a tensor of this spec with ``rows`` rows of zeros, with ``sizes`` for the dimensions that vary."""
         return torch.zeros(rows, *self.with_sizes(sizes), dtype=self.dtype, device=device)

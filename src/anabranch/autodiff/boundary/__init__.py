@@ -1,4 +1,4 @@
-"""The one differentiable boundary, which lookups, expert calls, collectives and pipelines cross.
+"""The one differentiable boundary, which lookups, expert calls, ``all_reduce``, ``send`` and ``recv`` cross.
 
 Open ``crossing.py`` first.
 

@@ -17,16 +17,6 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.types import Boundary, Crossed
 
-__all__ = [
-    "Answers",
-    "AnswersDiffer",
-    "FirstForward",
-    "current_answers",
-    "current_first_forward",
-    "inside_a_boundary",
-    "replay_from",
-]
-
 
 class AnswersDiffer(Exception):
     """A second run asks a boundary for something else than the first one did."""
@@ -83,14 +73,14 @@ class Answers:
         self._note((boundary.kind, boundary.name, "forward"), inputs, (outputs, list(crossed.no_gradient)))
 
     def note_backward(
-        self, boundary: Boundary, gradients: Sequence[Tensor | None], found: Sequence[Tensor | None]
+        self, boundary: Boundary, gradients: Sequence[Tensor | None], answer: Sequence[Tensor | None]
     ) -> None:
         """Record the received gradients."""
-        self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
+        self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(answer))
 
-    def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
+    def _note(self, key: tuple[str, str, str], request: Sequence[Tensor | None], answer: object) -> None:
         with self._lock:
-            self._kept.setdefault(key, []).append((_copied(asked), answer))
+            self._kept.setdefault(key, []).append((_copied(request), answer))
 
     def replay_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None]) -> Crossed:
         """Return the answer that was kept."""
@@ -105,11 +95,11 @@ class Answers:
         kept = cast("list[Tensor | None]", self._again((boundary.kind, boundary.name, "backward"), gradients))
         return [value.clone() if want and value is not None else None for value, want in zip(kept, wants, strict=True)]
 
-    def _again(self, key: tuple[str, str, str], asked: Sequence[Tensor | None]) -> object:
+    def _again(self, key: tuple[str, str, str], request: Sequence[Tensor | None]) -> object:
         with self._lock:
             left = self._left.get(key, [])
             for index, (before, answer) in enumerate(left):
-                if _same_bits(asked, before):
+                if _same_bits(request, before):
                     del left[index]
                     return answer
         raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 
-from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.answers import Answers, current_answers, current_first_forward, inside_a_boundary
 from anabranch.autodiff.boundary.types import Boundary, Crossed, Form
 from anabranch.autodiff.grad_sessions import boundary_entry, hold_on_tape
@@ -39,6 +38,7 @@ __all__ = [
     "Tracer",
     "cross",
     "current_tracer",
+    "in_own_memory",
     "outside_tracing",
     "run_backward",
     "run_forward",
@@ -55,7 +55,10 @@ class Tracer(Protocol):
 
     Attributes:
         captures: a graph is made: values are not known yet.
+        failure: the error of a call that TorchDynamo keeps whole, of which its own error only says that there was one.
     """
+
+    failure: Exception | None
 
     @property
     def captures(self) -> bool: ...
@@ -136,8 +139,8 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
         CaptureError: a tracer other than this package traces the model.
         ValueError: it is called inside ``torch.func``.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
+    if torch.compiler.is_dynamo_compiling():  # ``whole_calls`` hides from it those that a graph can have
+        raise CaptureError(f"{boundary.kind} {boundary.name!r} cannot be part of a graph; use engine='tape'")
     tracer = _capturing.tracer
     if tracer is None:
         for value in inputs:
@@ -171,8 +174,11 @@ class _Crossing(torch.autograd.Function):
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer, ctx.answers = boundary, tracer, current_answers()
         crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
-        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
-        ctx.held = hold_on_tape(crossed.state)
+        ctx.reads_inputs = crossed.reads_inputs
+        if crossed.reads_inputs:
+            ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
+        ctx.state = [None] if crossed.state is None else hold_on_tape(crossed.state)
+        ctx.differentiable_again = crossed.differentiable_again
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
         # Distinguishes "no gradient" from zeros: an unused output costs the remote side nothing.
         ctx.set_materialize_grads(False)
@@ -180,8 +186,10 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
+        if ctx.differentiable_again:
+            return None, None, None, *_Crossing.backward_once(ctx, *gradients)
         with torch.no_grad():
-            found = _Crossing.backward_once(ctx, *gradients)
+            answer = _Crossing.backward_once(ctx, *gradients)
         if torch.is_grad_enabled():
             # Not torch's once_differentiable: where the gradients that come here do not require grad, it lets those
             # that are returned pass for constants, and a penalty loses this part in silence; as it does in a sweep
@@ -190,23 +198,24 @@ class _Crossing(torch.autograd.Function):
             once: Any = torch._C._functions.DelayedError(
                 f"the gradient of {ctx.boundary.kind} {ctx.boundary.name!r} cannot be differentiated again: second "
                 "derivatives do not cross a boundary; leave it out of the penalty",
-                len(found) + len(ways),
+                len(answer) + len(ways),
             )
-            found = once(*(value if value is None else value.requires_grad_() for value in found), *ways)
-        return None, None, None, *found[: len(ctx.wants)]
+            answer = once(*(value if value is None else value.requires_grad_() for value in answer), *ways)
+        return None, None, None, *answer[: len(ctx.wants)]
 
     @staticmethod
     def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
-        inputs = ctx.saved_tensors  # an error if the graph has been freed
+        # An error if the graph has been freed, which is none for who saved nothing.
+        inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
         updates = ctx.needs_input_grad[0] and _reaches(ctx.next_functions[0][0], ctx.boundary)
-        if not ctx.held:
+        if not ctx.state:
             raise RuntimeError(
                 f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed: its "
                 "session ended, or its backward has run without retain_graph=True"
             )
-        (state,) = ctx.held
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.held.clear()
+        (state,) = ctx.state
+        if state is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.state.clear()
         if ctx.tracer is not None:
             return ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants, updates)
         return run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers, updates=updates)
@@ -230,7 +239,9 @@ class _CrossingContext(FunctionCtx):
     tracer: Tracer | None
     answers: Answers | None
     wants: tuple[bool, ...]
-    held: list[object]
+    state: list[object]
+    reads_inputs: bool
+    differentiable_again: bool
     needs_input_grad: tuple[bool, ...]
     next_functions: tuple[tuple[Any, int], ...]
     saved_tensors: tuple[Tensor | None, ...]
@@ -247,8 +258,7 @@ def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequ
     with inside_a_boundary():
         crossed = boundary.forward(inputs, wants)
     if not crossed.fresh:
-        taken = _memory_of(inputs)
-        crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
+        crossed.outputs = cast("list[Tensor]", in_own_memory(crossed.outputs, inputs))
     if answers is not None:
         answers.note_forward(boundary, inputs, crossed)
     if first is not None:
@@ -266,7 +276,7 @@ def run_backward(
     answers: Answers | None = None,
     updates: bool = True,
 ) -> list[Tensor | None]:
-    """Cross, backward: gradients for the inputs that require one, in their own memory, in order.
+    """Cross, backward: gradients for the inputs that require one, in order.
 
     ``answers`` are those of the forward: autograd runs the backward of CUDA tensors on its own threads.
     """
@@ -275,19 +285,17 @@ def run_backward(
     if answers is not None and answers.replaying:
         return answers.replay_backward(boundary, gradients, wants)
     with inside_a_boundary():
-        found = boundary.backward(state, inputs, gradients, updates=updates)
-    taken = _memory_of([*inputs, *gradients])
-    owned = [
-        _owned(gradient, taken) if want and gradient is not None else None
-        for gradient, want in zip(found, wants, strict=True)
-    ]
+        answer = boundary.backward(state, inputs, gradients, updates=updates)
+    answer = [gradient if want else None for gradient, want in zip(answer, wants, strict=True)]
     if answers is not None:
-        answers.note_backward(boundary, gradients, owned)
-    return owned
+        answers.note_backward(boundary, gradients, answer)
+    return answer
 
 
-def _memory_of(tensors: Sequence[Tensor | None]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and tensor.numel()}
+def in_own_memory(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return contiguous tensors that share no memory with ``others``."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in others if tensor is not None and tensor.numel()}
+    return [None if tensor is None else _owned(tensor, taken) for tensor in tensors]
 
 
 def _owned(tensor: Tensor, taken: set[int]) -> Tensor:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from anabranch.autodiff import opaque
-from anabranch.autodiff.boundary.crossing import cross
 from anabranch.autodiff.boundary.types import Crossed, Form
 from anabranch.autodiff.isolated import IsolatedCall
 
 __all__ = ["RecordedBoundary"]
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class RecordedBoundary:
     """A boundary that is written as a differentiable function, on its own tape.
 
@@ -35,14 +33,6 @@ class RecordedBoundary:
     name: str
     function: Callable[..., Sequence[Tensor]]
     output_forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
-    handle: str = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", opaque.handle_of(self))
-
-    def call_whole(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """``cross``, for a call that Dynamo leaves whole."""
-        return cross(self, *inputs)
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         """Return the outputs' forms."""
@@ -54,16 +44,14 @@ class RecordedBoundary:
             with torch.no_grad():
                 return Crossed(self.function(None, *inputs))
         entry = torch.empty((), requires_grad=True, device="cpu")
-        leaves, given = [entry], list(inputs)
-        for index, (value, want) in enumerate(zip(inputs, wants, strict=True)):
-            if value is not None:
-                given[index] = value.detach()
-            if value is not None and want:
-                leaves.append(given[index].requires_grad_())  # type: ignore[union-attr]
+        detached = [None if value is None else value.detach() for value in inputs]
+        wanted = [
+            value.requires_grad_() for value, want in zip(detached, wants, strict=True) if value is not None and want
+        ]
         with torch.enable_grad():
-            outputs = self.function(entry, *given)
+            outputs = self.function(entry, *detached)
         places = [index for index, want in enumerate(wants) if want]
-        call = IsolatedCall(leaves, outputs, [-1, *places], len(inputs))
+        call = IsolatedCall([entry, *wanted], outputs, [-1, *places], len(inputs))
         dead = [index for index, output in enumerate(call.outputs) if output is None]
         return Crossed([output.detach() for output in outputs], call, dead)
 
@@ -73,10 +61,10 @@ class RecordedBoundary:
         """Sweeps the function's own tape."""
         assert isinstance(state, IsolatedCall)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        found: list[Tensor | None] = [None] * len(inputs)
+        answer: list[Tensor | None] = [None] * len(inputs)
         if not updates:  # not towards the entry
             state = IsolatedCall(state.leaves[1:], state.outputs, state.places[1:], state.arity)
         for place, gradient in zip(state.places, state.backward(gradients, retain=retain), strict=True):
             if place >= 0:
-                found[place] = gradient
-        return found
+                answer[place] = gradient
+        return answer

@@ -31,12 +31,16 @@ class Crossed:
         state: the values that backward needs in addition to the inputs; freed when backward has run or is impossible.
         no_gradient: which outputs have none.
         fresh: the outputs are known to be in newly allocated contiguous memory, so no check is needed.
+        reads_inputs: backward reads the inputs, which are saved for it.
+        differentiable_again: backward is itself made of crossings and torch's operations, to be recorded.
     """
 
     outputs: Sequence[Tensor]
     state: object = None
     no_gradient: Sequence[int] = ()
     fresh: bool = False
+    reads_inputs: bool = True
+    differentiable_again: bool = False
 
 
 class Boundary(Protocol):

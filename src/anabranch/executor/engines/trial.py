@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
-from anabranch.tensors.memory import shown_once
 
 __all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
 
@@ -42,7 +41,7 @@ class Snapshot:
         here = (t for t in dict.fromkeys(found) if not isinstance(t, Elsewhere))
         self._tensors = [t for t in here if t.layout is torch.strided]
         with torch.no_grad():
-            self._memories = [shown_once(tensor).detach() for tensor in self._tensors]
+            self._memories = [_without_repeats(tensor).detach() for tensor in self._tensors]
             self._copies = [memory.clone() for memory in self._memories]
         self._gradients = [(parameter, parameter.grad) for parameter in parameters_here(model).values()]
         kept = [(parameter, gradient) for parameter, gradient in self._gradients if gradient is not None]
@@ -62,7 +61,7 @@ class Snapshot:
         with torch.no_grad():
             for held, (gradient, copy) in self._kept.items():
                 if gradient.layout is torch.strided:
-                    shown_once(gradient).detach().copy_(shown_once(copy))
+                    _without_repeats(gradient).detach().copy_(_without_repeats(copy))
                 else:
                     held.grad = copy.clone()
         torch.set_rng_state(self._random)
@@ -194,3 +193,12 @@ def repeat(
         raise Differs(str(error)) from error
     finally:
         after.restore()
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """Return a view of each number of an expanded tensor once, to be copied and written."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor

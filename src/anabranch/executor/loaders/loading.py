@@ -136,10 +136,9 @@ class BoundLoader:
         return batch
 
     def peek(self) -> Structure | None:
-        """Return the next batch, which stays the next, if it can be had now without being seen in the numbers; else
-        ``None``.
+        """Return the next batch without consuming it, or ``None`` if fetching it now could change results.
 
-        Not before the loader was found to fetch unseen, and not while its thread is still fetching.
+        ``None``, too, until the loader is known to fetch without side effects, and while its thread is fetching.
         """
         if self._closed or self._ended or self._iterator is None:
             return None
@@ -158,7 +157,7 @@ class BoundLoader:
         return None if batch is ENDED else batch
 
     def first(self) -> Structure | None:
-        """Return the next batch, which stays the next, as ``peek`` does, and fetch it now if it takes that.
+        """Return the next batch without consuming it, as ``peek`` does, and fetch it now if necessary.
 
         At the end of an epoch it is the next epoch's first, for which the loader is iterated once more; ``None`` if it
         has none.
@@ -177,8 +176,8 @@ class BoundLoader:
             except Exception as error:  # noqa: BLE001 - it is next_batch's to raise, too
                 fetched.set_exception(error)
             self._pending = fetched
-        found = ENDED if self._ended else self._arrived().result(timeout=0)
-        return first_of_next_epoch(self._loader, self._position) if found is ENDED else found
+        batch = ENDED if self._ended else self._arrived().result(timeout=0)
+        return first_of_next_epoch(self._loader, self._position) if batch is ENDED else batch
 
     def _begin(self) -> Iterator[Structure]:
         """Begin the epoch, if it has not begun."""

@@ -26,20 +26,21 @@ class DryRun:
 
     Attributes:
         ids: ids of each lookup and the padding id among them, by table.
-        asked: bytes sent and received, by experts, as if they kept no activations.
+        expert_bytes: sent and received, by expert, as if they kept no activations.
         away: seconds that experts' forward took.
         leaves: tensors that backward reaches in addition to the parameters.
     """
 
     captures = False
+    failure: Exception | None = None
 
     def __init__(self) -> None:
         self.ids: dict[str, list[tuple[Tensor, int | None]]] = {}
-        self.asked: dict[str, int] = {}
+        self.expert_bytes: dict[str, int] = {}
         self.away = 0.0
         self.leaves: list[Tensor] = []
         self._entry: Tensor | None = None
-        self._mixture: str | None = None  # whose experts are being asked
+        self._mixture: str | None = None  # whose experts are being called
 
     def leaf(self, value: Tensor) -> Tensor:
         """Return ``value`` as a tensor that backward is to reach."""
@@ -80,7 +81,7 @@ class DryRun:
             # Inputs go there a second time, with the gradients of the outputs.
             size = 2 * there + 2 * back + gradients
             name = self._mixture or boundary.name
-            self.asked[name] = self.asked.get(name, 0) + size
+            self.expert_bytes[name] = self.expert_bytes.get(name, 0) + size
         return crossed
 
     def backward(

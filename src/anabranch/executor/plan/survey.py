@@ -87,10 +87,10 @@ def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple
     away = median(dry_run.away for _, _, dry_run in runs)
     if away:
         parts["experts"] = 2 * away  # backward, which would train them, is taken to last as long as forward
-    found = {name: _lookup(ids) for name, ids in dry_run.ids.items()}
-    asked = dry_run.asked
-    rows = [PlanRow(name, (), "experts", "experts", size, 2 * away / len(asked)) for name, size in asked.items()]
-    return StepSurvey(parts, found, tuple(rows), {"experts": sum(asked.values())} if asked else {}, notes)
+    lookups = {name: _lookup(ids) for name, ids in dry_run.ids.items()}
+    sizes = dry_run.expert_bytes
+    rows = [PlanRow(name, (), "experts", "experts", size, 2 * away / len(sizes)) for name, size in sizes.items()]
+    return StepSurvey(parts, lookups, tuple(rows), {"experts": sum(sizes.values())} if sizes else {}, notes)
 
 
 def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, DryRun]:
@@ -187,10 +187,10 @@ def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> Non
     if not isinstance(step.model, Pipe):
         return
     away = (RemoteEmbedding, RemoteExpert, RemoteMixtureOfExperts)
-    asked = [type(m).__name__ for layer in step.model.every_layer() for m in layer.modules() if isinstance(m, away)]
-    if asked or comm_mode in ("PS", "Hybrid"):
+    names = [type(m).__name__ for layer in step.model.every_layer() for m in layer.modules() if isinstance(m, away)]
+    if names or comm_mode in ("PS", "Hybrid"):
         raise ValueError(
-            f"step {name!r} trains a Pipe {f'with {asked[0]}' if asked else f'under {comm_mode!r}'}, and a look at it "
+            f"step {name!r} trains a Pipe {f'with {names[0]}' if names else f'under {comm_mode!r}'}, and a look at it "
             "would train what is elsewhere. For its stages plan it with experts and tables here, under comm_mode=None "
             "or 'AllReduce'; for experts and servers plan its module without the Pipe"
         )

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross, current_tracer, outside_tracing
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
@@ -105,8 +105,7 @@ class RemoteExpert(RemoteModule):
 
     def learn_form(self) -> None:
         """Request the nesting of the expert's outputs, for a capture."""
-        _, schema = self.find(Deadline.after(self.forward_timeout))
-        self._form = schema.output_form()
+        self._keep(self.find(Deadline.after(self.forward_timeout))[1])
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
         """Another caller of the same expert, through the same client and directory."""
@@ -148,11 +147,11 @@ class RemoteExpert(RemoteModule):
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling():
-            if self._form is None:  # a compiler that is not this library's
-                return cast(Structure, opaque.beside(self._call_nested, args, kwargs))
+            if self._schema is None:  # a compiler that is not this library's
+                return cast(Structure, whole_calls.beside(self._call_nested, args, kwargs))
             # Dynamo guards what it reads itself: the mode, and whether it is frozen.
-            given = opaque.call(self._handle, (self.training, self.weights_there.requires_grad, *args), kwargs)
-            return cast(Structure, opaque.fill(self._form, given))
+            modes = self.training, self.weights_there.requires_grad
+            return self._schema.nest_outputs(whole_calls.call(self._handle, (*modes, *args), kwargs))
         return self._call_nested(*args, **kwargs)
 
     def _call_nested(self, *args: object, **kwargs: object) -> Structure:

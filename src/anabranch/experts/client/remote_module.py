@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
+from anabranch.experts.schema import Schema
 
 __all__ = ["RemoteModule"]
 
@@ -28,15 +29,20 @@ class RemoteModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights_there = nn.Parameter(torch.empty(0))
-        self._form: object = None
-        self._handle = opaque.handle_of(self)  # type: ignore[arg-type]
+        self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
+        self._handle = whole_calls.handle_of(self)  # type: ignore[arg-type]
+
+    def _keep(self, schema: Schema) -> None:
+        """Keep it with what nesting outputs takes: Dynamo cannot follow the lock of a property's first reading."""
+        _ = schema.gives_one, schema.output_nesting, schema.output_specs
+        self._schema = schema
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_handle"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = opaque.handle_of(self)  # type: ignore[arg-type]
+        self._handle = whole_calls.handle_of(self)  # type: ignore[arg-type]
 
     # Servers save the experts' parameters.
 

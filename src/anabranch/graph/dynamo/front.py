@@ -38,8 +38,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.activity import Activity, during
-from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
+from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.inlined_code import InlinedCode
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
@@ -221,7 +221,7 @@ class DynamoFront:
                 f"classes or functions that {self.what} uses change from step to step; use engine='tape'"
             )
         self.failure = None
-        opaque.take_failure()
+        forms = _Forms()
         self._may_trace, self._has_made = True, False
         try:
             _allow_marks()
@@ -230,18 +230,17 @@ class DynamoFront:
             with (
                 during(Activity.CAPTURING),
                 one_at_a_time,
-                opaque.failures_noted(),
                 undisturbed(),
                 silent(),
                 torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once()),
-                traced_by(_Forms()),
+                traced_by(forms),
                 log_if_slow(self.when_slow),
                 unseen_by_other_threads(),
                 random_states_untouched(),
             ):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
-            explained = self._explained(error, kind)
+            explained = self.failure or forms.failure or self._explained(error, kind)
             raise explained from explained.__cause__
         finally:
             self._may_trace = False
@@ -309,9 +308,6 @@ class DynamoFront:
 
     def _explained(self, error: BaseException, kind: object) -> BaseException:
         """Return the error to raise in place of Dynamo's."""
-        failed = opaque.take_failure()
-        if self.failure is not None or failed is not None:
-            return self.failure or failed  # type: ignore[return-value]
         if type(error).__name__ == "FailOnRecompileLimitHit":
             self._exhausted[kind] = (
                 f"Python values that {self.what} reads change from step to step, and each change needs a new graph; "
@@ -333,6 +329,7 @@ class _Forms:
     """The tracer of Dynamo's part: requests only the forms of boundaries' outputs."""
 
     captures = True
+    failure: Exception | None = None
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -492,7 +489,7 @@ def _allow_marks() -> None:
             Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
-            opaque.keep_whole(torch._dynamo.nonstrict_trace)
+            keep_whole(torch._dynamo.nonstrict_trace)
             # Dynamo skips the file of the schedulers; this substitute reads a list, so Dynamo guards its numbers.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True

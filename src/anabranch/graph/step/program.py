@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anabranch.autodiff.boundary.whole_calls import learn_forms
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.front import DynamoFront, GuardMiss, TracedCall, changed_objects, mark, mistake
 from anabranch.graph.effects import is_collective

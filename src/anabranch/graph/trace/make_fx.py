@@ -272,6 +272,7 @@ class _Crossings:
     """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
 
     captures = True
+    failure: Exception | None = None
 
     def __init__(self, mode: FakeTensorMode, recorder: TraceRecorder) -> None:
         proxies = get_proxy_mode()

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.choices import choice
 from anabranch.job import job
@@ -93,7 +93,7 @@ class RemoteEmbedding(nn.Module):
         self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
         self._link = _Link()
         self.on_servers = Elsewhere(torch.empty(0, dtype=dtype))
-        self._handle = opaque.handle_of(self)
+        self._handle = whole_calls.handle_of(self)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         """Save nothing: there are no numbers here."""
@@ -116,7 +116,7 @@ class RemoteEmbedding(nn.Module):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.on_servers.__class__ = Elsewhere  # which pickle makes a plain one
-        self._handle = opaque.handle_of(self)
+        self._handle = whole_calls.handle_of(self)
 
     @property
     def rule(self) -> Callable[[], RowOptimizer] | None:
@@ -156,7 +156,7 @@ class RemoteEmbedding(nn.Module):
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
         args = (ids, offsets, per_sample_weights, self.on_servers.requires_grad)
         if torch.compiler.is_dynamo_compiling():
-            return opaque.call(self._handle, args, {})[0]
+            return whole_calls.call(self._handle, args, {})[0]
         return self.call_whole(*args)[0]
 
     def call_whole(

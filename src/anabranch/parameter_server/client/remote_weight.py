@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.autodiff.boundary.recorded import RecordedBoundary
 from anabranch.autodiff.moved_parameter import MovedParameter
@@ -228,7 +228,7 @@ class RemoteLookups:
     def __init__(self, source: WeightSource, shape: torch.Size, dtype: torch.dtype) -> None:
         self.source, self.name, self._count = source, source.name, shape[0]
         self._table = Table(source.name, shape[1], dtype)
-        self._handle = opaque.handle_of(self)
+        self._handle = whole_calls.handle_of(self)
 
     def rows(
         self,
@@ -265,7 +265,7 @@ class RemoteLookups:
     def _whole(self, *args: Any) -> Tensor:
         """Return the lookup; where Dynamo reads the code, as one call, of which the weight is no argument."""
         if torch.compiler.is_dynamo_compiling():
-            return opaque.call(self._handle, args, {})[0]
+            return whole_calls.call(self._handle, args, {})[0]
         return self.call_whole(*args)[0]
 
     def call_whole(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Form
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import BoundaryError, SchemaError
@@ -93,7 +93,8 @@ class GatedMixture(RemoteModule):
     def learn_form(self) -> None:
         """Request the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
         schema = self._caller.schema_of(self.uid_prefix, len(self.grid_size))
-        self._form, self._dimensions = schema.output_form(), _dimensions_of(schema)
+        self._keep(schema)
+        self._dimensions = _dimensions_of(schema)
 
     def _leading_sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return the sizes of those dimensions of the input that come before an expert's: its rows."""
@@ -121,10 +122,16 @@ class GatedMixture(RemoteModule):
             return None
         return torch.rand(gated.shape[-1], device=gated.device) >= self.grid_dropout
 
-    def _call_in_graph(self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]) -> list[Tensor]:
-        """Return the result of ``call_whole``, where Dynamo traces; it guards what it reads itself."""
-        modes = self.training, self.weights_there.requires_grad
-        return opaque.call(self._handle, (*modes, gated, self._draw_kept(gated), *args), kwargs)
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, Sequence[Tensor]]:
+        """Return the experts' schema and everything after the gate."""
+        drawn = self._draw_kept(gated)
+        if torch.compiler.is_dynamo_compiling():  # it guards what it reads itself
+            assert self._schema is not None
+            modes = self.training, self.weights_there.requires_grad
+            return self._schema, whole_calls.call(self._handle, (*modes, gated, drawn, *args), kwargs)
+        return self._mix(gated, drawn, args, kwargs, evaluating=not self.training)
 
     def call_whole(
         self, training: bool, trained: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from anabranch.experts.client.mixture.expert_caller import CallLimits
 from anabranch.experts.client.mixture.gated_mixture import GatedMixture, make_finder
 from anabranch.experts.directory import DirectoryLike
@@ -114,12 +114,9 @@ class RemoteMixtureOfExperts(GatedMixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """Return the mixture's output for ``x``."""
-        if torch.compiler.is_dynamo_compiling() and self._form is None:  # a compiler that is not this library's
-            return cast(Structure, opaque.beside(self.forward, (x, *args), kwargs))
+        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
+            return cast(Structure, whole_calls.beside(self.forward, (x, *args), kwargs))
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
-        if torch.compiler.is_dynamo_compiling():
-            outputs = self._call_in_graph(gated, (x, *args), kwargs)
-            return cast(Structure, opaque.fill(self._form, with_leading(outputs, leading)))
-        schema, given = self._mix(gated, self._draw_kept(gated), (x, *args), kwargs, evaluating=not self.training)
-        return schema.nest_outputs(with_leading(given, leading))
+        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        return schema.nest_outputs(with_leading(outputs, leading))

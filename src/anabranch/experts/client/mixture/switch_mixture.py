@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import whole_calls
 from anabranch.autodiff.boundary.crossing import Form
 from anabranch.experts.client.beam_search import Choices
 from anabranch.experts.client.mixture.answers_by_row import scores_of
@@ -100,18 +100,14 @@ class RemoteSwitchMixtureOfExperts(GatedMixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
         """Return the output for ``x``, and the balancing loss."""
-        if torch.compiler.is_dynamo_compiling() and self._form is None:  # a compiler that is not this library's
-            return cast("tuple[Structure, Tensor]", opaque.beside(self.forward, (x, *args), kwargs))
+        if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
+            return cast("tuple[Structure, Tensor]", whole_calls.beside(self.forward, (x, *args), kwargs))
         leading = self._leading_sizes(x)
         gated = self._gate_logits(x, leading)
         grids = len(self.grid_size)
-        if torch.compiler.is_dynamo_compiling():
-            found = self._call_in_graph(gated, (x, *args), kwargs)
-            output = cast(Structure, opaque.fill(self._form, with_leading(found[:-grids], leading)))
-        else:
-            schema, found = self._mix(gated, self._draw_kept(gated), (x, *args), kwargs, evaluating=not self.training)
-            output = schema.nest_outputs(with_leading(found[:-grids], leading))
-        return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
+        schema, outputs = self._mixed(gated, (x, *args), kwargs)
+        loss = self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), outputs[-grids:])
+        return schema.nest_outputs(with_leading(outputs[:-grids], leading)), loss
 
     def _prepare_gate_input(self, x: Tensor) -> Tensor:
         if self.training and self.jitter:

@@ -8,32 +8,20 @@ read the code, then traces through the call with its own tracer, and so meets th
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
+from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.errors import AnabranchError, SchemaError
 
-__all__ = [
-    "OpaqueCallable",
-    "beside",
-    "call",
-    "failures_noted",
-    "fill",
-    "handle_of",
-    "keep_whole",
-    "learn_forms",
-    "take_failure",
-]
+__all__ = ["WholeCallable", "beside", "call", "handle_of", "keep_whole", "learn_forms"]
 
 
-class OpaqueCallable(Protocol):
+class WholeCallable(Protocol):
     """Something whose calls stay whole."""
 
     def call_whole(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
@@ -48,34 +36,11 @@ def learn_forms(modules: Iterable[object]) -> None:
             learn(module)
 
 
-def fill(form: Any, outputs: Sequence[Tensor]) -> Any:
-    """``form`` with an output for each of its numbers; Dynamo follows this."""
-    if isinstance(form, int):
-        return outputs[form]
-    if isinstance(form, Mapping):
-        filled = {}
-        for key in form:
-            filled[key] = fill(form[key], outputs)
-        if type(form) is dict:
-            return filled
-        if type(form) is defaultdict:
-            return defaultdict(None, filled)
-        # A dataclass that is a mapping, as Hugging Face's ModelOutput, takes its items by name.
-        made: Any = type(form)
-        return made(**filled) if hasattr(form, "__dataclass_fields__") else made(filled)
-    if isinstance(form, list):
-        return [fill(item, outputs) for item in form]
-    if isinstance(form, tuple):
-        parts = [fill(item, outputs) for item in form]
-        return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
-    return form
-
-
-_owners: weakref.WeakValueDictionary[str, OpaqueCallable] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[str, WholeCallable] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def handle_of(owner: OpaqueCallable) -> str:
+def handle_of(owner: WholeCallable) -> str:
     """Return a text by which ``call`` finds ``owner`` as long as it lives."""
     handle = f"{type(owner).__name__}.{next(_numbers)}"
     _owners[handle] = owner
@@ -113,38 +78,12 @@ def _with_none(value: Any) -> Any:
     return value
 
 
-class _Failed(threading.local):
-    """The error of the last call; TorchDynamo only reports an output of an unknown kind."""
-
-    error: AnabranchError | SchemaError | None = None
-    noting = False
-
-
-_failed = _Failed()
-
-
-def take_failure() -> AnabranchError | SchemaError | None:
-    """Take the error that a call on this thread has raised since this was asked last."""
-    error, _failed.error = _failed.error, None
-    return error
-
-
-@contextmanager
-def failures_noted() -> Iterator[None]:
-    """Keep the errors of this thread's calls for ``take_failure``; otherwise they would keep their callers alive."""
-    _failed.noting = True
-    try:
-        yield
-    finally:
-        _failed.noting = False
-
-
 def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     try:
         return list(_owners[handle].call_whole(*_with_none(args), **_with_none(kwargs)))
     except (AnabranchError, SchemaError) as error:
-        if _failed.noting:
-            _failed.error = error
+        if (tracer := current_tracer()) is not None:
+            tracer.failure = error
         raise
 
 
