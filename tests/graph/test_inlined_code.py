@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -124,3 +128,51 @@ def test_other_code_of_a_class_may_change() -> None:
     assert inlined.unchanged()
     kind.scale = doubled  # type: ignore[attr-defined]
     assert not inlined.unchanged()
+
+
+MODULE = """
+FACTOR = 1.0
+
+def loss(model, batch):
+    return FACTOR * model(batch).square().mean()
+"""
+
+
+def imported(path: Path, *, known: bool) -> ModuleType:
+    path.write_text(MODULE)
+    spec = importlib.util.spec_from_file_location("imported_twice", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if known:
+        sys.modules["imported_twice"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def loss_after_a_change(module: ModuleType) -> tuple[float, float]:
+    """Return the loss of a graph after the module's variable was changed, and what it should be."""
+    model, x = nn.Linear(2, 1), torch.ones(4, 2)
+    step = ab.TrainStep(model, module.loss, torch.optim.SGD(model.parameters(), lr=0.0))
+    with ab.Executor(step, engine="graph") as executor:
+        executor.run(batch=x)
+        module.FACTOR = 3.0  # type: ignore[attr-defined]
+        return executor.run(batch=x)["loss"].item(), module.loss(model, x).item()
+
+
+def test_variables_of_a_module_that_was_imported_anew_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "imported_twice", sys)  # removed afterwards
+    for _ in range(2):
+        found, expected = loss_after_a_change(imported(tmp_path / "imported_twice.py", known=True))
+        assert found == pytest.approx(expected)
+
+
+def test_variables_that_are_not_those_of_the_imported_module_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "imported_twice", sys)
+    imported(tmp_path / "first.py", known=True)
+    with pytest.raises(ab.CaptureError, match="uses loss, whose global variables .* 'imported_twice'"):
+        loss_after_a_change(imported(tmp_path / "second.py", known=False))

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _len_torch_function_stack
+from torch._dynamo import symbolic_convert
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
@@ -225,6 +226,7 @@ class DynamoFront:
         self._may_trace, self._has_made = True, False
         try:
             _allow_marks()
+            symbolic_convert._import_module.cache_clear()  # guards would be on a module that was imported anew since
             if compiled is None:
                 compiled = _Compiled(self._function, _Backend(self))
             with (
@@ -263,6 +265,14 @@ class DynamoFront:
         kinds = (value if isinstance(value, type) else type(value) for value in values)
         functions = (value for value in values if isinstance(value, types.FunctionType))
         self._inlined.add(kinds, functions, self._traced)
+        stray = self._inlined.in_no_module()
+        if stray is not None:
+            self.failure = CaptureError(
+                f"{self.what} uses {stray.__qualname__}, whose global variables are not those of the module "
+                f"{stray.__module__!r} that is imported now, so a graph would not notice their changes; import it anew "
+                "and make a new model, or use engine='tape'"
+            )
+            raise CaptureError(str(self.failure))
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:

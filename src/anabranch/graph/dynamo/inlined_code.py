@@ -7,8 +7,9 @@ class nor a ``__code__`` that is replaced in place, as IPython's autoreload does
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
 
@@ -54,6 +55,20 @@ class InlinedCode:
             return list(map(getattr, self._kinds, self._names)) == self._members
         except AttributeError:
             return False
+
+    def in_no_module(self) -> FunctionType | None:
+        """Return a function whose globals Dynamo looks up, by their names, in another module than its own."""
+        for function in self._functions:
+            own = function.__globals__
+            module = sys.modules.get(own.get("__name__", ""))
+            if module is None or vars(module) is own:
+                continue
+            for name in function.__code__.co_names:
+                # What both have imported stays what it is; a number that is equal now may be changed.
+                kept = isinstance(own.get(name), ModuleType | type | FunctionType)
+                if name in own and not (kept and own[name] is vars(module).get(name)):
+                    return function
+        return None
 
 
 def _methods_of(kind: type) -> Iterator[tuple[type, str, FunctionType]]:
