@@ -115,6 +115,7 @@ def with_workers(case: dict) -> tuple[dict[str, Tensor], list[float]]:
         case["mode"],
         engine=case["engine"],
         timeout=150,
+        served="replace",
     ) as executor:
         for run in range(STEPS * case["accumulate"]):
             first = 2 + (0 if graph else run % 3)  # a graph is of one size

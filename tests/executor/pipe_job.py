@@ -149,6 +149,7 @@ class Piped:
             comm_mode=case.get("mode", "AllReduce" if groups else None),
             process_group=groups[self.stage] if groups else None,
             timeout=60.0,
+            served="replace",
         )
 
     def outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

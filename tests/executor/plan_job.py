@@ -57,7 +57,7 @@ def executor_of(
     dense = [p for p in model.parameters() if all(p is not table for table in tables)]
     optimizers = [torch.optim.SGD(tables, lr=0.1), torch.optim.Adam(dense, lr=0.01)]
     step = ab.TrainStep(model, loss, optimizers, accumulate=accumulate, skip_nonfinite=skip_nonfinite)
-    return model, ab.Executor(step, comm_mode, seed=3, **options)  # type: ignore[arg-type]
+    return model, ab.Executor(step, comm_mode, seed=3, served="replace", **options)  # type: ignore[arg-type]
 
 
 def crossed(executor: ab.Executor) -> dict[str, int]:

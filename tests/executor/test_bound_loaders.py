@@ -179,7 +179,7 @@ for cache in (None, ab.Cache(capacity=2), ab.Cache(capacity=2, pull_bound=1, pus
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     train = ab.TrainStep(model, lambda m, ids: m(ids).sum(), sgd, reduction="sum")
     look = ab.EvalStep(model, lambda m, ids: {"rows": m(ids)})
-    options = {"cache": cache, "dataloaders": {"train": batches}, "timeout": 60}
+    options = {"cache": cache, "dataloaders": {"train": batches}, "timeout": 60, "served": "replace"}
     with ab.Executor({"train": train, "look": look}, "Hybrid", **options) as executor:
         for _ in range(2 * executor.batch_num("train")):
             executor.run("train")

@@ -138,7 +138,7 @@ for mode in ("AllReduce", "Hybrid", "PS"):
     for engine in ("tape", "graph"):
         model = Model()
         step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), skip_nonfinite=True)
-        with ab.Executor(step, mode, engine=engine) as executor:
+        with ab.Executor(step, mode, engine=engine, served="replace") as executor:
             for index in range(6):
                 executor.run(batch=batch_of(index, index in (1, 4)))
             skipped = executor.statistics().skipped_steps

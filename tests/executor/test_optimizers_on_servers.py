@@ -476,7 +476,13 @@ def test_a_conversion_of_the_model_leaves_a_remote_embedding_its_switch(swap: bo
     kind = type(table.on_servers)
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
-        for convert in (table.cpu, table.double, table.float, lambda: table.to("meta"), lambda: table.to_empty("cpu")):
+        for convert in (
+            table.cpu,
+            table.double,
+            table.float,
+            lambda: table.to("meta"),
+            lambda: table.to_empty(device="cpu"),
+        ):
             convert()
             assert (type(table.on_servers), table.on_servers.requires_grad) == (kind, False)
     finally:

@@ -176,6 +176,6 @@ def test_an_executor_whose_servers_were_taken_over_is_refused(tmp_path: Path, mo
                 with pytest.raises(ab.SchemaError, match="another client has joined this server as worker 0"):
                     go_on()
             loss = second.run("train", X)["loss"]
-        with executor_of(None, "asp") as third:
+        with executor_of(None, "asp", served="replace") as third:
             third.run("train", X)
             assert third.run("train", X)["loss"] == loss

@@ -143,6 +143,7 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
         cache=cache,
         use_sparse_pull=case.get("sparse_pull", True),
         routes=case.get("routes"),
+        served="replace",
     ) as executor:
         for run in range(STEPS * accumulate):
             whole = batch_of(run, rows + run % accumulate)
