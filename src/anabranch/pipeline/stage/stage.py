@@ -231,9 +231,6 @@ class StageRun:
                     plan.loose.set_aside(here.loss_edge.node, ends)
                 self.losses[i] = loss.detach()
             outputs = self._cut_all(value, store, here)
-            if plan.records and self.stage.index in plan.loose.unchecked:
-                every = (edge for routed in here.edges.values() for edges in routed for edge in edges)
-                plan.loose.check([edge.node for edge in every if edge is not None], self.stage.index)
             if here.state:
                 with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
                     here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
