@@ -130,7 +130,7 @@ def plain(directory: object) -> dict[str, object]:
         losses.append(loss.item())
     with torch.no_grad():
         output = model.eval()(batch_of(STEPS)[0])
-    values = {name: value.flatten().tolist() for name, value in model.named_parameters()}
+    values = {name: value.flatten().tolist() for name, value in parameters_here(model).items()}
     return {"losses": losses, "output": output.tolist(), "values": values}
 
 

@@ -197,10 +197,10 @@ READS: dict[str, Callable[[Life], Any]] = {
 
 
 def reads_of(kind: str) -> dict[str, Callable[[Life], Any]]:
-    """What can be read; a ``RemoteEmbedding`` has no parameters, so that the sums of the model's are others."""
+    """What can be read; a ``RemoteEmbedding`` is in no state dict, so that its sum is another."""
     if kind != "remote":
         return READS
-    return {what: use for what, use in READS.items() if what not in ("parameters()", "state_dict()", "torch.save")}
+    return {what: use for what, use in READS.items() if what not in ("state_dict()", "torch.save")}
 
 
 def assign(life: Life) -> None:

@@ -172,7 +172,7 @@ def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
         users = ab.RemoteEmbedding("users", None, 4, dtype=torch.float64)
         model = nn.Sequential(users, nn.Linear(4, 1, dtype=torch.float64))
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model[1].parameters():
                 parameter.fill_(0.5)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
         train = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer)

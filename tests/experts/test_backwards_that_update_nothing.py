@@ -158,7 +158,7 @@ def test_what_torch_could_only_do_with_the_parameters_here_is_refused_by_name(ki
     with called(kind, keep) as (remote, backend):
         x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
         with pytest.raises(
-            ValueError, match=r"cannot return the gradients of the parameters of .* 'e.*loss.backward\(\)"
+            ValueError, match=r"parameters of .* 'e.*'grad' cannot reach its numbers.*loss.backward\(\)"
         ):
             torch.autograd.grad(loss_of(remote, x), [x, *remote.parameters()], allow_unused=True)
         (gradient,) = torch.autograd.grad(remote(x).sum(), x, create_graph=True)  # no gradient here depends on x
@@ -205,3 +205,30 @@ def test_a_frozen_expert_is_so_after_a_resume(tmp_path: Path) -> None:
             second.load(tmp_path)
             assert not model[1].weights_there.requires_grad
             second.run("train", torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_in_a_pipe_the_same_sweeps_update_an_expert(schedule: str) -> None:
+    for keep in (0, 64):
+        with called("expert", keep) as (remote, backend):
+            pipe = ab.Pipe(nn.Sequential(nn.Identity(), remote), [1, 1], checkpoint="always", schedule=schedule)
+            compare_sweeps(pipe, backend)
+            pipe.close()
+
+
+def test_in_a_pipe_a_sweep_moves_rows_if_it_would_reach_them() -> None:
+    table = ab.RemoteEmbedding("t", 4, 2, init=1.0, optimizer=lambda rows: torch.optim.SGD(rows, lr=1.0))
+    scale = torch.ones(2, 1, requires_grad=True)
+    with ab.Pipe(nn.Sequential(table, Scales()), [1, 1]) as pipe:
+        ids = torch.tensor([1, 2])
+        (gradient,) = torch.autograd.grad(pipe(ids, scale=scale).sum(), scale)
+        assert torch.equal(gradient, torch.full((2, 1), 2.0))
+        assert torch.equal(table(ids).detach(), torch.ones(2, 2))
+        pipe(ids, scale=scale.detach()).sum().backward()  # nothing else requires a gradient
+        assert torch.equal(table(ids).detach(), torch.zeros(2, 2))
+    table.close()
+
+
+class Scales(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale

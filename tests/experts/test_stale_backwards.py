@@ -6,9 +6,11 @@ import copy
 import gc
 import pickle
 import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema, wire
+from anabranch.experts.client import expert_call
 from anabranch.experts.server.batching.task import Task
 from anabranch.pipeline import Pipe
 from anabranch.tensors import TensorSpec
@@ -518,3 +521,23 @@ def test_a_request_leaves_no_memory_to_the_garbage_collector() -> None:
         finally:
             gc.enable()
     assert len(seen) == 6
+
+
+def test_changes_by_this_process_are_counted_by_all_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[threading.Thread] = []
+
+    class Counts(dict[tuple[str, str], int]):
+        def get(self, *args: Any) -> Any:
+            value = super().get(*args)
+            if not others:  # another thread counts as soon as it may: if it may here, its count is lost
+                others.append(
+                    threading.Thread(target=expert_call.changed_by_us, args=("a", "e.0"), kwargs={"again": True})
+                )
+                others[0].start()
+                others[0].join(0.05)
+            return value
+
+    monkeypatch.setattr(expert_call, "_changes_by_us", Counts())
+    expert_call.changed_by_us("a", "e.0", again=True)
+    others[0].join()
+    assert expert_call.changed_by_us("a", "e.0", again=False) == 2

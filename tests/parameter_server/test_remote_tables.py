@@ -291,7 +291,7 @@ def test_a_remote_embedding_is_a_sparse_one(mode: str | None) -> None:
             one(ids, *arguments).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not sum(parameter.numel() for parameter in remote.parameters())
+    assert not parameters_here(remote)
     remote.close()
 
 

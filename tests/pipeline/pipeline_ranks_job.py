@@ -6,9 +6,11 @@ JSON with what it found, or dies with a traceback.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -172,9 +174,7 @@ def what_only_others_train() -> dict:
         grads = [parameter.grad.clone() for parameter in pipe.parameters()]
         for name in ("0.bias", f"{2 * last - 2}.bias"):
             loss = penalty(model, name, *own)
-            refused(
-                lambda loss=loss: pipe.step(x, target, loss=loss), f"the loss reads {name}, which only another", last
-            )
+            refused(lambda loss=loss: pipe.step(x, target, loss=loss), f"{name} is on rank {int(name[0]) // 2}", last)
         assert all(torch.equal(p.grad, grad) for p, grad in zip(pipe.parameters(), grads, strict=True))
         model[2 * last].bias = model[2 * last - 2].bias
         tied = f"{2 * last - 2}.bias was tied or untied after Pipe(...); make a new Pipe"
@@ -183,8 +183,26 @@ def what_only_others_train() -> dict:
     model.append(Borrows(model[0]))
     with make(model, balance=[*balance[:-1], 4], chunks=3) as pipe:
         for _ in range(2):
-            refused(lambda: step(pipe, x, target), f"a layer of stage {last} reads 0.weight, which only", last)
+            refused(lambda: step(pipe, x, target), "0.weight is on rank 0, in stage 0 of its Pipe", last)
+    of_the_whole_model(x, [*balance[:-1], 3])
     return {}
+
+
+def of_the_whole_model(x: Tensor, balance: list[int]) -> None:
+    """Each rank has its own parameters alone, and refuses to run the whole model or to make another Pipe of it."""
+    model = rows_of_layers()
+    make(model, balance=balance).close()
+    weights = [model[2 * rank].weight for rank in range(WORLD)]
+    assert [type(weight) is nn.Parameter for weight in weights] == [rank == RANK for rank in range(WORLD)]
+    for read in (lambda: model(x), lambda: sum(value.sum() for value in model.state_dict().values())):
+        caught = raised_by(read)
+        assert isinstance(caught, ValueError), caught
+        assert re.search(r"is on rank \d, in stage \d of its Pipe, and .*; call pipe\(x\)", str(caught)), caught
+    with make(model, balance=balance) as pipe:  # as before
+        pipe(x)
+    caught = raised_by(lambda: make(model, balance=[4, *[1] * (WORLD - 2), WORLD - 1]))
+    assert isinstance(caught, ValueError), caught
+    assert "is on rank 1, in stage 1 of its Pipe" in str(caught), caught
 
 
 def changes_of_the_model() -> dict:
@@ -255,6 +273,7 @@ class Scale(nn.Module):
 def keywords() -> dict:
     """A keyword input reaches the layers that name it on every rank, and has its whole gradient on each."""
     model = nn.Sequential(*(layer for _ in range(2 * WORLD) for layer in (nn.Linear(3, 3), Scale()))).double()
+    plain = reference(model)
     x = torch.randn(5, 3, dtype=torch.float64)
     ours, theirs = (torch.linspace(1, 2, 5, dtype=torch.float64)[:, None].requires_grad_() for _ in range(2))
     with make(model, balance=[4] * WORLD, chunks=3) as pipe:
@@ -269,7 +288,7 @@ def keywords() -> dict:
             expected = ValueError if WORLD - 1 == RANK else ab.PipelineError
             assert isinstance(without, expected), without
             assert "takes the keyword input 'factor'" in str(without)
-    for layer in model:
+    for layer in plain:
         x = layer(x, theirs) if isinstance(layer, Scale) else layer(x)
     x.sum().backward()
     assert close(total, theirs.grad)
@@ -317,6 +336,7 @@ def split_model() -> dict:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]])
     for schedule, checkpoint in (("GPipe", "never"), ("1F1B", "always"), ("Interleaved1F1B", "except_last")):
         stages = len(balance_for(schedule))
+        model = copy.deepcopy(plain)
         parts = split(model, [f"h.{i}" for i in range(2 * WORLD - stages + 1, 2 * WORLD)])
         with make(parts, schedule, checkpoint=checkpoint, balance=[1] * stages, chunks=3) as pipe:
             assert sorted({*pipe.state_dict(), *pipe.elsewhere}) == sorted(plain.state_dict())
@@ -341,7 +361,7 @@ def split_model() -> dict:
                 pipe.train()
             for module in (model, plain):
                 module.zero_grad()
-    return modes_differ(model, ids)
+    return modes_differ(plain, ids)
 
 
 def modes_differ(model: nn.Module, ids: Tensor) -> dict:

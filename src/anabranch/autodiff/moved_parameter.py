@@ -1,4 +1,6 @@
-"""``MovedParameter``: a Parameter whose numbers are on servers. It stays the same object wherever it is held.
+"""``Elsewhere``: a Parameter whose numbers are elsewhere. ``MovedParameter``: one whose numbers went to servers.
+
+A Parameter that moves stays the same object wherever it is held.
 
 ::
 
@@ -6,8 +8,8 @@
     while moved    the same references ──> the same object: a MovedParameter, one number (NaN) expanded to the shape
     given back     the same references ──> the same object: an nn.Parameter, the trained numbers
 
-It answers lookups and facts that are true of a table wherever it is; every other use is a ``ValueError`` that names the
-table and the cure. Three things change in place:
+It answers facts that are true of it wherever it is, and a table lookups; every other use is a ``ValueError`` that names
+it and the cure. Three things change in place:
 
 - the class, because ``__torch_function__`` belongs to it: every use from Python, through any reference, comes here
   first;
@@ -26,16 +28,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
-
-__all__ = [
-    "Elsewhere", "Move", "MovedParameter", "MovedState", "RowLookups", "Ways", "from_within", "is_within",
-    "parameters_here",
-]  # fmt: skip
 
 
 class RowLookups(Protocol):
@@ -70,7 +69,7 @@ _data, _grad, _version, _set_data, _set_grad = (
     _sets("data"),
     _sets("grad"),
 )
-# True of a table wherever it is. Not among them: stride, is_contiguous, data_ptr, which would tell of the one NaN.
+# True of a parameter wherever it is. Not among them: stride, is_contiguous, data_ptr, which would tell of the one NaN.
 _FACTS = frozenset(
     [_reads(name) for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))]
     + [
@@ -89,7 +88,11 @@ _FACTS = frozenset(
         Tensor.requires_grad_, _sets("requires_grad"),
     ]
 )  # fmt: skip
-_FACTS_IN_ORDER = tuple(_FACTS)
+# What follows from the shape alone, as an optimizer's first state.
+_LIKE_IT = frozenset([torch.zeros_like, torch.ones_like, torch.full_like])
+_SHAPE = frozenset(
+    [_reads("shape"), _reads("nbytes"), Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel]
+)
 # A placeholder again: so zero_grad(), state_dict() and `p.grad is None` do as always, and what is done with it is
 # refused.
 _WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
@@ -97,6 +100,7 @@ _WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
 _CASTS = frozenset(
     getattr(Tensor, name) for name in ["to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16"]
 )
+_MOVES = _CASTS | {torch.empty_like, Tensor.share_memory_}  # to_empty(), share_memory()
 _CURES = {
     "__getitem__": "call the module to look rows up",
     "embedding": "look rows up outside of torch.func, vmap and torch.jit",
@@ -109,23 +113,22 @@ _READS = "executor.state_dict() and executor.save(path) read them"
 
 
 class Elsewhere(nn.Parameter):
-    """A parameter that nothing here moves, because the numbers that it stands for are elsewhere."""
-
-
-class MovedParameter(Elsewhere):
-    """A Parameter whose numbers are elsewhere. It is never constructed: ``Move`` gives this class to an existing one.
+    """A parameter whose numbers are elsewhere.
 
     Attributes:
-        lookups: read its rows.
-        gone: the reason why its numbers could not be read back when they were to return.
+        what: the words of errors: which it is, and where its numbers are.
+        cure: what to do instead.
+        facts: the functions that it answers.
         detached: its ``.data``, ``.grad`` or ``.detach()``, whose rows get no gradient.
-        stepped_elsewhere: whoever moved it lets the optimizer's step pass over it, which finds no gradient.
+        stepped_elsewhere: its optimizer here passes over it: it finds no gradient.
     """
 
-    lookups: RowLookups
-    gone: str | None = None
+    what: str
+    cure: str
+    facts: ClassVar[frozenset[Any]] = _FACTS | _LIKE_IT
+    facts_in_order: ClassVar[Sequence[Any]] = tuple(facts)
     detached = False
-    stepped_elsewhere = False
+    stepped_elsewhere = True
 
     @classmethod
     def __torch_function__(
@@ -142,24 +145,32 @@ class MovedParameter(Elsewhere):
                 lookups = weight.lookups
                 return (lookups.rows if func is F.embedding else lookups.bags)(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # it reads the user's code, and this, but cannot hash a getter
-            if func in _FACTS_IN_ORDER:
+            if func in cls.facts_in_order:
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            raise ValueError("a table on the servers can only be looked up")
-        if func in _FACTS:
+            raise ValueError("the numbers of a parameter are elsewhere; a table on the servers can only be looked up")
+        if func in cls.facts:
             return _plain(func, types, args, kwargs)
         if torch._guards.TracingContext.try_get() is not None:
             return _plain(func, types, args, kwargs)  # Dynamo itself takes down the layout, for its guards
         if (func == _set_grad and args[1] is None) or (func == _grad and (args[0].stepped_elsewhere or is_within())):
             return None
-        if func == _set_data and getattr(args[1], "lookups", None) is args[0].lookups:
-            return None  # itself, as model.to(device) does
+        if func == _set_data and getattr(args[1], "what", "") == getattr(args[0], "what", None):  # as model.to() does
+            return _plain(func, types, args, kwargs) if cls is Switch else None
+        if func is torch.autograd.backward and cls is not MovedParameter:
+            # Not by _plain, which would disable this for all that runs in the backward.
+            ends = [
+                _plain(get_gradient_edge, (), (p,), {}) if isinstance(p, Elsewhere) else p for p in kwargs["inputs"]
+            ]
+            return func(*args, **{**kwargs, "inputs": ends})
         if func in _WHOLE:
             # An object of its own: zero_grad(set_to_none=False) sets its requires_grad, not the table's.
-            whole = _plain(Tensor.detach, (), args[:1], {})
-            whole.__dict__.update(args[0].__dict__, detached=True)
-            whole.__class__ = MovedParameter
+            whole = args[0].another(_plain(Tensor.detach, (), args[:1], {}))
+            whole.detached = True
             return whole
-        if func in _CASTS and isinstance(args[0], MovedParameter):
+        if func in _MOVES and cls is Switch and args and isinstance(args[0], Switch):
+            moved = _plain(func, types, args, kwargs)
+            return moved if moved is args[0] or not isinstance(moved, Tensor) else args[0].another(moved)
+        if func in _CASTS and isinstance(args[0], Elsewhere):
             none = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
             answer = func(none, *args[1:], **kwargs)
             if not isinstance(answer, Tensor) or answer is none:
@@ -167,14 +178,82 @@ class MovedParameter(Elsewhere):
         use = getattr(func, "__name__", str(func))
         if use in ("__get__", "__set__"):
             use = f".{getattr(getattr(func, '__self__', None), '__name__', '')}{' =' if use == '__set__' else ''}"
-        for table in _among([args, kwargs]):
-            table.refuse(use)
-        raise ValueError(f"a table is on the servers while its Executor is open, and {use!r} cannot reach its numbers")
+        for parameter in _among([args, kwargs]):
+            parameter.refuse(use)
+        raise ValueError(f"the numbers of a parameter are elsewhere, and {use!r} cannot reach them")
+
+    def another(self, tensor: Tensor) -> Elsewhere:
+        """Make ``tensor`` stand for the same numbers."""
+        tensor.__dict__.update(self.__dict__)
+        tensor.__class__ = type(self)
+        return tensor  # type: ignore[return-value]
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise the error of a use that needs the numbers."""
+        # A ValueError: PyTorch turns a TypeError inside a binary operator into NotImplemented, so that `1 - w` would
+        # say "unsupported operand type(s)", without the name, and `w == w` be True.
+        raise ValueError(f"{self.what}, and {use!r} cannot reach its numbers there; {self.cure}")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self.what}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Elsewhere:
+        return self.another(_plain(_data, (), (self,), {})).requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.refuse("__reduce_ex__")
+
+
+class Switch(Elsewhere):
+    """A parameter in place of others whose number is not known here: it is there to be frozen."""
+
+    facts = Elsewhere.facts - _SHAPE
+    facts_in_order = tuple(facts)
+
+    def __new__(cls, what: str, cure: str, dtype: torch.dtype = torch.float32, *, requires_grad: bool = True) -> Switch:
+        """Make it out of no numbers."""
+        switch: Switch = Tensor._make_subclass(cls, torch.empty(0, dtype=dtype), requires_grad)
+        switch.what, switch.cure = what, cure
+        return switch
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return partial(Switch, requires_grad=self.requires_grad), (self.what, self.cure, self.dtype)
+
+    @contextmanager
+    def out_of(self, module: nn.Module) -> Iterator[None]:
+        """Take it out of ``module`` in the block, which loads a state: it has none."""
+        (name,) = [name for name, value in module._parameters.items() if value is self]
+        del module._parameters[name]
+        try:
+            yield
+        finally:
+            module._parameters[name] = self
+
+
+class MovedParameter(Elsewhere):
+    """A table whose rows are on servers. It is never constructed: ``Move`` gives this class to an existing Parameter.
+
+    Attributes:
+        lookups: read its rows.
+        gone: the reason why its numbers could not be read back when they were to return.
+    """
+
+    lookups: RowLookups
+    gone: str | None = None
+    facts = _FACTS
+    facts_in_order = tuple(facts)
+    stepped_elsewhere = False
+    cure = _READS
+
+    @property
+    def what(self) -> str:  # type: ignore[override]
+        return f"{self.lookups.name} is on the servers while its Executor is open"
 
     def refuse(self, use: str) -> NoReturn:
         """Raise the error of a use that is no lookup."""
-        # A ValueError: PyTorch turns a TypeError inside a binary operator into NotImplemented, so that `1 - w` would
-        # say "unsupported operand type(s)", without the name, and `w == w` be True.
         name = self.lookups.name
         if self.gone is not None:
             raise ValueError(
@@ -182,21 +261,15 @@ class MovedParameter(Elsewhere):
                 f"numbers are not here for {use!r}; make the model again, and load a checkpoint of it"
             )
         raise ValueError(
-            f"{name} is on the servers while its Executor is open, and {use!r} cannot reach its numbers there; "
-            f"{_CURES.get(use, _READS)}, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+            f"{self.what}, and {use!r} cannot reach its numbers there; {_CURES.get(use, _READS)}, or keep it on the "
+            f"workers: routes={{{name!r}: 'AllReduce'}}"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.lookups.name}: {tuple(self.shape)}, {self.dtype}, on the servers>"
 
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.refuse("__deepcopy__")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.refuse("__reduce_ex__")
 
 
 class MovedState:
@@ -223,9 +296,9 @@ def _looks_up() -> bool:
     )
 
 
-def _among(values: Iterable[Any]) -> Iterator[MovedParameter]:
+def _among(values: Iterable[Any]) -> Iterator[Elsewhere]:
     for value in values:
-        if isinstance(value, MovedParameter):
+        if isinstance(value, Elsewhere):
             yield value
         elif isinstance(value, list | tuple | Mapping):
             yield from _among(value.values() if isinstance(value, Mapping) else value)
@@ -247,6 +320,16 @@ def from_within() -> Iterator[None]:
 def is_within() -> bool:
     """Return True in a block of ``from_within``."""
     return getattr(_of_thread, "is_within", False)
+
+
+def put_elsewhere(parameter: nn.Parameter, kind: type[Elsewhere], **attributes: object) -> None:
+    """Make ``parameter`` one whose numbers are elsewhere; its memory is freed."""
+    with torch.inference_mode(False):
+        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
+    torch.autograd.graph.increment_version(parameter)
+    vars(parameter).update(attributes)
+    parameter.__class__ = kind
 
 
 def parameters_here(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -305,14 +388,10 @@ class Move:
 
     def begin(self) -> None:
         """Make a placeholder of the parameter."""
-        parameter = self.parameter
         if self._shared is not None:
             self._shared.fill_(float("nan"))
-        nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
-        parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
-        torch.autograd.graph.increment_version(parameter)
-        self._version = parameter._version
-        parameter.lookups, parameter.__class__ = self._lookups, MovedParameter  # type: ignore[attr-defined]
+        put_elsewhere(self.parameter, MovedParameter, lookups=self._lookups)
+        self._version = _plain(_version, (), (self.parameter,), {})
 
     def check(self) -> None:
         """Raise ``ValueError`` for what did not pass by ``__torch_function__``; takes a microsecond."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.hooks import move_at_edges
+from anabranch.autodiff.moved_parameter import Switch
 
 __all__ = ["DevicePlacement"]
 
@@ -106,7 +107,7 @@ class DevicePlacement:
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    if isinstance(value, Tensor) and type(parameter) is not Switch and value.shape == parameter.shape:
                         state[key] = value.to(parameter.device)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.autodiff.moved_parameter import Switch, parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.steps import Step, TrainStep
@@ -102,7 +102,7 @@ def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:
     for step_name, step in steps.items():
         for name, parameter in step.model.named_parameters():
             yield (
-                f"{step_name}: {name} {tuple(parameter.shape)} {parameter.dtype} "
+                f"{step_name}: {name} {'' if type(parameter) is Switch else tuple(parameter.shape)} {parameter.dtype} "
                 f"requires_grad={parameter.requires_grad}"
             )
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.autodiff.hooks import foreign_hooks
-from anabranch.autodiff.moved_parameter import Elsewhere, MovedParameter
+from anabranch.autodiff.moved_parameter import MovedParameter, Switch
 from anabranch.choices import choice
 from anabranch.executor.steps import Step, TrainStep, parameters_of
 from anabranch.job import job
@@ -161,7 +161,7 @@ def plan_routes(
     routes: list[Route] = []
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named.items():
-        if type(parameter) is not Elsewhere:  # of a RemoteEmbedding, whose route is its own
+        if type(parameter) is not Switch:  # what it stands for is not routed, or by another name
             names.setdefault(parameter, []).append(name)
     uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
     for module in dict.fromkeys(module for model in models.values() for module in model.modules()):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.stage.partition import Route
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 
@@ -95,7 +96,7 @@ def _layers(stage: Stage) -> str:
 
 def _parameters(stage: Stage) -> int:
     unique = {id(parameter): parameter for layer in stage.layers for parameter in layer.module.parameters()}
-    return sum(parameter.numel() for parameter in unique.values())
+    return sum(parameter.numel() for parameter in unique.values() if type(parameter) is not Switch)
 
 
 _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "backward", "to next", "skips")

@@ -58,6 +58,7 @@ from anabranch.pipeline.stage.stage_placement import (
     find_balance,
     find_neighbours,
     find_ties,
+    leave_to_others,
     part_of,
     place_stages,
 )
@@ -137,7 +138,8 @@ class Pipe(nn.Module):
         checkpoint: the microbatches that run forward twice, to keep no activations in between.
         schedule: a schedule's name, or one made by ``make_schedule``.
         process_group: the ranks to run on, one process each, in place of devices; making the pipe is then a collective.
-            Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
+            Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's. In
+            ``module`` the parameters of other ranks are placeholders from then on.
         heartbeat: seconds between two checks of ranks that are waited for.
         shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         nccl: between stages on GPUs of different ranks send tensors from device to device, if the group has NCCL beside
@@ -221,19 +223,18 @@ class Pipe(nn.Module):
         self.seed = torch.initial_seed() if seed is None else operator.index(seed)
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True, device="cpu")
-        # Stages whose layers may read what only other ranks train; the first microbatch shows it.
-        self._unchecked = set(() if process_group is None else self._here)
         self._ties: list[Tie] = []
         self._engine: TurnEngine
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
         else:
-            likeness = describe_split(split, self._schedules)
+            likeness = describe_split(split, self._schedules, self._here)
             self._engine = ranks = RankEngine(
                 process_group, rank_of, timeout, heartbeat, shared_memory, likeness,
                 device=self._stages[self._here[0]].device, neighbours=find_neighbours(self._stages, rank_of), nccl=nccl,
             )  # fmt: skip
             self._ties = find_ties(split, rank_of, ranks)
+            leave_to_others(split, rank_of, self._others, process_group)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
@@ -477,8 +478,7 @@ class Pipe(nn.Module):
         args = args if 0 in self._here else ()
         self._check_inputs(facts, args, inputs, rows)
         recompute = recomputed_actions(self.checkpoint, len(self._stages), m)
-        loose = LooseLeaves(self._others, self._unchecked)
-        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, loose)
+        plan = StagePlan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward, LooseLeaves())
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         runs = {}
@@ -488,7 +488,7 @@ class Pipe(nn.Module):
                 at_end = make_head(head, facts.sizes, rows, stage, self._finish, self.module)
             runs[stage.index] = StageRun(with_keywords(stage, inputs, len(args)), plan, at_end)
         if self._others and plan.records:
-            here = {parameter for run in runs.values() for parameter in run.parameters()}
+            here = set(self.parameters())
             untied = (p for _, p, _ in self._ties if p.requires_grad and p not in here)
             changed = here.intersection(self._others).union(untied)
             if changed:

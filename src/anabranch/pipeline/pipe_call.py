@@ -21,6 +21,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from anabranch.autodiff.boundary.crossing import reaches
+from anabranch.autodiff.grad_sessions import boundary_entry
 from anabranch.pipeline.call_inputs import Join
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
@@ -189,6 +191,7 @@ class PipeCall:
         ties: parameters that other ranks train too.
         shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
+        switches: leaves for what its stages train elsewhere: a sweep that reaches none of them trains nothing there.
     """
 
     engine: TurnEngine
@@ -201,17 +204,21 @@ class PipeCall:
     ties: Sequence[Tie] = ()
     shared: Sequence[SharedInput] = ()
     anchor: Tensor | None = None
+    switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
     _open: bool = True
     _outputs: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._parameters = {id(p): p for _, run in sorted(self.runs.items()) for p in run.parameters()}
+        if self.records:
+            self.switches += [boundary_entry(p) for run in self.runs.values() for p in run.switches if p.requires_grad]
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The call's differentiable inputs: the inputs that require grad, the parameters, and the anchor."""
-        return [*self.inputs.leaves, *self._parameters.values(), *([] if self.anchor is None else [self.anchor])]
+        """The call's differentiable inputs: the inputs that require grad, the parameters, switches, and the anchor."""
+        ends = self.switches if self.anchor is None else [*self.switches, self.anchor]
+        return [*self.inputs.leaves, *self._parameters.values(), *ends]
 
     @property
     def differentiable(self) -> bool:
@@ -247,6 +254,10 @@ class PipeCall:
                 "second backward through the pipeline: its activations are freed; use retain_graph=True the first time"
             )
         self._open = keep
+        nodes = [node for node, _ in torch._C._current_autograd_node().next_functions]
+        ends = [node for node in nodes if any(getattr(node, "variable", None) is end for end in self.switches)]
+        for run in self.runs.values():
+            run.updates = not ends or any(map(reaches, ends))
         half = [[action for action in actions if action.kind not in _FORWARD] for actions in self.actions]
         with self.engine.turn("backward", self.number) as turn:
             outcome = turn.run(self.runs, half, self._output_gradients(grads), keep=keep)
@@ -304,7 +315,7 @@ class PipeCall:
         # A tied parameter is on one of its stages' devices.
         found = [(parameter, grads.get(key)) for key, parameter in self._parameters.items()]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
-        return [*of_inputs, *on_device, *([] if self.anchor is None else [None])]
+        return [*of_inputs, *on_device, *[None] * (len(self.switches) + (self.anchor is not None))]
 
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})

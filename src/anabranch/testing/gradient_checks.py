@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.tensors import Structure, flatten, map_structure, paths
 
 __all__ = ["assert_same_gradients"]
@@ -38,8 +39,7 @@ def assert_same_gradients(
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> assert_same_gradients(model, copy.deepcopy(model), torch.randn(5, 3))
     """
-    # A remote expert has one parameter, without numbers.
-    mine, theirs = ({n: p for n, p in module.named_parameters() if p.numel()} for module in (module_a, module_b))
+    mine, theirs = map(parameters_here, (module_a, module_b))
     if mine and theirs and mine.keys().isdisjoint(theirs):
         raise ValueError(f"no parameter name is in both modules: {', '.join(mine)}; {', '.join(theirs)}")
     state = torch.get_rng_state()

@@ -40,6 +40,7 @@ __all__ = [
     "current_tracer",
     "in_own_memory",
     "outside_tracing",
+    "reaches",
     "run_backward",
     "run_forward",
     "traced_by",
@@ -207,7 +208,7 @@ class _Crossing(torch.autograd.Function):
     def backward_once(ctx: _CrossingContext, *gradients: Tensor | None) -> Sequence[Tensor | None]:
         # An error if the graph has been freed, which is none for who saved nothing.
         inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
-        updates = ctx.needs_input_grad[0] and _reaches(ctx.next_functions[0][0], ctx.boundary)
+        updates = ctx.needs_input_grad[0] and reaches(ctx.next_functions[0][0])
         if not ctx.state:
             raise RuntimeError(
                 f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed: its "
@@ -221,17 +222,12 @@ class _Crossing(torch.autograd.Function):
         return run_backward(ctx.boundary, state, inputs, gradients, ctx.wants, answers=ctx.answers, updates=updates)
 
 
-def _reaches(entry: Any, boundary: Boundary) -> bool:
-    """Return True if the sweep in progress goes to the entry, too."""
+def reaches(entry: Any) -> bool:
+    """Return True if the sweep in progress goes to the node of a leaf, too."""
     try:  # private: needs_input_grad says only that an input requires a gradient, not that this sweep wants it
         return bool(torch._C._will_engine_execute_node(entry))
     except RuntimeError:  # its gradient is to be returned: a session's sweep, or a capture's, which go to tokens
-        if not isinstance(entry.variable, nn.Parameter):
-            return True
-    raise ValueError(
-        f"torch.autograd.grad cannot return the gradients of the parameters of {boundary.kind} {boundary.name!r}, "
-        "which are on its server; leave them out, or call loss.backward(), which trains them there"
-    )
+        return True
 
 
 class _CrossingContext(FunctionCtx):

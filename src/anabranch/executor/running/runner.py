@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anabranch.autodiff.moved_parameter import from_within, parameters_here
+from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
@@ -88,7 +88,7 @@ class StepRunner:
         first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
-        self._elsewhere: dict[Tensor, str] = {}
+        self._elsewhere: dict[Tensor, str] = {p: name for name, p in step.model.named_parameters() if type(p) is Switch}
         self._alike = self._requiring()  # on all workers
         self._buckets: GradientBuckets | None = None
         self._device = first.device
@@ -112,7 +112,7 @@ class StepRunner:
         self.remote, self._layout = remote, None
         self._parameters = list(parameters_here(self.step.model).values())
         here = set(self._parameters)
-        self._elsewhere = {moved.parameter: moved.name for moved in remote.part.moved if moved.parameter not in here}
+        self._elsewhere |= {moved.parameter: moved.name for moved in remote.part.moved if moved.parameter not in here}
         self._elsewhere |= {module.on_servers: module.name for module in remote.embeddings}
         self._alike = tuple(known.get(p, p.requires_grad) for p in (*self._parameters, *self._elsewhere))
         self.engine.follow_model()
@@ -433,7 +433,7 @@ class StepRunner:
         held = _optimizer_parameters(self.step)
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        known, now = {*self._parameters, *self._held}, list(parameters_here(self.step.model).values())
+        known, now = {*self._parameters, *self._elsewhere, *self._held}, list(parameters_here(self.step.model).values())
         added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
         foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
         alone = self._workers is None and self.remote is None and self._in_window == 0

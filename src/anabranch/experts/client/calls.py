@@ -28,7 +28,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
-from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changes_by_us
+from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changed_by_us
 from anabranch.experts.compression import check_parts, check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
@@ -229,9 +229,7 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         return
     if kept != call.ticket:
         call.ticket = b""
-    ours = call.changed_by_us = changes_by_us.get((call.endpoint, call.uid), 0)
-    if changed:
-        changes_by_us[call.endpoint, call.uid] = ours + 1
+    call.changed_by_us = changed_by_us(call.endpoint, call.uid, again=changed)
     outputs: list[Tensor | None]
     if call.schema.gives_as_is:
         outputs = [*outcome.tensors]

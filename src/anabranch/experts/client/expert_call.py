@@ -19,13 +19,15 @@ from torch import Tensor
 
 from anabranch.experts.schema import Schema
 
-__all__ = ["CallCounts", "CallStatistics", "ExpertCall", "changes_by_us"]
+__all__ = ["CallCounts", "CallStatistics", "ExpertCall", "changed_by_us"]
 
 _log = logging.getLogger("anabranch")
 
-changes_by_us: dict[tuple[str, str], int] = {}
+_changes_by_us: dict[tuple[str, str], int] = {}
 """How often this process has changed the expert of an endpoint and a uid: several modules may call one expert."""
 _warned: set[tuple[str, str]] = set()
+_ours = threading.Lock()
+"""Of both: several threads may call one expert, too."""
 _OWN_CHANGE = (
     "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: %s. Give its "
     "server keep_activations=, a number of rows, and backwards use the forward's own weights and buffers; "
@@ -35,6 +37,14 @@ _BACK = "its server has gone back to an earlier state"
 _BY_US = (
     "this process has changed it in between, by the backward of another call or a forward that writes to the expert"
 )
+
+
+def changed_by_us(endpoint: str, uid: str, *, again: bool) -> int:
+    """Return how often this process had changed an expert; it has now changed it ``again``."""
+    with _ours:
+        before = _changes_by_us.get((endpoint, uid), 0)
+        _changes_by_us[endpoint, uid] = before + again
+        return before
 
 
 class ExpertCall(msgspec.Struct, eq=False):
@@ -137,13 +147,15 @@ class CallCounts:
         ``updates`` it.
         """
         expert = call.endpoint, call.uid
-        ours = changes_by_us.get(expert, 0)
-        changes_by_us[expert] = ours + updates
+        ours = changed_by_us(*expert, again=updates)
         if changes == call.changes or not call.rows:
             return
         with self._lock:
             self._stale += 1
         back = changes < call.changes
-        if (back or ours > call.changed_by_us) and expert not in _warned:
-            _warned.add(expert)
+        with _ours:
+            warns = (back or ours > call.changed_by_us) and expert not in _warned
+            if warns:
+                _warned.add(expert)
+        if warns:
             _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)

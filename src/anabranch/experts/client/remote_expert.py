@@ -86,7 +86,7 @@ class RemoteExpert(RemoteModule):
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(f"expert {uid!r}")
         for name, seconds in (("forward_timeout", forward_timeout), ("backward_timeout", backward_timeout)):
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from anabranch.autodiff.boundary import whole_calls
+from anabranch.autodiff.moved_parameter import Switch
 from anabranch.experts.schema import Schema
 
 __all__ = ["RemoteModule"]
+
+
+_CURE = (
+    "leave it out of what sums, counts, copies or averages parameters (`if not name.endswith('weights_there')`); "
+    "loss.backward() trains them there, with the weight_decay= of their optimizer and clip_grad_norm= of their server"
+)
 
 
 class RemoteModule(nn.Module):
@@ -21,14 +26,17 @@ class RemoteModule(nn.Module):
         weights_there: a parameter without numbers, in place of the experts' own. Where it is frozen, as by
             ``requires_grad_(False)`` of a model around it, or where a backward does not go to it, as
             ``torch.autograd.grad(y, x)``, the experts give gradients and are not updated.
+
+    Args:
+        served: what is on servers, for errors.
     """
 
     steps_there: ClassVar[bool] = True
     """The far side makes an update of every gradient that comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, served: str) -> None:
         super().__init__()
-        self.weights_there = nn.Parameter(torch.empty(0))
+        self.weights_there = Switch(f"weights_there stands for the parameters of {served} on servers", _CURE)
         self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
         self._handle = whole_calls.handle_of(self)  # type: ignore[arg-type]
 
@@ -50,6 +58,6 @@ class RemoteModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}weights_there"]
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
-        whole = {**state_dict, f"{prefix}weights_there": self.weights_there}
-        super()._load_from_state_dict(whole, prefix, *more)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self.weights_there.out_of(self):
+            super()._load_from_state_dict(*args)

@@ -16,6 +16,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import parameters_here
+
 __all__ = ["BatchGradients", "WaitingGradients"]
 
 
@@ -59,7 +61,7 @@ class BatchGradients:
 
     def __init__(self, owner: WaitingGradients, module: nn.Module) -> None:
         self._owner = owner
-        self._parameters = list(module.parameters())
+        self._parameters = list(parameters_here(module).values())
         self._earlier = [parameter.grad for parameter in self._parameters]
         self.summed = False
         self.stepped = False

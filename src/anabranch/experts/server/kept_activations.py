@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from anabranch.autodiff.layer_state import lazy_clone
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.experts.server.batching.padding import fill
 
 __all__ = ["KeptActivations", "KeptBatch", "KeptRows", "copies_of", "copy_on_write", "is_unwritten", "take_writes"]
@@ -28,7 +29,7 @@ def copies_of(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of a module's parameters, as leaves, and buffers, by name."""
     copies = {
         name: copy_on_write(parameter).requires_grad_(parameter.requires_grad)
-        for name, parameter in module.named_parameters()
+        for name, parameter in parameters_here(module).items()
     }
     return copies | {name: copy_on_write(buffer) for name, buffer in module.named_buffers()}
 
@@ -36,7 +37,7 @@ def copies_of(module: nn.Module) -> dict[str, Tensor]:
 def take_writes(module: nn.Module, copies: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> None:
     """Write to ``module`` what a forward on ``copies`` has written to them; ``fresh`` are the copies before it."""
     with torch.no_grad():
-        for name, own in [*module.named_parameters(), *module.named_buffers()]:
+        for name, own in [*parameters_here(module).items(), *module.named_buffers()]:
             copy = copies[name]
             if copy is not fresh[name] and not isinstance(own, nn.Parameter):
                 owner, _, last = name.rpartition(".")

@@ -6,13 +6,13 @@ import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.boundary import whole_calls
-from anabranch.autodiff.moved_parameter import Elsewhere
+from anabranch.autodiff.moved_parameter import Switch
 from anabranch.choices import choice
 from anabranch.job import job
 from anabranch.parameter_server.client.distinct_ids import unique_of
@@ -26,6 +26,10 @@ from anabranch.tables.table_spec import Eviction, TableSpec
 __all__ = ["RemoteEmbedding"]
 
 _STANDARD_NORMAL = Normal()
+_CURE = (
+    "look rows up, read them with a ParameterClient, and leave on_servers out of what sums, counts, copies or averages "
+    "parameters (`if not name.endswith('on_servers')`); a penalty belongs to the rows' optimizer: weight_decay="
+)
 
 
 class RemoteEmbedding(nn.Module):
@@ -92,30 +96,18 @@ class RemoteEmbedding(nn.Module):
         self.mode = mode
         self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
         self._link = _Link()
-        self.on_servers = Elsewhere(torch.empty(0, dtype=dtype))
+        self.on_servers = Switch(f"on_servers stands for the rows of RemoteEmbedding {name}", _CURE, dtype)
         self._handle = whole_calls.handle_of(self)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         """Save nothing: there are no numbers here."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        switch = self._parameters.pop("on_servers")
-        try:
+        with self.on_servers.out_of(self):
             super()._load_from_state_dict(*args)
-        finally:
-            self._parameters["on_servers"] = switch
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # The only class that all of PyTorch's ways to convert a model keep.
-        self.on_servers.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
-        finally:
-            self.on_servers.__class__ = Elsewhere
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.on_servers.__class__ = Elsewhere  # which pickle makes a plain one
         self._handle = whole_calls.handle_of(self)
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.parts.part_program import is_plain
 from anabranch.pipeline.parts.trees import Tree, take_apart
@@ -75,7 +76,8 @@ def state_of(model: nn.Module, modes: ThreadModes) -> str:
                 text.append(f"{path}.{name}={len(value)}")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                text.append(f"{path}.{name}:{tuple(tensor.shape)}{tensor.dtype}{tensor.requires_grad}")
+                shape = () if type(tensor) is Switch else tuple(tensor.shape)
+                text.append(f"{path}.{name}:{shape}{tensor.dtype}{tensor.requires_grad}")
     return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
 
 

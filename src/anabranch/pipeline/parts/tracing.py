@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.names import is_within
@@ -333,10 +334,11 @@ def _without_memory(
     named: list[Tensor] = []
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in memo:
+            if tensor is None or id(tensor) in memo or type(tensor) is Switch:
                 continue
             with fake:
-                empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                stride = torch.empty(tensor.size(), device="meta") if isinstance(tensor, Elsewhere) else tensor
+                empty = torch.empty_strided(tensor.size(), stride.stride(), dtype=tensor.dtype, device=device)
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = empty

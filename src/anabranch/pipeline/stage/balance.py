@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.pipeline.stage.packet import size_of
 from anabranch.pipeline.stage.partition import Layer, flatten_layers
 from anabranch.pipeline.stage.random_streams import drawing_from
@@ -101,7 +102,7 @@ class _Profile:
                 self._seen.append(seen)
         self.seconds = [0.0] * len(self._layers)
         self.sizes = [
-            2 * sum(parameter.nbytes for parameter in layer.module.parameters()) + seen.kept_bytes
+            2 * sum(parameter.nbytes for parameter in parameters_here(layer.module).values()) + seen.kept_bytes
             for layer, seen in zip(self._layers, self._seen, strict=True)
         ]
 
@@ -116,7 +117,7 @@ class _Profile:
         popped = self._store.values_for(layer)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), using_store(self._store):
             output = layer.module(_cloned(value))
-        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+        for tensor in (*parameters_here(layer.module).values(), *layer.module.buffers()):
             kept.pop(tensor.untyped_storage().data_ptr(), None)
         return _Seen(value, sum(kept.values()), _bytes(output), popped), _leaf(output)
 

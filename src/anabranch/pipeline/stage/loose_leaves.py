@@ -6,7 +6,7 @@ are set aside: a failed step leaves nothing behind, and a hook sees the sum, onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,43 +23,21 @@ class LooseLeaves:
     """The loose leaves of one call.
 
     Attributes:
-        elsewhere: the parameters that only other ranks train, and their names.
-        unchecked: the stages whose layers may read one of these; a checked stage is left out.
         placeholders: the ids of those of all stages here.
     """
 
-    elsewhere: Mapping[Tensor, str]
-    unchecked: set[int]
     placeholders: set[int] = field(default_factory=set)
     _before: dict[Tensor, tuple[Tensor | None, _Hooks]] = field(default_factory=dict)
 
     def set_aside(self, loss: Node, outputs: Iterable[Node | None]) -> None:
-        """Set aside what the leaves between the model's outputs and the loss have so far.
-
-        Raises:
-            ValueError: one is a parameter of another rank.
-        """
+        """Set aside what the leaves between the model's outputs and the loss have so far."""
         for leaf in _leaves([loss], outputs):
             if leaf not in self._before and id(leaf) not in self.placeholders:
-                self._refuse_elsewhere(leaf, "the loss")
                 hooks = [those for those in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if those]
                 self._before[leaf] = leaf.grad, [(those, those.copy()) for those in hooks]
                 leaf.grad = None
                 for those in hooks:
                     those.clear()
-
-    def check(self, outputs: Iterable[Node], stage: int) -> None:
-        """Raise ``ValueError`` if a layer reads a parameter of another rank."""
-        for leaf in _leaves(outputs, ()):
-            self._refuse_elsewhere(leaf, f"a layer of stage {stage}")
-        self.unchecked.discard(stage)
-
-    def _refuse_elsewhere(self, leaf: Tensor, reader: str) -> None:
-        if leaf in self.elsewhere:
-            raise ValueError(
-                f"{reader} reads {self.elsewhere[leaf]}, which only another rank trains: its gradient would be lost; "
-                "use weight_decay, compute the term in its own layer, or register it in each layer that uses it"
-            )
 
     def take(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the leaves with the gradients of this call, and give them back what they had before."""

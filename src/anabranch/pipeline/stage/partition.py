@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from anabranch.autodiff.moved_parameter import Elsewhere
+from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
 from anabranch.pipeline.stage.keywords import accepted_keywords
 from anabranch.pipeline.stage.outline import has_hooks
@@ -79,7 +79,7 @@ def _refuse_duplicates(layers: list[Layer]) -> None:
     for layer in layers:
         for path, child in layer.module.named_modules(prefix=layer.name):
             earlier = first.setdefault(child, path)
-            held = [*(p for p in child._parameters.values() if type(p) is not Elsewhere), *child._buffers]
+            held = [*(p for p in child._parameters.values() if type(p) is not Switch), *child._buffers]
             stateful = bool(held) or declaration_of(child) is not None
             if stateful and earlier != path:
                 raise ValueError(

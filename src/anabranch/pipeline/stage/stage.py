@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.autodiff.boundary.answers import FirstForward
 from anabranch.autodiff.layer_state import LayerState, StateValues
-from anabranch.autodiff.moved_parameter import Elsewhere
+from anabranch.autodiff.moved_parameter import Elsewhere, Switch
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import on_device
@@ -133,13 +133,20 @@ class _Pass:
 
 
 class StageRun:
-    """A stage during one call of the pipeline: its placeholders and the passes in progress."""
+    """A stage during one call of the pipeline: its placeholders and the passes in progress.
+
+    Attributes:
+        switches: parameters for others that its layers train elsewhere: experts, rows.
+        updates: backward trains these, too.
+    """
 
     def __init__(self, stage: Stage, plan: StagePlan, head: Head | None = None) -> None:
         self.stage = stage
         self.plan = plan
         self.head = head
         modules = [child for layer in stage.layers for child in layer.module.modules()]
+        self.switches = [p for child in modules for p in child._parameters.values() if type(p) is Switch]
+        self.updates = True
         if head is not None:
             modules += head.modules
         self._slots = _stand_ins(modules, stage.device) if plan.records else []
@@ -232,9 +239,6 @@ class StageRun:
                     plan.loose.set_aside(here.loss_edge.node, ends)
                 self.losses[i] = loss.detach()
             outputs = self._cut_all(value, store, here)
-            if plan.records and self.stage.index in plan.loose.unchecked:
-                every = (edge for routed in here.edges.values() for edges in routed for edge in edges)
-                plan.loose.check([edge.node for edge in every if edge is not None], self.stage.index)
             if runs_twice:
                 with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
                     here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
@@ -298,7 +302,10 @@ class StageRun:
                 box[:] = [None] * len(box)
         # On this thread alone: torch's thread of a device may be the very one that waits for this pipe.
         with torch.autograd.set_multithreading_enabled(False):
-            if edges and self.plan.split_backward:
+            if edges and not self.updates:
+                here_alone = [self._phony, *(slot.stand_in for slot in self._slots)]
+                torch.autograd.backward(edges, grads, retain_graph=keep, inputs=here_alone)
+            elif edges and self.plan.split_backward:
                 here.split = SplitBackward(edges, grads, self._phony, here.hooked)
                 here.split.inputs()
             elif edges:

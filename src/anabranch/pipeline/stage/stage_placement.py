@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from anabranch.autodiff.moved_parameter import Elsewhere, put_elsewhere
 from anabranch.errors import PipelineError
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.pipe_call import Tie
@@ -24,7 +25,10 @@ from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
 from anabranch.transport.peer_watch import interruptible
 
-__all__ = ["count_places", "describe_split", "find_balance", "find_neighbours", "find_ties", "part_of", "place_stages"]
+_CURE = (
+    "call pipe(x) and pipe.step, and save pipe.state_dict() of every rank; compute a term of the loss in a layer that "
+    "has the parameter, or register it in each layer that uses it; for another Pipe make the model again"
+)
 
 
 def find_balance(
@@ -71,10 +75,14 @@ def count_places(devices: Sequence[torch.device | str] | None, group: dist.Proce
     return size
 
 
-def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules) -> str:
+def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules, here: Sequence[int]) -> str:
     """Return the facts that must be equal on every rank: otherwise messages would be misrouted, or layers run twice or
     not at all.
     """
+    for layer in (layer for j in here for layer in split[j]):
+        for parameter in layer.module.parameters():
+            if type(parameter) is Elsewhere:
+                return f"{parameter.what}; {parameter.cure}"
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
@@ -112,11 +120,29 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: 
                 ranks.setdefault(parameter, set()).add(rank_of[j])
     tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
     for parameter, users in tied:
-        values = parameter.detach().cpu()
+        lacks = isinstance(parameter, Elsewhere)
+        values = torch.empty(parameter.shape, dtype=parameter.dtype) if lacks else parameter.detach().cpu()
         interruptible(partial(dist.broadcast, values, group=engine.group, group_src=users[0]))
         if engine.rank in users:
             parameter.data.copy_(values)
     return [(index, parameter, users) for index, (parameter, users) in enumerate(tied) if engine.rank in users]
+
+
+def leave_to_others(
+    split: Sequence[Sequence[Layer]],
+    rank_of: Sequence[int],
+    names: Mapping[torch.Tensor, str],
+    group: dist.ProcessGroup,
+) -> None:
+    """Make the parameters in ``names``, which only other ranks train, ones whose numbers are there.
+
+    Those here would stay at their first values; their memory is freed.
+    """
+    for j, layers in enumerate(split):
+        place = f"on rank {dist.get_global_rank(group, rank_of[j])}, in stage {j} of its Pipe"
+        for parameter in (parameter for layer in layers for parameter in layer.module.parameters()):
+            if parameter in names and not isinstance(parameter, Elsewhere) and parameter.is_floating_point():
+                put_elsewhere(parameter, Elsewhere, what=f"{names[parameter]} is {place}", cure=_CURE)
 
 
 def place_stages(

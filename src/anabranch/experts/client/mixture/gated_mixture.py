@@ -56,7 +56,7 @@ class GatedMixture(RemoteModule):
         grid_dropout: float,
         finder: Callable[[], ExpertFinder],
     ) -> None:
-        super().__init__()
+        super().__init__(f"the experts {uid_prefix!r}")
         check_fraction("grid_dropout", grid_dropout)
         self.grid_dropout = grid_dropout
         self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, limits, k_best)
