@@ -23,7 +23,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -44,8 +43,8 @@ from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.executor.pipes import PipelineGrid
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.running.pipe_runner import PipelineGrid
 from anabranch.executor.running.remote import RemotePart, ServedParameter
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, StartedSave
@@ -63,8 +62,6 @@ from anabranch.executor.steps import Step, TrainStep, distinct_models, parameter
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
-
-__all__ = ["HasState", "Saver"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -88,23 +85,27 @@ class HasState(Protocol):
 
 
 class Saver:
-    """Saves and loads the state of one executor; created before parameters move to servers.
+    """Saves and loads the state of one executor.
 
-    Attributes:
+    Args:
+        steps: of the executor.
+        runners: of its training steps.
+        workers: all ranks.
         loaders: the loaders whose positions are saved.
         remote: the parameters on servers.
+        objects: the user's own.
     """
-
-    loaders: Mapping[str, BoundLoader] = MappingProxyType({})
-    remote: RemotePart | None = None
 
     def __init__(
         self,
         steps: Mapping[str, Step],
         runners: Mapping[str, StepRunner],
         workers: Workers | PipelineGrid | None,
+        loaders: Mapping[str, BoundLoader],
+        remote: RemotePart | None,
         objects: Mapping[str, HasState] | None = None,
     ) -> None:
+        self.loaders, self.remote = loaders, remote
         self._objects = dict(objects or {})
         self._background: BackgroundSaves | None = None
         self._started_saves: list[StartedSave] = []
@@ -112,7 +113,7 @@ class Saver:
         self._runners = runners
         self._workers = workers
         self._models = distinct_models(steps)
-        # As they are before some move to the servers.
+        # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
         self._run = RunName(shared=workers is not None)
@@ -293,7 +294,7 @@ class Saver:
             "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
             "optimizer": optimizer_tensors,
         }
-        schedulers, groups["schedulers"] = checkpoint.split(self._scheduler_states())
+        schedulers, groups["schedulers"] = checkpoint.split(_scheduler_states(self._steps))
         saved_extra, groups["extra"] = checkpoint.split(extra)
         saved_objects, groups["objects"] = checkpoint.split({k: o.state_dict() for k, o in self._objects.items()})
         servers: object = None
@@ -377,30 +378,7 @@ class Saver:
         elsewhere: dict[Tensor, dict[str, object]] = {
             entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
         }
-        return {
-            name: [
-                by_parameter_name(optimizer, parameter_names(optimizer, self._parameters(name)), elsewhere)
-                for optimizer in step.optimizers
-            ]
-            for name, step in self._steps.items()
-        }
-
-    def _scheduler_states(self) -> dict[str, list[dict[str, object]]]:
-        return {
-            name: [
-                {"scheduler": type(scheduler).__qualname__, "state": to_save(scheduler.state_dict())}
-                for scheduler in step.schedulers
-            ]
-            for name, step in self._steps.items()
-        }
-
-    def try_encoding(self) -> None:
-        """Raise ``ValueError`` for what the optimizers' groups or the schedulers hold and a checkpoint does not."""
-        state, _ = checkpoint.split({"optimizers": self._optimizer_states({}), "schedulers": self._scheduler_states()})
-        try:
-            encode(state)
-        except ValueError as error:
-            raise ValueError(f"{error}; or give the scheduler or optimizer a state_dict() without it") from None
+        return _optimizer_states(self._steps, self._parameters, elsewhere)
 
     def _counts(self) -> dict[str, dict[str, object]]:
         """Return what every step has counted."""
@@ -721,6 +699,40 @@ class Saver:
                 pipe.calls = calls
                 if as_many:
                     pipe.seed = seed
+
+
+def _optimizer_states(
+    steps: Mapping[str, TrainStep],
+    parameters: Callable[[str], Mapping[str, Tensor]],
+    elsewhere: Mapping[Tensor, dict[str, object]],
+) -> dict[str, list[object]]:
+    return {
+        name: [
+            by_parameter_name(optimizer, parameter_names(optimizer, parameters(name)), elsewhere)
+            for optimizer in step.optimizers
+        ]
+        for name, step in steps.items()
+    }
+
+
+def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[dict[str, object]]]:
+    return {
+        name: [
+            {"scheduler": type(scheduler).__qualname__, "state": to_save(scheduler.state_dict())}
+            for scheduler in step.schedulers
+        ]
+        for name, step in steps.items()
+    }
+
+
+def check_encoding(steps: Mapping[str, TrainStep]) -> None:
+    """Raise ``ValueError`` for what the optimizers' groups or the schedulers hold and a checkpoint does not."""
+    optimizers = _optimizer_states(steps, lambda name: names_of(steps[name].model), {})
+    state, _ = checkpoint.split({"optimizers": optimizers, "schedulers": _scheduler_states(steps)})
+    try:
+        encode(state)
+    except ValueError as error:
+        raise ValueError(f"{error}; or give the scheduler or optimizer a state_dict() without it") from None
 
 
 def _bytes(value: Tensor) -> bytes:
