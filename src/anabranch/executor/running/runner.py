@@ -92,6 +92,9 @@ class StepRunner:
         self._alone = self._workers is None and step.accumulate == 1 and not servers
         # Otherwise Python code runs between gradients and optimizers.
         self._whole = step.on_gradients is None and step.clip_grad_value is None and self.scale is None
+        self._parameters: list[Tensor] = []
+        self._elsewhere: dict[Tensor, str] = {}
+        self._alike: tuple[bool, ...] = ()  # which require a gradient, on all workers
         self.take_to_servers()
         first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -99,10 +102,12 @@ class StepRunner:
 
     def take_to_servers(self) -> None:
         """Run from now on with some of the parameters on servers, if any are."""
+        # Frozen here since the Executor was made, a parameter may not be on the other workers: the next run tells them.
+        known = dict(zip((*self._parameters, *self._elsewhere), self._alike, strict=False))
         self._layout: tuple[bool, ...] | None = None
-        self._parameters: list[Tensor] = list(parameters_here(self.step.model).values())
+        self._parameters = list(parameters_here(self.step.model).values())
         here = set(self._parameters)
-        self._elsewhere: dict[Tensor, str] = {}
+        self._elsewhere = {}
         for servers in self._servers:
             self._elsewhere |= {one.parameter: one.name for one in servers.part.moved if one.parameter not in here}
             self._elsewhere |= {module.on_servers: module.name for module in servers.embeddings}
@@ -113,7 +118,7 @@ class StepRunner:
                     listed(there),
                     there[0],
                 )
-        self._alike = self._requiring()  # on all workers
+        self._alike = tuple(known.get(p, p.requires_grad) for p in (*self._parameters, *self._elsewhere))
         self.engine.follow_model()
 
     def _requiring(self) -> tuple[bool, ...]:
