@@ -235,7 +235,7 @@ def train_step(case: TrainingCase) -> ab.TrainStep:
 def why_by_itself(executor: ab.Executor, name: str = "default") -> str:
     """Return the reason why the optimizers of a step that runs as a graph step outside of it; empty if they do not."""
     engine: Any = executor._runners[name].engine
-    refused = engine.program.refused_update if executor.engine(name) == "graph" else None
+    refused = engine._program.refused_update if executor.engine(name) == "graph" else None
     return "" if refused is None else str(refused)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.executor.engines.finite import all_finite, nonfinite_names
+from anabranch.executor.engines.gradients import all_finite, nonfinite_names
 
 LARGE = 1 << 16
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from anabranch.executor.engines.checked_graph import CheckedGraph
-from anabranch.executor.engines.fetching import Fetch
+from anabranch.executor.engines.engine import Fetch
+from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 
 SGD = torch.optim.SGD
@@ -178,14 +178,15 @@ def test_an_interrupt_beside_a_new_graph_costs_one_step_and_no_second_capture(
 def test_gradients_for_other_workers_are_of_a_compared_graph_too() -> None:
     model = ChangesWhatIsSaved()
     step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
-    one = CheckedGraph(step)
-    one.attach(dict(model.named_parameters()), lambda parameter, gradient: gradient)
+    one = GraphEngine(step)
+    passed = SimpleNamespace(parameters=dict(model.named_parameters()), ready=lambda parameter, gradient: gradient)
+    one.attach([passed])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            one.differentiate(torch.ones(5, 4), Fetch([], model), lambda loss: None)
+            one.differentiate(torch.ones(5, 4), 5.0, Fetch([], model), lambda loss: None)
     model.changes = False
     for _ in range(2):
-        one.differentiate(torch.ones(5, 4), Fetch([], model), lambda loss: None)
+        one.differentiate(torch.ones(5, 4), 5.0, Fetch([], model), lambda loss: None)
     assert one.name == "graph"
 
 

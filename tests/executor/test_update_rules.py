@@ -58,6 +58,38 @@ def test_a_step_that_is_not_finite_raises_and_updates_nothing(engine: Any) -> No
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
 
 
+class Breaks(nn.Module):
+    """Two layers, of which the gradient of one can become NaN alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.one(x) + self.other(x * by).clamp(max=0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_error_names_the_gradients_that_were_not_finite_before_clipping(engine: Any) -> None:
+    torch.manual_seed(0)
+    model = Breaks()
+    step = ab.TrainStep(
+        model,
+        lambda model, batch: model(batch["x"], batch["by"]).clamp(max=1e4).sum(),
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        clip_grad_norm=1.0,
+    )
+    x = torch.ones(3, 4)
+    with ab.Executor(step, engine=engine) as executor:
+        for _ in range(3):
+            executor.run(batch={"x": x, "by": torch.ones(())})
+        before = state_of(model)
+        with pytest.raises(ab.NonFinite, match=r"gradients of other\.weight hold"):
+            executor.run(batch={"x": x, "by": torch.tensor(float("nan"))})
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert executor.engine() == engine
+
+
 def test_a_gradient_that_is_not_finite_is_named_though_the_loss_is() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:

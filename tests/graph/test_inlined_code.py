@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.graph.dynamo.inlined_code import InlinedCode
+from anabranch.graph.dynamo.front import InlinedCode
 
 
 def doubled(self: Any, value: float) -> float:

@@ -181,6 +181,7 @@ class GradientBuckets:
         bucket_bytes: a bucket is closed once it holds that many.
 
     Attributes:
+        parameters: as given.
         carries_header: whether there is a bucket for them: of float32 or float64, so that they are not rounded.
     """
 
@@ -193,7 +194,7 @@ class GradientBuckets:
         header: int = 0,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self._parameters = dict(parameters)
+        self.parameters = dict(parameters)
         self._workers = workers
         self._sparse_names = set(sparse)
         self._header = header
@@ -207,8 +208,8 @@ class GradientBuckets:
         self._buckets: list[_DenseBucket] = []
         self._tables: list[SparseGradient] = []
         self._where: dict[Tensor, _Member] = {}
-        dense = {name: value for name, value in self._parameters.items() if name not in self._sparse_names}
-        for name, parameter in reversed(self._parameters.items()):
+        dense = {name: value for name, value in self.parameters.items() if name not in self._sparse_names}
+        for name, parameter in reversed(self.parameters.items()):
             if name in self._sparse_names:
                 table = SparseGradient(name, parameter, self._workers)
                 self._tables.append(table)
@@ -227,7 +228,7 @@ class GradientBuckets:
     @property
     def empty(self) -> bool:
         """True if no parameter's gradient is summed here."""
-        return not self._parameters
+        return not self.parameters
 
     def start_window(self) -> None:
         """Begins a new sum."""

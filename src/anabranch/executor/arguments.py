@@ -10,8 +10,6 @@ from pathlib import Path
 from anabranch.checkpoint.generations import check_path
 from anabranch.tables import Cache
 
-__all__ = ["check_arguments", "check_log_path"]
-
 
 def check_arguments(
     *, seed: object, cache: object, dataloaders: object, state: object, check_workers: object, steps: Iterable[str]

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from anabranch.autodiff.hooks import move_at_edges
 from anabranch.autodiff.moved_parameter import Switch
 
-__all__ = ["DevicePlacement"]
-
 
 class DevicePlacement:
     """The modules named in ``devices`` moved there, until it is closed.

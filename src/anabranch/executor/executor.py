@@ -9,11 +9,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar, cast, overload
+from typing import Literal, Self, TypeAlias, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -28,29 +28,28 @@ from anabranch.errors import CheckpointError
 from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
 from anabranch.executor.drift import Drift
-from anabranch.executor.engines.choice import EngineChoice
+from anabranch.executor.engines.choice import check_engine, engine_for
+from anabranch.executor.engines.engine import Fetch
 from anabranch.executor.engines.evaluator import Evaluator
-from anabranch.executor.engines.fetching import Fetch
-from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.likeness import check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.executor.loss_module import model_of
 from anabranch.executor.observing.callbacks import PeerLostRecord, RestartRecord, SaveRecord, StepRecord, Subscription
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
-from anabranch.executor.observing.watching import Watching
+from anabranch.executor.observing.watching import Watching, rates_of
+from anabranch.executor.pipes import PipelineGrid, check_pipes, seed_pipes
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
-from anabranch.executor.running.loss_module import model_of
-from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
 from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
-from anabranch.executor.running.step_runs import StepRuns, StepTaken
+from anabranch.executor.running.runner import StepRunner, rows_of
 from anabranch.executor.saving.background_saves import MOST_IN_FLIGHT
-from anabranch.executor.saving.saving import HasState, Saver
+from anabranch.executor.saving.saving import HasState, Saver, check_encoding
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep, distinct_models, named_steps
 from anabranch.graph import Graph
@@ -59,11 +58,14 @@ from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
 from anabranch.status_file import PLAN_VARIABLE, status_file
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, Structure, as_tensors, check_compression, map_structure
+from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
 
 __all__ = ["CommMode", "Executor"]
 
 _T = TypeVar("_T")
+
+_Took: TypeAlias = tuple[float, tuple[float, ...], Mapping[str, Tensor]]
+"""An optimizer step that was taken: the batch's rows, the learning rates, and its numbers for sinks."""
 
 
 class Executor:
@@ -136,10 +138,6 @@ class Executor:
         PeerLost, DeadlineExceeded: the other workers did not arrive.
     """
 
-    _trace: RunTrace | None = None
-    _inside: str | None = None  # the step that runs
-    _end_saves: Callable[[Deadline], None] | None = None
-
     def __init__(
         self,
         steps: StepDescription | Mapping[str, StepDescription],
@@ -167,15 +165,15 @@ class Executor:
     ) -> None:
         self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
         self._steps = named_steps(steps)
+        training = {name: step for name, step in self._steps.items() if isinstance(step, TrainStep)}
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode, self._steps, process_group)
-        consistency = Consistency.parse(consistency).name
+        ordering = Consistency.parse(consistency)
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
-        engines = EngineChoice.parse(engine, compile)
+        engine = check_engine(engine, compile, self._steps)
         check_arguments(
             seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers, steps=self._steps
         )
-        sinks = check_sinks(sinks)
         self._models = distinct_models(self._steps)
         routes_in = partial(
             plan_routes,
@@ -186,22 +184,26 @@ class Executor:
             caches=cache is not None,
         )
         self._routes = routes_in(self.comm_mode)
-        others = other_modes(routes_in, self.comm_mode, self._steps, Consistency.parse(consistency), cache)
+        others = other_modes(routes_in, self.comm_mode, self._steps, ordering, cache)
         self._log_path = check_log_path(log_path)
-        self._closed, self._timeout, self._process = False, timeout, os.getpid()
-        self._started = time.monotonic()
-        self._placement: DevicePlacement | None = None
-        self._remote: RemotePart | None = None
-        self._batches = Batches({}, None)
-        several = sum(isinstance(step, TrainStep) for step in self._steps.values()) > 1
-        self._watching = Watching(sinks, prefixed=several)  # closes them, too, if the rest fails
-        self._grid: PipelineGrid | None = None
         pipe = check_pipes(self._steps, process_group, self.comm_mode)
-        self._workers = self._join_workers(process_group, timeout, heartbeat)
+        self._timeout, self._process, self._started = timeout, os.getpid(), time.monotonic()
+        self._inside: str | None = None  # the step that runs
+        self._trace: RunTrace | None = None
+        self._closed, self._failed = False, cast("BaseException | None", None)
+        self._parts = ExitStack()  # closed in reverse order, also where one of them fails
+        self._watching = Watching(check_sinks(sinks), prefixed=len(training) > 1)
+        self._parts.callback(self._watching.close)
         try:
+            self._workers = self._join_workers(process_group, timeout, heartbeat)
+            if self._workers is not None:
+                self._parts.callback(self._workers.close)
+            self._grid = None
             if pipe is not None:
                 line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
                 self._grid = PipelineGrid(self._workers, line)
+                self._parts.callback(self._grid.close)
+            everyone = self._grid or self._workers
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
                 seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
@@ -209,61 +211,64 @@ class Executor:
                 name: DevicePlacement.home(step.model, devices or {}) for name, step in self._steps.items()
             }
             if devices:
-                self._placement = _placed(self._steps, devices)
-            merges = Consistency.parse(consistency).merges
-            # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
-            together = merges or not self._routes.served or self._routes.all_reduces
-            drift = None
-            if together and check_workers and self._workers is not None and self._workers.size > 1:
-                drift = Drift(self._workers, self._grid or self._workers, self._steps, self.routes, check_workers)
-            self._runners = {
-                name: runner_for(
-                    name,
-                    step,
-                    self._workers if together else None,
-                    partial(engines.engine_for, name, step),
-                    engines.engine,
-                    drift,
-                )
-                for name, step in self._steps.items()
-                if isinstance(step, TrainStep)
-            }
-            for number, runner in enumerate(self._runners.values()):
-                runner.number = number
-            self._engines = engines
-            self._evaluators = self._new_evaluators()
-            self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
-            self._end_saves = self._saver.close
-            self._saver.try_encoding()
+                self._parts.callback(_placed(self._steps, devices).close)
+            check_encoding(training, self._models, state or {})
             if self._workers is not None and self._workers.size > 1:
                 check_alike(self._workers, self._steps, self._routes)
                 share_parameters(self._workers, self._steps, self._routes)
-            self._make_remote = partial(
-                RemotePart,
-                steps=self._steps,
-                models=self._models,
-                workers=self._grid or self._workers,
-                stages=1 if self._grid is None else self._grid.stages,
-                consistency=consistency,
-                cache=cache,
-                row_compression=row_compression,
-                timeout=timeout,
-                heartbeat=heartbeat,
-                on_move=self._follow_move,
-            )
+            # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
+            together = ordering.merges or not self._routes.served or self._routes.all_reduces
+            acting = self._workers if together else None
+            drift = None
+            if acting is not None and check_workers and acting.size > 1:
+                drift = Drift(acting, everyone or acting, self._steps, self.routes, check_workers)
+            self._runners: dict[str, StepRunner] = {}
+            self._evaluators: dict[str, Evaluator] = {}
+            self._remote: RemotePart | None = None
             if self._serves_any():
-                self._remote = self._take_to_servers()
+                self._remote = RemotePart(
+                    self._routes,
+                    self._steps,
+                    self._models,
+                    everyone,
+                    stages=1 if self._grid is None else self._grid.stages,
+                    consistency=ordering.name,
+                    cache=cache,
+                    row_compression=row_compression,
+                    timeout=timeout,
+                    heartbeat=heartbeat,
+                    served=self._served,
+                    on_move=self._follow_move,
+                )
+                self._parts.callback(self._close_remote, self._remote)
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
-            self._asks_ahead = prefetch and cache is not None
-            if self._remote is not None:
-                self._ask_ahead(self._remote)
-            for step in self._steps.values():
-                if isinstance(step, TrainStep) and not step.model.training:
+            self._parts.callback(self._batches.close)
+            # What lists parameters is made from here on: some are on the servers by now.
+            self._new_evaluator = partial(Evaluator, engine=engine, compile=compile)
+            self._evaluators |= self._new_evaluators()
+            columns = 1 if acting is None else acting.size
+            for number, (name, step) in enumerate(training.items()):
+                remote = self._remote
+                asks_ahead = prefetch and cache is not None and remote is not None and name in self._batches.loaders
+                self._runners[name] = StepRunner(
+                    step,
+                    engine_for(name, step, engine, compile, columns),
+                    acting,
+                    drift,
+                    number=number,
+                    servers=() if remote is None else (RemoteWindow(remote, step),),
+                    upcoming=UpcomingIds() if remote and remote.rows and not isinstance(step.model, Pipe) else None,
+                    between=partial(self._ask_for_next, name) if asks_ahead else None,
+                )
+            self._saver = Saver(self._steps, self._runners, everyone, self._batches.loaders, self._remote, state)
+            self._parts.callback(self._close_saves)
+            self._parts.callback(self._close_trace)
+            for step in training.values():
+                if not step.model.training:
                     step.model.train()
         except BaseException as error:
             self._end(error)
             raise
-        everyone = self._grid or self._workers
         self._rank = rank = job().rank if everyone is None else everyone.rank
         file = status_file()
         self._watching.begin(rank, None if file is None else RunFacts(file, self._crossed))
@@ -272,18 +277,13 @@ class Executor:
             self._progress.leave_in(file, otherwise=self._batches.loops)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
-        self._running = StepRuns(
-            self._runners, self._evaluators, self._batches, self._devices, self._watching, self._remote
-        )
-        self._run_seconds = 0.0
+        self._rows, self._run_seconds = 0.0, 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._saver.loaders = self._batches.loaders
-        self._saver.remote = self._remote
         self._planner = Planner(
-            list(self._models.values()), self._workers, merges, row_compression, cache is not None, timeout, others
-        )
-        if PLAN_VARIABLE in os.environ:
-            self._running.before = self._before_first
+            list(self._models.values()), self._workers, ordering.merges, row_compression, cache is not None, timeout,
+            others,
+        )  # fmt: skip
+        self._only_plans = PLAN_VARIABLE in os.environ
 
     # Construction.
 
@@ -304,34 +304,19 @@ class Executor:
 
     def _new_evaluators(self) -> dict[str, Evaluator]:
         steps = self._steps.items()
-        return {name: self._engines.evaluator_for(step) for name, step in steps if isinstance(step, EvalStep)}
+        return {name: self._new_evaluator(step) for name, step in steps if isinstance(step, EvalStep)}
 
     def _follow_move(self) -> None:
-        """Let runners and evaluations see that parameters have moved to the servers."""
+        """Let runners and evaluations see that parameters have moved to the servers, if they exist by then."""
         for runner in self._runners.values():
-            if runner.remote is not None:
-                runner.take_to_servers(runner.remote)
-        self._evaluators |= self._new_evaluators()
+            runner.take_to_servers()
+        if self._evaluators:
+            self._evaluators |= self._new_evaluators()
 
-    def _take_to_servers(self) -> RemotePart:
-        """Let the servers hold what the routes say, from the first run on if they hold nothing of these names yet."""
-        remote = self._remote = self._make_remote(self._routes, served=self._served)
-        for runner in self._runners.values():
-            runner.take_to_servers(RemoteWindow(remote, runner.step))
-            if remote.rows and not isinstance(runner, PipeRunner):
-                runner.upcoming = UpcomingIds()
-        return remote
-
-    def _ask_ahead(self, remote: RemotePart) -> None:
-        """Let steps request the rows of their loaders' next batches once they have read their own."""
-        if self._asks_ahead:
-            for name in self._runners.keys() & self._batches.loaders.keys():
-                self._runners[name].between = partial(self._ask_for_next, name, remote)
-
-    def _ask_for_next(self, name: str, remote: RemotePart) -> None:
+    def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
-        if batch is not None and runner.upcoming is not None:
-            remote.ask_ahead(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+        if batch is not None and runner.upcoming is not None and self._remote is not None:
+            self._remote.ask_ahead(runner.upcoming.of(as_tensors(batch, self._devices[name])))
 
     # Plans.
 
@@ -376,7 +361,7 @@ class Executor:
         with self._reporting_failures():
             return self._planner.plan(name, step, batch, self.comm_mode, self._routes, self._remote)
 
-    def _before_first(self, name: str, batch: Structure | None) -> None:
+    def _leave_plan(self, name: str, batch: Structure | None) -> None:
         """Leave the plan of the first training run's batch for ``anabranch plan``, and end."""
         plan = self.plan(name, batch)
         if self._rank == 0:
@@ -430,28 +415,96 @@ class Executor:
             self._remote.check_fetch(wanted.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            self._inside, took = name, cast("StepTaken | None", None)
-            if isinstance(step, TrainStep):
-                values, took = self._running.train(name, step, batch, wanted)
-            else:
-                values = self._running.evaluate(name, step, batch, wanted)
+            try:
+                self._inside = name
+                if isinstance(step, TrainStep):
+                    values, took = self._train(name, step, batch, wanted)
+                else:
+                    values, took = self._evaluate(name, step, batch, wanted), None
+            finally:
+                self._inside = None
         except BaseException as error:
-            # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
+            self._inside = None  # Ctrl-C may have come in the line above
+            # It may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
-            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})
         self._runs[name] += 1
         if took is not None:
-            record = StepRecord(self.step, name, took.rows, time.monotonic() - began, took.rates, values)
-            self._watching.stepped(record, took.numbers)
+            rows, rates, numbers = took
+            self._watching.stepped(StepRecord(self.step, name, rows, time.monotonic() - began, rates, values), numbers)
         if self._trace is not None and self._trace.over(self.step):
             self._end_trace(clean=True)
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
+
+    def _train(
+        self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch
+    ) -> tuple[dict[str, Tensor], _Took | None]:
+        """Return the values of a run, and what sinks get of the optimizer step that it took, if they get any."""
+        if self._remote is not None and not self._only_plans:
+            self._remote.open()  # before a batch is taken: it may be refused
+        runner = self._runners[name]
+        watched, steps_before = self._watching.of_steps, runner.steps
+        rates = rates_of(step.optimizers) if watched or fetch.wants_rates else ()
+        fetch.norm, rows = None, 0.0
+        if not step.model.training:
+            step.model.train()
+        ran = None
+        try:
+            while ran is None:
+                bound = batch is None
+                found = self._batches.next(name, runner.end_epoch) if bound else batch
+                length = self._batches.length(name) if bound else None
+                if self._only_plans:
+                    self._leave_plan(name, found)
+                if found is None:
+                    with runner.in_epoch(length):
+                        ran = runner.run_idle()
+                    if ran is None:
+                        runner.end_epoch()
+                        self._batches.start_epoch(name)
+                    continue
+                found = as_tensors(found, self._devices[name])
+                rows = rows_of(step, found)
+                with runner.in_epoch(length) if bound else nullcontext():
+                    ran = runner.run(found, rows, fetch)
+                self._rows += rows
+        finally:
+            if self._remote is not None:
+                self._remote.tables.end(self._remote.clock)
+        if self._remote is not None:
+            self._remote.read_applied()
+        if fetch.names is not None:
+            fetch.rows = torch.tensor(rows if step.rows is not None else int(rows), device="cpu")
+            fetch.rates = torch.tensor(rates, dtype=torch.float64, device="cpu")
+        values = {"loss": ran.loss}
+        if ran.returned or fetch.names is not None:
+            values = values | fetch.collect(ran.returned) | values
+        if runner.steps == steps_before:
+            return values, None
+        if self._watching.counts:
+            self._watching.counted(self.step)
+        if not watched:
+            return values, None
+        numbers = {"loss": ran.loss} if fetch.norm is None else {"loss": ran.loss, "grad_norm": fetch.norm}
+        return values, (rows, rates, {**numbers, **ran.returned, "loss": ran.loss})
+
+    def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
+        found = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
+        if self._remote is not None:
+            self._remote.begin(training=False)
+        try:
+            returned = self._evaluators[name].run(found, fetch)
+        finally:
+            if self._remote is not None:
+                self._remote.tables.end(self._remote.clock)
+        if fetch.names is not None and "rows" in fetch.names:
+            fetch.rows = torch.tensor(count_rows(found), device="cpu")
+        return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def batch_num(self, name: str = "default") -> int:
         """Return the number of batches in an epoch of the step's loader: the maximum over all workers.
@@ -492,15 +545,14 @@ class Executor:
         """
         self._step(name)
         engine = self._evaluators[name] if name in self._evaluators else self._runners[name].engine
-        program = engine.program if isinstance(engine, GraphEngine | Evaluator) else None
-        if program is None:
+        if engine.graph is None:
             raise RuntimeError(f"step {name!r} has not run as a graph; make the Executor with engine='graph'")
-        return program.graph
+        return engine.graph
 
     @property
     def step(self) -> int:
         """The number of optimizer steps taken, those of a loaded checkpoint included."""
-        return self._running.step
+        return sum(runner.steps for runner in self._runners.values())
 
     def routes(self) -> Routes:
         """Return where every parameter is kept, and the reason; ``print`` shows a table."""
@@ -516,7 +568,7 @@ class Executor:
             steps=self.step,
             skipped_steps=sum(runner.skipped for runner in self._runners.values()),
             runs=dict(self._runs),
-            rows=self._running.rows,
+            rows=self._rows,
             bytes=(0 if workers is None else workers.bytes_sent) + sum(loads.bytes for loads in tables.values()),
             run_seconds=self._run_seconds,
             wait_seconds=0.0 if workers is None else workers.wait_seconds,
@@ -559,7 +611,7 @@ class Executor:
             executor.save(path)
         """
         for runner in self._runners.values():
-            runner.asked_to_stop = True
+            runner.engine.ask_to_stop()
 
     @property
     def stopping(self) -> bool:
@@ -851,25 +903,26 @@ class Executor:
         self._closed = True
         if os.getpid() != self._process:
             return  # everything here is the parent's
-        clean = failed is None
+        self._failed = failed
         try:
-            with ExitStack() as stack:  # in reverse order, also where one of them fails
-                for part in (self._workers, self._grid, self._placement):
-                    if part is not None:
-                        stack.callback(part.close)
-                if self._remote is not None:
-                    stack.callback(self._remote.close, failed)
-                stack.callback(self._batches.close)
-                stack.callback(self._watching.close)
-                stack.callback(self._end_trace, clean=clean)
-                if self._end_saves is not None:
-                    stack.callback(self._end_saves, Deadline.after(2 * self._timeout))  # and that of those before it
-                    if clean:
-                        stack.callback(self._finish_saves)
+            self._parts.close()
         except Exception as error:
             if failed is None:
                 raise
             failed.add_note(f"as the Executor was closed: {type(error).__name__}: {error}")
+
+    def _close_remote(self, remote: RemotePart) -> None:
+        remote.close(self._failed)
+
+    def _close_saves(self) -> None:
+        try:
+            if self._failed is None:
+                self._finish_saves()
+        finally:
+            self._saver.close(Deadline.after(2 * self._timeout))  # that of saves, and that of those before them
+
+    def _close_trace(self) -> None:
+        self._end_trace(clean=self._failed is None)
 
     def __enter__(self) -> Self:
         return self

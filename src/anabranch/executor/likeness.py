@@ -23,8 +23,6 @@ from anabranch.collectives import Workers
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.steps import Step, TrainStep
 
-__all__ = ["check_alike", "optimizer_lines", "send_first", "share_parameters"]
-
 # The group's parameters, flags that change how an update is computed but not which one, and a worker's own place.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "device", "rank"}
 _MANY = 64  # numbers of a tensor that is compared by value

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["random_state", "restore_random_state", "same_random_state"]
-
 
 def random_state() -> dict[str, object]:
     """Return the states of all of them, as values for a checkpoint."""

@@ -31,8 +31,6 @@ from anabranch.parameter_server import RemoteEmbedding, rule_of
 from anabranch.pipeline import Pipe
 from anabranch.tables import RowOptimizer
 
-__all__ = ["COMM_MODES", "CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
-
 CommMode = Literal["AllReduce", "PS", "Hybrid"]
 COMM_MODES: tuple[CommMode, ...] = ("AllReduce", "PS", "Hybrid")
 """The modes in which workers communicate."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
-__all__ = ["Statistics", "TableLoads"]
-
 
 @dataclass(frozen=True, slots=True)
 class TableLoads:

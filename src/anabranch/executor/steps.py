@@ -18,21 +18,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.choices import choice
-from anabranch.executor.running.loss_module import ModelWithLoss, beside, model_of
+from anabranch.executor.loss_module import ModelWithLoss, beside, model_of
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
-
-__all__ = [
-    "EvalStep",
-    "Loss",
-    "Outputs",
-    "Step",
-    "StepDescription",
-    "TrainStep",
-    "distinct_models",
-    "named_steps",
-    "parameters_of",
-]
 
 _T = TypeVar("_T")
 _REDUCTIONS: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")

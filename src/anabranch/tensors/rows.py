@@ -30,8 +30,8 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
     Arrays share memory with the result where torch can. A sparse matrix becomes a ``torch.sparse_csr`` tensor. Leaves
     of other types are kept as they are, and a batch that is right already is returned itself.
     """
-    plain = _tensors_of(batch)
-    if plain and (device is None or all(leaf.device == device for leaf in plain)):
+    plain = tensors_of(batch)
+    if plain and (device is None or {leaf.device for leaf in plain} == {device}):
         return batch
     leaves, treedef = flatten(batch)
     converted = [_as_tensor(leaf, device) for leaf in leaves]
@@ -54,7 +54,7 @@ def _as_tensor(leaf: Any, device: torch.device | None) -> object:
     return leaf
 
 
-def _tensors_of(batch: Structure) -> Sequence[Tensor]:
+def tensors_of(batch: Structure) -> Sequence[Tensor]:
     """Return the leaves of a tensor, or of a flat tuple or list of tensors, much faster than ``flatten``; else
     nothing.
     """
@@ -77,7 +77,7 @@ def count_rows(batch: Structure) -> int:
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
-    leaves: Sequence[object] = _tensors_of(batch) or flatten(batch, _is_jagged)[0]
+    leaves: Sequence[object] = tensors_of(batch) or flatten(batch, _is_jagged)[0]
     rows = {_rows_of(leaf) for leaf in leaves} - {None}
     if len(rows) > 1:
         shapes = ", ".join(

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Literal, cast
 
+import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.fetching import Fetch
+from anabranch.executor.engines.engine import Fetch
 from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.steps import EvalStep
+from anabranch.graph import Graph
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.step.program import EvalProgram, Prepared
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
-__all__ = ["Evaluator"]
-
 _log = logging.getLogger("anabranch")
 
 
 class Evaluator:
-    """Runs one ``EvalStep``; the caller sets modes.
+    """Runs one ``EvalStep``.
 
     Args:
         step: the step to run.
@@ -54,12 +55,33 @@ class Evaluator:
         return "graph+inductor" if self._compile else "graph"
 
     @property
-    def program(self) -> EvalProgram | None:
-        """The captured graphs, if the last run was on one."""
-        return self._program if self._on_graph else None
+    def graph(self) -> Graph | None:
+        """The graph of the last run, if it was one."""
+        return self._program.graph if self._program is not None and self._on_graph else None
 
     def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
-        """Return the result of the step's ``outputs``; of a new graph, eager mode's, with which it is compared."""
+        """Return the result of the step's ``outputs``, in eval mode and without gradients; modes are restored after.
+
+        Raises:
+            ValueError: ``fetch`` names a submodule of a pipe, which sees microbatches one at a time.
+        """
+        model = self._step.model
+        if isinstance(model, Pipe) and (layers := [name for name in fetch.names or () if name in model.submodules]):
+            raise ValueError(
+                f"fetch names {layers}, layers of a Pipe, which run one microbatch at a time; return the values "
+                "from outputs(model, batch)"
+            )
+        modes = [(module, module.training) for module in model.modules()]
+        with model.output_everywhere() if isinstance(model, Pipe) else nullcontext(), torch.no_grad():
+            model.eval()
+            try:
+                return self._run(batch, fetch)
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+    def _run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        """Run it; of a new graph, return eager mode's result, with which it is compared."""
         program = self._program
         if program is None:
             return self._eagerly(batch, fetch)

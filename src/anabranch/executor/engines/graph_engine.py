@@ -2,54 +2,70 @@
 
 ::
 
-    a single worker       batch ─> [forward, backward, clipping, optimizers: one graph] ─> loss
+    a single worker       batch ─> [forward, backward, check, clipping, optimizers: one graph] ─> loss
     else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
-                                         └ gradient final ─> bucket ─> all_reduce ┘
+                                         └ gradient final ─> sinks ─ ─ ─ ─ ─ ─ ┘
 
 Sparse rows leave the graph as they are: duplicates are merged, clipped and applied after it.
+
+Each graph is compared with the tape on its first batch::
+
+    batch ── a graph fits ──────────────────────────────────────────────────────────> graph
+        └─ none does ──> captured (or refused: nothing has happened)
+                         └─> the tape takes the step; in its middle the graph computes loss and gradients once more,
+                             from the same state and random numbers: other bits, and the next run is refused;
+                             an error of the tape is the caller's, and the graph waits for a batch without one
+
+Code that no guard covers, such as a check of ``torch.compiler.is_compiling()``, makes a graph of a different function
+than the one that Python runs. The tape's step counts, so a wrong graph never changes a parameter. A loss that itself
+communicates between workers is not compared: the second run would send more than the other workers expect.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from anabranch import spans
-from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.clipping import clip_gradients
-from anabranch.executor.engines.engine import Begin, Ready, StepOutput
-from anabranch.executor.engines.fetching import Fetch
-from anabranch.executor.engines.finite import all_finite, nonfinite_names
+from anabranch.autodiff.boundary.answers import Answers
+from anabranch.errors import CaptureError
+from anabranch.executor.engines.engine import Begin, Engine, Fetch, Sink, StepOutput
+from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
+from anabranch.executor.engines.tape_engine import TapeEngine
+from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
+from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
-from anabranch.graph import SparseRows, StepProgram
+from anabranch.graph import Graph, SparseRows, StepProgram
+from anabranch.graph.dynamo.front import GuardMiss
+from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.slow_capture import PATIENCE
-from anabranch.graph.step.joint import leave_gradient
 from anabranch.graph.step.lookups import as_sparse_gradient
-from anabranch.graph.step.program import Between, Prepared, SparseGradients
+from anabranch.graph.step.program import Prepared
+from anabranch.graph.step.step_state import Between, SparseGradients
 from anabranch.tensors import Structure
-
-__all__ = ["GraphEngine"]
 
 _log = logging.getLogger("anabranch")
 
 _LOSS = "loss"
 
+_Compare = Callable[..., None]
+"""``compare(loss, returned, gradients)`` is given the tape's results; without gradients those in ``.grad`` count."""
 
-class GraphEngine:
+
+class GraphEngine(Engine):
     """Differentiates one ``TrainStep`` as a captured graph.
 
     Args:
         step: the step to run.
         compile: compile the graph with Inductor; gradients are then not left in ``.grad``.
+        compares: compare each graph's first batch with the tape, bit for bit.
         name: of the step, for the log.
-
-    Attributes:
-        may_trace: capture new kinds of batches; otherwise they are a ``GuardMiss``.
     """
 
     def __init__(
@@ -57,93 +73,195 @@ class GraphEngine:
         step: TrainStep,
         *,
         compile: bool = False,  # noqa: A002
+        compares: bool = True,
         name: str = "default",
     ) -> None:
-        self._step = step
+        super().__init__(step)
         self.name = "graph+inductor" if compile else "graph"
-        between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
         self._program = StepProgram(
             step.model,
             step.loss,
             step.optimizers,
-            between=between,
+            between=None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm),
             compile=compile,
             leaves_gradients=not compile,
             activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
             when_slow=lambda: _say_what_is_captured(step, name),
         )
-        self.may_trace = True
-        self._parameters = parameters_here(step.model)
-        self._ready: Ready | None = None
-        self._attached: frozenset[str] = frozenset()
-        self._in_parts = False
+        self._tape = TapeEngine(step) if compares else None
+        self._step_name = name
+        self._refused: str | None = None
+        self._ready: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {}
+        self._clips, self._in_parts = step.clip_grad_norm is not None, False
         self._nonfinite: list[str] = []
 
     @property
-    def program(self) -> StepProgram:
-        """The captured graphs."""
-        return self._program
+    def graph(self) -> Graph | None:
+        """The graph of the last run."""
+        return self._program.graph
 
-    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
-        """Hands the gradients of these parameters to ``ready`` from now on."""
-        self._ready = ready
-        self._attached = frozenset(parameters)
+    def attach(self, sinks: Sequence[Sink]) -> None:
+        """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
+        self._ready = {name: sink.ready for sink in sinks for name in sink.parameters}
+        if self._tape is not None:
+            self._tape.attach(sinks)
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
+        super().follow_model()
         self._program.follow_model()
-        self._parameters = parameters_here(self._step.model)
+        if self._tape is not None:
+            self._tape.follow_model()
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
+    @contextmanager
+    def watched(self, upcoming: UpcomingIds, batch: Structure) -> Iterator[None]:
+        """Let ``upcoming`` learn from the run in the block which ids it looks up."""
+        yield
+        if self._program.captures:  # not if it is a mistake that the tape has run
+            upcoming.learn_from(self._program.graph)
+
+    def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and passes on each gradient as it goes."""
-        assert self._ready is not None
-        self._program.set_seed(seed)
-        listener = _RunListener(self._parameters, self._attached, self._ready, begin, fetch)
-        with spans.span("forward and backward", "compute"):
-            found = self._program.backward(batch, fetch.modules, listener, may_trace=self.may_trace)
-        for name, lookups in found.sparse.items():
-            listener.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
-        return self._sort(found.outputs, fetch)
+        run = partial(self._differentiate, batch, fetch, begin, seed)
+        if (ran := self._as_graph(run)) is not None:
+            return ran
 
-    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Return the whole step as one graph, except for the work of sparse tables between gradients and optimizers."""
-        if not self._in_parts and not self._clips_others:
-            try:
-                asked = [*fetch.modules, *fetch.gradients]
-                with spans.span("graph", "compute"):
-                    found = self._program.run(batch, fetch=asked, begin=_check(fetch), may_trace=self.may_trace)
-                return self._sort(found, fetch)
-            except SparseGradients:  # before anything has run
-                self._in_parts = True
-        return self._step_in_parts(batch, fetch)
+        def on_tape(tape: TapeEngine, compare: _Compare) -> StepOutput:
+            ran, gradients = tape.differentiate_noting(batch, rows, fetch, begin, seed)
+            compare(ran.loss, ran.returned, gradients)
+            return ran
 
-    def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        assert self._step.clip_grad_norm is not None
-        with spans.span("forward and backward", "compute"):
-            found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
-        ran, held = self._sort(found.outputs, fetch), self._program.names
-        for name, gradient in found.dense.items():
-            leave_gradient(self._parameters[name], gradient, held)
-        for name, lookups in found.sparse.items():
-            leave_gradient(self._parameters[name], as_sparse_gradient(lookups, self._parameters[name]), held)
-        admitted = self._step.skip_nonfinite is None or self._admits(
-            [*found.dense.values()], [*found.dense], found.sparse, False
-        )
-        if not admitted:
-            nonfinite, self._nonfinite = self._nonfinite, []
-            return StepOutput(ran.loss, ran.returned, nonfinite)
-        clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
-        self.update()
+        return self._first(run, on_tape, batch, fetch, whole=False)
+
+    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
+        """Return the whole step as one graph; ``None`` where it clips gradients that are not in the graph."""
+        if self._in_parts or (self._clips and self._clips_others()):
+            return None
+        run = partial(self._run_whole, batch, fetch)
+        try:
+            if (ran := self._as_graph(run)) is not None:
+                return ran
+            return self._first(
+                run, lambda tape, compare: tape.step(batch, rows, fetch, compare), batch, fetch, whole=True
+            )
+        except SparseGradients:  # before anything has run
+            self._in_parts = True
+            return None
+
+    def add(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
+        """``step`` where gradients are left from earlier steps, to which it adds."""
+        if self._tape is None:
+            raise CaptureError(
+                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
+            )
+        return self._tape.step(batch, rows, fetch)
+
+    # Each graph's first batch.
+
+    def _as_graph(self, run: Callable[[bool], StepOutput]) -> StepOutput | None:
+        """Return ``run(may_trace)``; ``None`` if no graph fits, and a new one is to be compared."""
+        if self._tape is None:
+            return run(True)
+        if self._refused is not None:
+            raise CaptureError(self._refused)
+        try:
+            return run(False)
+        except GuardMiss:
+            return None
+
+    def _first(
+        self,
+        run: Callable[[bool], StepOutput],
+        on_tape: Callable[[TapeEngine, _Compare], StepOutput],
+        batch: Structure,
+        fetch: Fetch,
+        *,
+        whole: bool,
+    ) -> StepOutput:
+        assert self._tape is not None
+        try:
+            prepared = self._program.prepare(
+                batch, [*fetch.modules, *fetch.gradients] if whole else fetch.modules, whole=whole
+            )
+        except (ValueError, TypeError, Raises) as error:
+            # The tape raises the user's mistake in its place; if it does not, the next run is refused.
+            ran = on_tape(self._tape, lambda loss, returned, gradients=None: None)
+            self._refused = f"the step cannot be captured: {error}; use engine='tape'"
+            return ran
+        if prepared.talks():
+            _log.info(
+                "a graph of step %r is not compared with the tape: the loss itself communicates between workers",
+                self._step_name,
+            )
+            ran = run(True)
+            prepared.confirm()
+            return ran
+        before, answers = Snapshot(self._step.model, prepared.args), Answers()
+        with answers.noted():
+            ran = on_tape(self._tape, partial(self._compare, prepared, before, answers))
+        self._program.finish(prepared)
         return ran
 
-    @property
+    def _compare(
+        self,
+        prepared: Prepared,
+        before: Snapshot,
+        answers: Answers,
+        loss: Tensor,
+        returned: Mapping[str, Tensor],
+        gradients: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Run the graph on the tape's batch; a difference makes the next run an error."""
+        seen = before.gradients_after(self._program.parameters.values()) if gradients is None else gradients
+        after = Snapshot(self._step.model, prepared.args, before)
+
+        def check(results: Mapping[str, object]) -> None:
+            check_results(results, loss, returned)
+            found = prepared.joint.backward.sort(results)
+            check_gradients(found.dense, found.sparse, seen, self._program.parameters, before.gradients_before())
+
+        try:
+            repeat(before, after, answers, prepared.compute, check)
+        except Differs as error:
+            self._refused = (
+                f"on the last batch the graph was not bitwise equal to the tape, whose step was kept: {error}; "
+                "the code behaves differently under capture than in Python; use engine='tape'"
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
+            self._refused = (
+                f"the graph failed on the last batch but the tape, whose step was kept, did not "
+                f"({type(error).__name__}: {error}); use engine='tape'"
+            )
+
+    # Graphs.
+
+    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float, may_trace: bool) -> StepOutput:
+        self._program.set_seed(seed)
+        listener = _RunListener(self.parameters, self._ready, begin, fetch)
+        with spans.span("forward and backward", "compute"):
+            found = self._program.backward(batch, fetch.modules, listener, may_trace=may_trace)
+        for name, lookups in found.sparse.items():
+            listener.gradient(name, as_sparse_gradient(lookups, self.parameters[name]))
+        return self._sort(found.outputs, fetch)
+
+    def _run_whole(self, batch: Structure, fetch: Fetch, may_trace: bool) -> StepOutput:
+        asked: Sequence[str] = ()
+        begin = None
+        if fetch.names is not None:
+            asked, begin = (*fetch.modules, *fetch.gradients), lambda outputs: fetch.check(dict.fromkeys(outputs))
+        began = spans.begin()
+        found = self._program.run(batch, fetch=asked, begin=begin, may_trace=may_trace)
+        if began:
+            spans.complete(began, "graph", "compute")
+        return self._sort(found, fetch)
+
     def _clips_others(self) -> bool:
-        """True if clipping sees gradients that no optimizer of the step clears: they add up outside of the graph."""
-        if self._step.clip_grad_norm is None:
-            return False
+        """Return True if clipping sees gradients that no optimizer of the step clears: they add up outside of the
+        graph.
+        """
         held = self._program.names
-        return any(parameter.requires_grad and parameter not in held for parameter in self._parameters.values())
+        return any(parameter.requires_grad and parameter not in held for parameter in self.parameters.values())
 
     def _admits(
         self, dense: list[Tensor], names: Sequence[str], sparse: Mapping[str, Sequence[SparseRows]], own: bool
@@ -151,7 +269,7 @@ class GraphEngine:
         if not sparse and all_finite(dense, own=own):
             return True
         self._nonfinite = nonfinite_names(zip(names, dense, strict=True), own=own)
-        rows = ((name, as_sparse_gradient(lookups, self._parameters[name])) for name, lookups in sparse.items())
+        rows = ((name, as_sparse_gradient(lookups, self.parameters[name])) for name, lookups in sparse.items())
         self._nonfinite += nonfinite_names(rows)
         return not self._nonfinite
 
@@ -160,19 +278,10 @@ class GraphEngine:
         with spans.span("optimizer", "compute"):
             self._program.update(*self._gradients())
 
-    def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
-        """Capture the step for this batch and run nothing; ``whole`` with the update."""
-        if whole and not self._in_parts and not self._clips_others:
-            try:
-                return self._program.prepare(batch, [*fetch.modules, *fetch.gradients], whole=True)
-            except SparseGradients:
-                self._in_parts = True
-        return self._program.prepare(batch, fetch.modules, whole=False)
-
     def _gradients(self) -> tuple[dict[str, Tensor], dict[str, list[SparseRows]]]:
         dense: dict[str, Tensor] = {}
         sparse: dict[str, list[SparseRows]] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -185,7 +294,7 @@ class GraphEngine:
 
     def _is_whole(self, name: str, outputs: Mapping[str, Structure]) -> bool:
         """Return True if the graph's gradient is the parameter's whole gradient, not an addition to it."""
-        held = self._parameters[name.removesuffix(".grad")] in self._program.names
+        held = self.parameters[name.removesuffix(".grad")] in self._program.names
         return name in outputs and (held or not self._program.leaves_gradients)
 
     def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> StepOutput:
@@ -207,12 +316,11 @@ class _RunListener:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        attached: Collection[str],
-        ready: Ready,
+        ready: Mapping[str, Callable[[Tensor, Tensor], Tensor | None]],
         begin: Begin,
         fetch: Fetch,
     ) -> None:
-        self._parameters, self._attached, self._ready = parameters, attached, ready
+        self._parameters, self._ready = parameters, ready
         self._begin, self._fetch = begin, fetch
 
     def begin(self, outputs: Sequence[str]) -> None:
@@ -226,7 +334,7 @@ class _RunListener:
     def gradient(self, name: str, value: Tensor) -> None:
         """Record a final gradient."""
         parameter = self._parameters[name]
-        parameter.grad = self._ready(parameter, value) if name in self._attached else value
+        parameter.grad = self._ready[name](parameter, value) if name in self._ready else value
 
 
 def _say_what_is_captured(step: TrainStep, name: str) -> None:
@@ -241,21 +349,12 @@ def _say_what_is_captured(step: TrainStep, name: str) -> None:
     )
 
 
-def _check(fetch: Fetch) -> Callable[[Sequence[str]], None] | None:
-    if fetch.names is None:
-        return None
-    return lambda outputs: fetch.check(dict.fromkeys(outputs))
-
-
 def _clipping(max_norm: float) -> Between:
-    """Clips dense gradients in the graph as ``clip_gradients`` does, into new memory: gradients may share theirs."""
+    """Return the clipping that a graph traces, into new memory: gradients may share theirs."""
 
     def clip(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not gradients:
-            return gradients
         copies = {name: gradient.clone() for name, gradient in gradients.items()}
-        holders = [SimpleNamespace(grad=copy) for copy in copies.values()]
-        torch.nn.utils.clip_grad_norm_(cast("list[Tensor]", holders), max_norm)
+        clip_norm([*copies.values()], max_norm)
         return copies
 
     return clip

@@ -17,8 +17,6 @@ from anabranch.autodiff.boundary.answers import Answers, AnswersDiffer
 from anabranch.autodiff.moved_parameter import Elsewhere, parameters_here
 from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
 
-__all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
-
 
 class Differs(Exception):
     """The graph is not bitwise equal to the tape; names the difference."""

@@ -32,15 +32,6 @@ from anabranch.errors import CheckpointError
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.tensors import Structure
 
-__all__ = [
-    "CountedPosition",
-    "LoaderPosition",
-    "MapPosition",
-    "StatefulPosition",
-    "first_of_next_epoch",
-    "position_of",
-]
-
 State = dict[str, object]
 
 

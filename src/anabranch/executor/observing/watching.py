@@ -43,6 +43,7 @@ class Watching:
 
     Attributes:
         callbacks: get records.
+        counts: a launcher wants the number of steps.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
@@ -51,19 +52,20 @@ class Watching:
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
         self._facts: RunFacts | None = None
+        self.counts = False
         self._facts_feed = SinkFeed((), rank=0)
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
         self._feed = SinkFeed(self._sinks, rank)
-        self._facts = facts
+        self._facts, self.counts = facts, facts is not None
         if facts is not None:
             self._facts_feed = SinkFeed([facts], rank, spacing=_LOOKED_AT)
 
     def counted(self, step: int) -> None:
         """Write the number of steps for ``anabranch status``."""
-        if self._facts is not None:
-            self._facts.counted(step)
+        assert self._facts is not None
+        self._facts.counted(step)
 
     @property
     def of_steps(self) -> bool:

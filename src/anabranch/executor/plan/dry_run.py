@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, run_forward, traced_by
 
-__all__ = ["DryRun", "Lookups"]
-
 
 class DryRun:
     """Answers boundaries, and records their traffic.

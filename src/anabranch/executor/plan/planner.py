@@ -34,7 +34,7 @@ from anabranch.executor.plan.step_plan import LinkCost, ModeCost, Plan, PlanRow
 from anabranch.executor.plan.survey import StepSurvey, TableRows, survey_pipe, survey_step
 from anabranch.executor.routes import COMM_MODES, CommMode, Place, Route, Routes
 from anabranch.executor.running.remote import RemotePart, check_served_steps
-from anabranch.executor.running.step_runs import rows_of
+from anabranch.executor.running.runner import rows_of
 from anabranch.executor.running.window import HEADER_SIZE
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.job import job
@@ -43,8 +43,6 @@ from anabranch.pipeline import Pipe
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure
 from anabranch.tensors.packing import Share
-
-__all__ = ["Planner", "other_modes"]
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
 _FLAGS = 2  # numbers per summed gradient beside its own

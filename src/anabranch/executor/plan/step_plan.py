@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["LinkCost", "ModeCost", "Plan", "PlanRow"]
-
 _NAME = 27  # columns; with the others a line has 80
 _PLACE = 25
 _SIZE = 14

@@ -19,19 +19,17 @@ from torch import Tensor, nn
 from anabranch.autodiff.boundary.crossing import traced_by
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.engine import loss_and_returned
+from anabranch.executor.engines.pipe_engine import pipe_run
 from anabranch.executor.plan.dry_run import DryRun, Lookups
 from anabranch.executor.plan.step_plan import PlanRow
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.routes import CommMode
-from anabranch.executor.running.pipe_runner import pipe_run
-from anabranch.executor.running.step_runs import rows_of
+from anabranch.executor.running.runner import rows_of
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.experts import RemoteExpert, RemoteMixtureOfExperts
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
-
-__all__ = ["TableRows", "StepSurvey", "check_planned", "survey_pipe", "survey_step"]
 
 _RUNS = 4  # the same number on every worker, because a loss may communicate; the first warms up
 

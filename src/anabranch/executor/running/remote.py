@@ -29,8 +29,8 @@ from anabranch.autodiff.moved_parameter import Move, MovedState, Ways, is_within
 from anabranch.choices import listed
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
+from anabranch.executor.loss_module import model_of
 from anabranch.executor.routes import Place, Route, Routes
-from anabranch.executor.running.loss_module import model_of
 from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.job import job
@@ -374,6 +374,7 @@ class RemotePart:
         fresh: bool = True,
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
+        keeps_reads: bool = False,
     ) -> None:
         """Begin a run or an evaluation, with the copies read again if they are not recent enough for it.
 
@@ -382,6 +383,7 @@ class RemotePart:
             fresh: the first run of a window; the others continue with the same copies.
             expected: ids by table that the run is expected to look up.
             between: called when the step has read as often as the previous one did.
+            keeps_reads: keep the rows for a second forward.
 
         Raises:
             LostUpdate: a local copy of a parameter on the servers was changed.
@@ -401,6 +403,7 @@ class RemotePart:
         else:
             for move in self.tables.moves:
                 move.check()
+        self.tables.keeps_reads = keeps_reads
         self.tables.begin(self.clock, training=training, between=between)
         if due:
             self._refresh(waits=training)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from anabranch.executor.engines.finite import nonfinite_names
+from anabranch.executor.engines.gradients import nonfinite_names
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.steps import TrainStep
 from anabranch.parameter_server import RemoteEmbedding, merge_rows
 from anabranch.parameter_server.client.parameter_client import REFUSALS
-
-__all__ = ["RemoteWindow"]
 
 _UNSENT = (*REFUSALS, TypeError, ValueError)
 """Errors of a push that left the servers as they were, but for one that some shards refused, which the client knows."""
 
 
 class RemoteWindow:
-    """The gradients of one training step's window that go to the servers."""
+    """The gradients of one training step's window that go to the servers.
+
+    Attributes:
+        parameters: those that the window takes the gradients of, by the names that the engine has for them.
+    """
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
         self._step = step
         mine = set(step.model.parameters())
-        self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
-        self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
+        self._names = {tensor: name for tensor, name in part.whole_parameters.items() if tensor in mine}
+        self.parameters: Mapping[str, Tensor] = {}
         self.embeddings = [module for module in step.model.modules() if isinstance(module, RemoteEmbedding)]
         self._weight = self._factor = 1.0
         # Other steps' optimizers move these, so that this step's gradients of them go nowhere, as in the plain loop.
@@ -35,9 +39,14 @@ class RemoteWindow:
                 f"a step clips by the norm of all gradients, but that of {name}, which another step's optimizer "
                 f"moves, is on the servers; keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
             )
-        self.start()
+        self.start_window()
 
-    def start(self) -> None:
+    def lay_out(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take the gradients of those ``parameters`` that belong on the servers; return the others."""
+        self.parameters = {name: tensor for name, tensor in parameters.items() if tensor in self._names}
+        return {name: tensor for name, tensor in parameters.items() if tensor not in self._names}
+
+    def start_window(self) -> None:
         """Begins a new sum."""
         self._total = 0.0
         self._dense: dict[str, Tensor] = {}
@@ -48,10 +57,6 @@ class RemoteWindow:
         self._weight = weight
         # A window of one run sums nothing: its gradients are sent as the mean that they are.
         self._factor = factor if self._step.accumulate > 1 else factor / (weight or 1.0)
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Return True if the gradient of ``parameter`` belongs here."""
-        return parameter in self._names
 
     def ready(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take a final gradient of a copy."""
@@ -71,7 +76,7 @@ class RemoteWindow:
             if name in frozen or name in self._foreign:
                 continue
             self._rows.setdefault(name, []).append((ids, grads if self._factor == 1.0 else grads * self._factor))
-        for parameter in self.parameters.values():
+        for parameter in self._names:
             parameter.grad = None
 
     def push(self) -> None:
@@ -102,7 +107,7 @@ class RemoteWindow:
             given=given,
             beside=self.part.whole.beside(dense),
         )
-        self.start()
+        self.start_window()
         self.part.clock += 1
 
     def nonfinite(self) -> list[str]:
@@ -117,7 +122,7 @@ class RemoteWindow:
     @property
     def names(self) -> set[str]:
         """The parameters whose gradients this window may hold."""
-        return {*self.parameters, *self.part.rows}
+        return {*self._names.values(), *self.part.rows}
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the gradients just pushed, of all workers together."""

@@ -3,18 +3,18 @@
 ::
 
     engine: batch ─> loss ─────────────> gradient final ┐
-    runner:           └ totals on their way             └> bucket ─> all_reduce ─> wait, divide, clip, optimizers
+    sinks:            └ totals on their way             ├> bucket ─> all_reduce ─> wait, divide, clip, optimizers
+                                                        └> the servers' window ─> push ─> (norm, release)
 
 With one worker and no accumulation there is nothing to sum, and the engine runs the whole step. Parameters on servers
-are handled separately (``remote.py``): read before forward and pushed after backward, in parallel with the buckets.
+(``remote.py``) are read before forward and pushed after backward, in parallel with the buckets.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -24,24 +24,16 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, CaptureError
+from anabranch.errors import BoundaryError
 from anabranch.executor.drift import Drift
-from anabranch.executor.engines.checked_graph import CheckedGraph
-from anabranch.executor.engines.clipping import clip_gradients, clip_scale, clip_values, norm_of
-from anabranch.executor.engines.engine import Begin, Engine, StepOutput
-from anabranch.executor.engines.fetching import Fetch
-from anabranch.executor.engines.finite import nonfinite_error, nonfinite_names
-from anabranch.executor.engines.graph_engine import GraphEngine
-from anabranch.executor.engines.loss_scale import LossScale
-from anabranch.executor.engines.tape_engine import TapeEngine
+from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
+from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
-from anabranch.tensors import Structure
-
-__all__ = ["StepRunner"]
+from anabranch.tensors import Structure, count_rows
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -54,21 +46,26 @@ class StepRunner:
         engine: how its gradients are computed.
         workers: the group to average over; ``None`` trains alone.
         drift: compares the workers' parameters, if they are to be compared.
-
-    Attributes:
-        remote: what of the step is on servers, if anything is.
+        number: of the step among the executor's training steps, the same on all workers.
+        servers: the window of what of the step is on servers, if anything is.
         upcoming: learns which rows a batch looks up, if those of the next one are useful.
         between: called once the step has read its rows, while there is time to request the next step's.
     """
 
-    remote: RemoteWindow | None = None
-    upcoming: UpcomingIds | None = None
-    between: Callable[[], None] | None = None
-    number = 0  # among the executor's training steps, the same on all workers
-
-    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None, drift: Drift | None = None) -> None:
-        self.step = step
-        self.engine = engine
+    def __init__(
+        self,
+        step: TrainStep,
+        engine: Engine,
+        workers: Workers | None,
+        drift: Drift | None = None,
+        *,
+        number: int = 0,
+        servers: Sequence[RemoteWindow] = (),
+        upcoming: UpcomingIds | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        self.step, self.engine, self._servers, self._number = step, engine, servers, number
+        self.upcoming, self._between = upcoming, between
         self._workers = workers if workers is not None and workers.size > 1 else None
         self._rowless = None if self._workers is None else self._workers.rowless
         self._drift = drift
@@ -82,47 +79,47 @@ class StepRunner:
         self.mean_rows: float | None = None
         self._broken = False
         self._started = False
-        self._parameters: list[Tensor] = list(parameters_here(step.model).values())
-        self._held = _optimizer_parameters(step)
+        self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
-        first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
-        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
-        self._layout: tuple[bool, ...] | None = None
-        self._elsewhere: dict[Tensor, str] = {p: name for name, p in step.model.named_parameters() if type(p) is Switch}
-        self._alike = self._requiring()  # on all workers
         self._buckets: GradientBuckets | None = None
-        self._device = first.device
-        self.asked_to_stop = False
         self._stop_seen = False
         self.skipped = 0
-        self.scale: LossScale | None = None
+        self.scale = LossScale() if step.precision == "float16" else None
         self._nonfinite: list[str] | None = None
         self._closing = False
         self._aside: list[tuple[Tensor, Tensor]] = []
         self.epoch_runs: int | None = 0
+        self._alone = self._workers is None and step.accumulate == 1 and not servers
         # Otherwise Python code runs between gradients and optimizers.
-        self._whole = step.on_gradients is None and step.clip_grad_value is None and step.precision != "float16"
-        if isinstance(engine, TapeEngine) and step.precision == "float16":
-            self.scale = engine.scale = LossScale()
+        self._whole = step.on_gradients is None and step.clip_grad_value is None and self.scale is None
+        self._parameters: list[Tensor] = []
+        self._elsewhere: dict[Tensor, str] = {}
+        self._alike: tuple[bool, ...] = ()  # which require a gradient, on all workers
+        self.take_to_servers()
+        first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
+        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
+        self._device = first.device
 
-    def take_to_servers(self, remote: RemoteWindow) -> None:
-        """Run from now on with some of the parameters on servers."""
+    def take_to_servers(self) -> None:
+        """Run from now on with some of the parameters on servers, if any are."""
         # Frozen here since the Executor was made, a parameter may not be on the other workers: the next run tells them.
         known = dict(zip((*self._parameters, *self._elsewhere), self._alike, strict=False))
-        self.remote, self._layout = remote, None
+        self._layout: tuple[bool, ...] | None = None
         self._parameters = list(parameters_here(self.step.model).values())
         here = set(self._parameters)
-        self._elsewhere |= {moved.parameter: moved.name for moved in remote.part.moved if moved.parameter not in here}
-        self._elsewhere |= {module.on_servers: module.name for module in remote.embeddings}
+        self._elsewhere = {p: name for name, p in self.step.model.named_parameters() if type(p) is Switch}
+        for servers in self._servers:
+            self._elsewhere |= {one.parameter: one.name for one in servers.part.moved if one.parameter not in here}
+            self._elsewhere |= {module.on_servers: module.name for module in servers.embeddings}
+            if self.step.on_gradients is not None and (there := sorted(servers.names)):
+                _log.warning(
+                    "on_gradients gets no gradients of %s: they go to the servers; keep a parameter here with routes="
+                    "{%r: 'AllReduce'}",
+                    listed(there),
+                    there[0],
+                )
         self._alike = tuple(known.get(p, p.requires_grad) for p in (*self._parameters, *self._elsewhere))
         self.engine.follow_model()
-        if self.step.on_gradients is not None and (there := sorted(remote.names)):
-            _log.warning(
-                "on_gradients gets no gradients of %s: they go to the servers; keep a parameter here with routes={%r: "
-                "'AllReduce'}",
-                listed(there),
-                there[0],
-            )
 
     def _requiring(self) -> tuple[bool, ...]:
         """Return which parameters require a gradient; last are those of which there is no copy here."""
@@ -153,7 +150,7 @@ class StepRunner:
     def _compare_frozen(self) -> None:
         """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
         assert self._workers is not None
-        names = {parameter: name for name, parameter in self._named_parameters().items()} | self._elsewhere
+        names = {parameter: name for name, parameter in self.engine.parameters.items()} | self._elsewhere
         mine = "\n".join(name for parameter, name in names.items() if parameter.requires_grad)
         everyone = self._workers.all_gather_bytes(mine.encode(), operation="comparison of frozen parameters")
         sets = [set(filter(None, text.decode().split("\n"))) for text in everyone]
@@ -166,40 +163,37 @@ class StepRunner:
     def _build(self, layout: tuple[bool, ...]) -> None:
         self._layout = layout
         known = dict(zip(self._parameters, layout, strict=False))
-        named = {name: p for name, p in self._named_parameters().items() if known.get(p, p.requires_grad)}
-        summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
-        if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
-            raise ValueError(
-                f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency the "
-                "workers do not sum gradients among themselves: make a new Executor"
-            )
+        summed = {name: p for name, p in self.engine.parameters.items() if known.get(p, p.requires_grad)}
+        for servers in self._servers:
+            summed = servers.lay_out(summed)
+            if summed and not servers.part.alone and self._workers is None:
+                raise ValueError(
+                    f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency "
+                    "the workers do not sum gradients among themselves: make a new Executor"
+                )
         self._buckets = GradientBuckets(
             summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
         )
-        self.engine.attach(named, self._buckets.ready if self.remote is None else self._ready)
-
-    def _ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        assert self._buckets is not None
-        if self.remote is not None and self.remote.holds(parameter):
-            self.remote.ready(parameter, gradient)
-            return None
-        return self._buckets.ready(parameter, gradient)
+        self.engine.attach([*self._servers, self._buckets])
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
-        if fetch.wants_norm and self.remote is not None and self.step.clip_grad_norm is None:
-            raise ValueError(
-                "fetch names 'grad_norm', which with parameters on servers is known only to a step that clips by it; "
-                "give the TrainStep clip_grad_norm"
-            )
-        alone = self._workers is None and self.step.accumulate == 1 and self.remote is None
-        if alone and self._whole and rows > 0 and not fetch.wants_norm:
-            return self._run_alone(batch, fetch)
-        if alone:
+        if fetch.names is not None:
+            self.engine.check(fetch)
+        if self._alone:
+            if self._whole and rows > 0 and not fetch.wants_norm:
+                ran = self._run_whole(batch, rows, fetch)
+                if ran is not None:
+                    return ran
             held = set(self._held)
             others = [p for p in self._parameters if p.grad is not None and p not in held]
             # Copies: the originals may be in the buckets.
             self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
+        elif fetch.wants_norm and self._servers and self.step.clip_grad_norm is None:
+            raise ValueError(
+                "fetch names 'grad_norm', which with parameters on servers is known only to a step that clips by it; "
+                "give the TrainStep clip_grad_norm"
+            )
         try:
             return self._run_in_parts(batch, rows, fetch)
         finally:
@@ -208,9 +202,15 @@ class StepRunner:
     def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """Run forward and backward; the gradients are summed or checked before the optimizers get them."""
         self._begin_run(rows)
-        if self.remote is not None:
+        for servers in self._servers:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
-            self.remote.part.begin(training=True, fresh=self._in_window == 0, expected=expected, between=self.between)
+            servers.part.begin(
+                training=True,
+                fresh=self._in_window == 0,
+                expected=expected,
+                between=self._between,
+                keeps_reads=self.engine.reads_again,
+            )
         if not rows > 0:
             ran = self._add_nothing(active=True, fetch=fetch)
             assert ran is not None
@@ -218,15 +218,19 @@ class StepRunner:
         assert self._buckets is not None
         weight = rows if self._averages else 1.0
         factor = self.mean_rows or weight
+        seed = weight / factor if self.scale is None else weight / factor * self.scale.value
         started: list[Totals] = []
+        upcoming = self.upcoming if self.upcoming is not None and self.upcoming.learning else None
         with self._window_kept_whole():
-            with nullcontext() if self._rowless is None else self._rowless.bounded():
-                ran = self._differentiate(
-                    batch, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), weight / factor
+            with (
+                nullcontext() if self._rowless is None else self._rowless.bounded(),
+                nullcontext() if upcoming is None else self.engine.watched(upcoming, batch),
+            ):
+                ran = self.engine.differentiate(
+                    batch, rows, fetch, lambda loss: started.append(self._start_run(loss, weight, factor)), seed
                 )
             self._loss_dtype = ran.loss.dtype
-            self._buckets.launch_rest()
-            self._push_early()
+            self._end_backward()
             total = started[0].wait_for()
             self._finish_run(total, fetch)
         self._raise_at_end()
@@ -254,29 +258,21 @@ class StepRunner:
             raise
         self.mean_rows = total / workers if workers else None
 
-    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Begin, seed: float) -> StepOutput:
-        if self.upcoming is None or not self.upcoming.learning:
-            return self.engine.differentiate(batch, fetch, begin, seed)
-        if isinstance(self.engine, GraphEngine):
-            ran = self.engine.differentiate(batch, fetch, begin, seed)
-            if self.engine.program.captures:  # not if it is a mistake that the tape has run
-                self.upcoming.learn_from(self.engine.program.graph)
-            return ran
-        with self.upcoming.watching(batch):
-            return self.engine.differentiate(batch, fetch, begin, seed)
-
-    def _push_early(self) -> None:
-        """Add the run's gradients to the servers' window, and push once it closes, in parallel with the local sums."""
-        if self.remote is not None:
-            self.remote.end_run()
+    def _end_backward(self) -> None:
+        """Let the sinks go on with the run's gradients: the servers' are pushed while the workers' sums arrive."""
+        assert self._buckets is not None
+        self._buckets.launch_rest()
+        for servers in self._servers:
+            servers.end_run()
             if self._closes_window() and not self._looks_first:
-                self.remote.push()
+                servers.push()
 
     @property
     def _looks_first(self) -> bool:
         """True if all workers check that the gradients are finite before anything is pushed."""
         assert self._buckets is not None
-        return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
+        first = bool(self.step.skip_nonfinite) or self.engine.first_looks or not self._buckets.empty
+        return self.step.skip_nonfinite is not None and first
 
     def _start_run(
         self, loss: Tensor | None, weight: float, factor: float, *, active: bool = True, refrozen: bool = False
@@ -292,10 +288,10 @@ class StepRunner:
         """
         assert self._buckets is not None
         last = self._closes_window()
-        if self.remote is not None and not refrozen:
-            self.remote.start_run(weight, factor)
-        stopping = self._wants_to_stop()
-        call = 31 * self._calls + self.number  # of this step: no near call of another step has the same, modulo 1024
+        for servers in self._servers if not refrozen else ():
+            servers.start_run(weight, factor)
+        stopping = self.engine.stopping
+        call = 31 * self._calls + self._number  # of this step: no near call of another step has the same, modulo 1024
         numbers = self._digits
         share = header(
             loss, weight, call, self._device, active=active, stopping=stopping, refrozen=refrozen, digits=numbers
@@ -326,10 +322,13 @@ class StepRunner:
 
     def run_idle(self) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
+        return self._run_empty(active=False)
+
+    def _run_empty(self, *, active: bool) -> StepOutput | None:
         self._begin_run(0.0)
-        if self.remote is not None:
-            self.remote.part.tables.begin(self.remote.part.clock)
-        return self._add_nothing(active=False)
+        for servers in self._servers:
+            servers.part.tables.begin(servers.part.clock)
+        return self._add_nothing(active=active)
 
     def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
         assert self._buckets is not None
@@ -337,8 +336,7 @@ class StepRunner:
             total = self._start_run(None, 0.0, 0.0, active=active).wait_for()
             if not total.active:
                 return None
-            self._buckets.launch_rest()
-            self._push_early()
+            self._end_backward()
             self._finish_run(total, fetch)
         self._raise_at_end()
         return StepOutput(self._loss_of(total), {})
@@ -347,12 +345,13 @@ class StepRunner:
     def _window_kept_whole(self) -> Iterator[None]:
         """Discard the open window if the block fails after its run has started, so that no partial sums remain."""
         self._started = False
-        pushes = 0 if self.remote is None else self.remote.part.clock
+        pushes = [servers.part.clock for servers in self._servers]
         try:
             yield
         except BaseException as error:
-            if self.remote is not None and self.remote.part.clock != pushes:  # pushed, and not counted as a step
-                self.remote.part.torn = pushes
+            for servers, clock in zip(self._servers, pushes, strict=True):
+                if servers.part.clock != clock:  # pushed, and not counted as a step
+                    servers.part.torn = clock
             if self._started:
                 self._broken = self._workers is not None
                 if self._in_window:
@@ -364,22 +363,21 @@ class StepRunner:
                 raise named from error
             raise
 
-    def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Run the whole step at once: without other workers nothing is summed."""
+    def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
+        """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
         for parameter in self._held:
             parameter.grad = None
+        for parameter, gradient in left:
+            parameter.grad = gradient
         engine = self.engine
-        if left:
-            for parameter, gradient in left:
-                parameter.grad = gradient
-            engine = self._engine_that_accumulates()
-        ran = engine.step(batch, fetch)
+        ran = engine.add(batch, rows, fetch) if left else engine.step(batch, rows, fetch)
+        if ran is None:
+            return None
         self.runs += 1
-        self._stop_seen = self._wants_to_stop()
+        self._stop_seen = engine.stopping
         if ran.nonfinite:
-            self._drop_others(ran.nonfinite)
             self._pass_over(list(ran.nonfinite))
             self._raise_nonfinite()
         else:
@@ -395,8 +393,8 @@ class StepRunner:
                 operation=operation,
                 step=self.runs,
             )
-        if self.remote is not None and operation != "load":
-            self.remote.part.check_whole()
+        for servers in self._servers if operation != "load" else ():
+            servers.part.check_whole()
 
     def _begin_run(self, rows: float) -> None:
         self._calls += 1
@@ -418,11 +416,12 @@ class StepRunner:
             self._lay_out()
             assert self._buckets is not None
             self._buckets.start_window()
-            if self.remote is not None:
-                self.remote.start()
+            for servers in self._servers:
+                servers.start_window()
             self._window_rows = 0.0
         # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
-        self._clear_gradients()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _follow_optimizers(self) -> None:
         """Add parameters of the model that were newly given to an optimizer.
@@ -430,13 +429,13 @@ class StepRunner:
         Raises:
             ValueError: a parameter that is not the model's, or one that others would have to know of.
         """
-        held = _optimizer_parameters(self.step)
+        held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         known, now = {*self._parameters, *self._elsewhere, *self._held}, list(parameters_here(self.step.model).values())
         added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
         foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
-        alone = self._workers is None and self.remote is None and self._in_window == 0
+        alone = self._workers is None and not self._servers and self._in_window == 0
         if foreign or (added and not alone):
             optimizer, parameter = (foreign or added)[0]
             where = "does not have" if foreign else "did not have when the Executor was made"
@@ -454,7 +453,7 @@ class StepRunner:
         assert self._layout is not None
         for parameter, laid_out in zip(self._parameters, self._layout, strict=False):
             if not laid_out and parameter.grad is not None:
-                names = {value: name for name, value in self._named_parameters().items()}
+                names = {value: name for name, value in self.engine.parameters.items()}
                 raise ValueError(
                     f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
                     "window; do it between two optimizer steps"
@@ -472,20 +471,6 @@ class StepRunner:
             optimizer.zero_grad()
         own = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
         return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _engine_that_accumulates(self) -> Engine:
-        """Return the engine that accumulates into existing gradients."""
-        if isinstance(self.engine, CheckedGraph):
-            return self.engine.tape
-        if isinstance(self.engine, GraphEngine):
-            raise CaptureError(
-                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
-            )
-        return self.engine
 
     def _closes_window(self) -> bool:
         return self._closing or self._in_window + 1 == self.step.accumulate
@@ -505,11 +490,13 @@ class StepRunner:
         if self.mean_rows is not None and total.rows:
             self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
-            self._update()
+            with from_within():
+                self.engine.update()
+            self._step_schedulers()
 
     def _finish_window(self, fetch: Fetch | None) -> bool:
         """Prepare the window's gradients for the optimizers; return False if they should not step."""
-        step, remote = self.step, self.remote
+        step, engine = self.step, self.engine
         bad: list[str] = []
         if self.scale is not None:
             self.scale.unscale(p.grad for p in self._parameters if p.grad is not None)
@@ -517,29 +504,31 @@ class StepRunner:
             self.scale.update(overflow=bool(bad))
         self._put_back()
         if step.on_gradients is not None and not bad:
-            named = self._named_parameters().items()
-            step.on_gradients({name: p.grad for name, p in named if p.grad is not None})
+            step.on_gradients({name: p.grad for name, p in engine.parameters.items() if p.grad is not None})
         if step.skip_nonfinite is not None and (self.scale is None or step.on_gradients is not None):
             bad = bad or self._find_nonfinite()
         if bad:
-            self._drop_others(bad)
             self._pass_over(bad)
-            if remote is not None:
-                remote.start()  # discard the pending push; an empty push changes nothing
-        if remote is not None and self._looks_first:
-            remote.push()
+        for servers in self._servers:
+            if bad:
+                servers.start_window()  # discard the pending push; an empty push changes nothing
+            if self._looks_first:
+                servers.push()
+                if bad and step.clip_grad_norm is not None:
+                    servers.squared_norm()
+                    servers.release(1.0)
         if bad:
-            if remote is not None and self._looks_first and step.clip_grad_norm is not None:
-                remote.squared_norm()
-                remote.release(1.0)
             return False
         norm: Tensor | None = None
         if step.clip_grad_norm is not None:
-            norm = self._clip(step.clip_grad_norm)
+            squares = [servers.squared_norm() for servers in self._servers]
+            norm = engine.clip(step.clip_grad_norm, sum(squares) if squares else None)
+            for servers in self._servers:
+                servers.release(clip_scale(norm, step.clip_grad_norm).item())
         elif fetch is not None and fetch.wants_norm:
-            norm = self._norm()
+            norm = engine.norm()
         if step.clip_grad_value is not None:
-            clip_values(self._parameters, step.clip_grad_value)
+            clip_values(elements(self._parameters), step.clip_grad_value)
         if fetch is not None:
             fetch.norm = norm
         return True
@@ -554,31 +543,27 @@ class StepRunner:
 
     def _find_nonfinite(self) -> list[str]:
         """Return the parameters whose gradients are not finite, the same on all workers."""
-        named = self._named_parameters().items()
-        found = nonfinite_names((name, p.grad) for name, p in named if p.grad is not None)
-        if self.remote is None or not self.step.skip_nonfinite:
-            return found
-        found += self.remote.nonfinite()
-        if self._workers is None:
-            return found
-        bad = torch.tensor([float(len(found))], device=self._device)
-        if not self._workers.all_reduce(bad, operation="all_reduce of steps to skip", step=self.runs).item():
-            return []
-        everyone = self._workers.all_gather_bytes(json.dumps(found).encode(), operation="names of gradients")
-        return sorted({name for names in everyone for name in json.loads(names)})
+        found, across = self.engine.nonfinite(), self.engine.first_looks
+        for servers in self._servers if self.step.skip_nonfinite else ():
+            found += servers.nonfinite()
+            if self._workers is not None and not across:
+                bad = torch.tensor([float(len(found))], device=self._device)
+                if not self._workers.all_reduce(bad, operation="all_reduce of steps to skip", step=self.runs).item():
+                    return []
+            if self._workers is not None or across:
+                found = sorted({name for names in servers.part.gather([found]) for name in names[0]})
+        return found
 
     def _pass_over(self, names: list[str]) -> None:
+        """Skip the step, or let it end in an error."""
+        named, held = self.engine.parameters, set(self._held)
+        for name in names:
+            if name in named and named[name] not in held:
+                named[name].grad = None  # no optimizer clears it, and it would make all later steps non-finite
         if self.step.skip_nonfinite:
             self.skipped += 1
         else:
             self._nonfinite = names
-
-    def _drop_others(self, names: Iterable[str]) -> None:
-        """Drop non-finite gradients that no optimizer clears, because they would make all later steps non-finite."""
-        named, held = self._named_parameters(), set(self._held)
-        for name in names:
-            if name in named and named[name] not in held:
-                named[name].grad = None
 
     def _raise_nonfinite(self) -> None:
         names, self._nonfinite = self._nonfinite, None
@@ -592,27 +577,6 @@ class StepRunner:
         if step is not None and self._drift is not None:
             self._drift.settle(self._alike_at, step)
             self._alike_at = self.steps
-
-    def _update(self) -> None:
-        with from_within():
-            self.engine.update()
-        self._step_schedulers()
-
-    def _clip(self, max_norm: float) -> Tensor:
-        if self.remote is None:
-            return clip_gradients(self._parameters, max_norm)
-        norm = clip_gradients(self._parameters, max_norm, elsewhere=self.remote.squared_norm())
-        self.remote.release(clip_scale(norm, max_norm).item())
-        return norm
-
-    def _norm(self) -> Tensor:
-        return norm_of(self._parameters)
-
-    def _named_parameters(self) -> Mapping[str, Tensor]:
-        return parameters_here(self.step.model)
-
-    def _wants_to_stop(self) -> bool:
-        return self.asked_to_stop
 
     def _step_schedulers(self) -> None:
         for scheduler in self.step.schedulers:
@@ -643,10 +607,7 @@ class StepRunner:
         if self._in_window and self.step.flush == "step":
             self._closing = True
             try:
-                self._begin_run(0.0)
-                if self.remote is not None:
-                    self.remote.part.tables.begin(self.remote.part.clock)
-                self._add_nothing(active=True)
+                self._run_empty(active=True)
             finally:
                 self._closing = False
             self.runs -= 1  # it was not one of the caller's
@@ -683,9 +644,16 @@ class StepRunner:
         self._in_window = 0
 
 
-def _optimizer_parameters(step: TrainStep) -> list[Tensor]:
-    """Return the parameters that the optimizers hold, in their order."""
-    return [p for optimizer in step.optimizers for group in optimizer.param_groups for p in group["params"]]
+def rows_of(step: TrainStep, batch: Structure) -> float:
+    """Return the weight of a batch.
+
+    Raises:
+        ValueError: its tensors disagree in rows, or ``rows(batch)`` gave no number of at least 0.
+    """
+    rows = float(count_rows(batch) if step.rows is None else step.rows(batch))
+    if not 0 <= rows < float("inf"):
+        raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
+    return rows
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:

@@ -26,8 +26,6 @@ from anabranch.collectives import Workers
 from anabranch.errors import BoundaryError
 from anabranch.executor.drift import DIGITS, digits_differ
 
-__all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
-
 HEADER_SIZE = 8 + DIGITS
 _PART = 4096
 _LOSS = 2

@@ -24,8 +24,6 @@ from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["BackgroundSaves", "CheckpointContent", "MOST_IN_FLIGHT", "StartedSave"]
-
 _LAST_SECONDS = 600.0  # for what is written when the process ends
 MOST_IN_FLIGHT = 2
 """Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from anabranch.errors import CheckpointError
 from anabranch.pipeline import Pipe
 
-__all__ = ["StagePart", "merge_optimizer_states", "names_of", "restrict", "rows_of"]
-
 
 class StagePart(TypedDict):
     """The part of the model's state on a stage after the first."""
@@ -32,12 +30,6 @@ class _OptimizerState(TypedDict):
     state: dict[str, object]
     own: dict[object, object]
     groups: list[dict[str, object]]
-
-
-class _RemoteSums(TypedDict):
-    total: float
-    dense: dict[str, Tensor]
-    rows: dict[str, dict[str, Tensor]]
 
 
 _NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, own={}, groups=[])

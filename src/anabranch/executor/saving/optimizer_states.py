@@ -13,8 +13,6 @@ from anabranch.errors import CheckpointError
 from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.steps import parameters_of
 
-__all__ = ["by_parameter_name", "by_position", "load_uncast", "parameter_names"]
-
 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the names of each group's parameters.

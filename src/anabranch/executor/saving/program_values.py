@@ -17,8 +17,6 @@ from anabranch.checkpoint.state import Custom
 from anabranch.errors import CheckpointError
 from anabranch.tensors.tree_codec import Path, map_leaves
 
-__all__ = ["restored", "to_save"]
-
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
 
 

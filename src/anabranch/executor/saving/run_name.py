@@ -19,8 +19,6 @@ from anabranch.checkpoint.storage import Place
 from anabranch.errors import CheckpointError
 from anabranch.job import JOB_VARIABLE, job
 
-__all__ = ["RunName"]
-
 
 class RunName:
     """The name of one run, and the checkpoints of others that it has loaded.

@@ -23,7 +23,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -44,8 +43,8 @@ from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.executor.pipes import PipelineGrid
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.running.pipe_runner import PipelineGrid
 from anabranch.executor.running.remote import RemotePart, ServedParameter
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, StartedSave
@@ -63,8 +62,6 @@ from anabranch.executor.steps import Step, TrainStep, distinct_models, parameter
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
-
-__all__ = ["HasState", "Saver"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -88,23 +85,27 @@ class HasState(Protocol):
 
 
 class Saver:
-    """Saves and loads the state of one executor; created before parameters move to servers.
+    """Saves and loads the state of one executor.
 
-    Attributes:
+    Args:
+        steps: of the executor.
+        runners: of its training steps.
+        workers: all ranks.
         loaders: the loaders whose positions are saved.
         remote: the parameters on servers.
+        objects: the user's own.
     """
-
-    loaders: Mapping[str, BoundLoader] = MappingProxyType({})
-    remote: RemotePart | None = None
 
     def __init__(
         self,
         steps: Mapping[str, Step],
         runners: Mapping[str, StepRunner],
         workers: Workers | PipelineGrid | None,
+        loaders: Mapping[str, BoundLoader],
+        remote: RemotePart | None,
         objects: Mapping[str, HasState] | None = None,
     ) -> None:
+        self.loaders, self.remote = loaders, remote
         self._objects = dict(objects or {})
         self._background: BackgroundSaves | None = None
         self._started_saves: list[StartedSave] = []
@@ -112,7 +113,7 @@ class Saver:
         self._runners = runners
         self._workers = workers
         self._models = distinct_models(steps)
-        # As they are before some move to the servers.
+        # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
         self._run = RunName(shared=workers is not None)
@@ -293,7 +294,7 @@ class Saver:
             "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
             "optimizer": optimizer_tensors,
         }
-        schedulers, groups["schedulers"] = checkpoint.split(self._scheduler_states())
+        schedulers, groups["schedulers"] = checkpoint.split(_scheduler_states(self._steps))
         saved_extra, groups["extra"] = checkpoint.split(extra)
         saved_objects, groups["objects"] = checkpoint.split({k: o.state_dict() for k, o in self._objects.items()})
         servers: object = None
@@ -323,7 +324,7 @@ class Saver:
         return CheckpointContent(groups, state, self._steps_taken())
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}
+        return {name: value for name, value in _model_state(self._models) if isinstance(value, Tensor)}
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are not those of the rank whose model is saved; every worker calls it."""
@@ -336,7 +337,7 @@ class Saver:
         }
         buffers = {
             name: value.detach().cpu().contiguous().clone()
-            for name, value in self._model_state()
+            for name, value in _model_state(self._models)
             if isinstance(value, Tensor) and name not in parameters
         }
         hashes = {name: hashlib.blake2b(_bytes(value)).hexdigest() for name, value in buffers.items()}
@@ -360,12 +361,7 @@ class Saver:
 
     def _extra(self) -> dict[str, object]:
         """Return the modules' extra state (``get_extra_state``)."""
-        return {name: value for name, value in self._model_state() if not isinstance(value, Tensor)}
-
-    def _model_state(self) -> Iterator[tuple[str, object]]:
-        for prefix, model in self._models.items():
-            for name, value in model.state_dict().items():
-                yield prefix + name, value
+        return {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
 
     def _remote_tensors(self, value: Callable[[ServedParameter], Tensor]) -> dict[str, Tensor]:
         """Return the parameters on servers, one tensor for each name."""
@@ -377,36 +373,7 @@ class Saver:
         elsewhere: dict[Tensor, dict[str, object]] = {
             entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
         }
-        return {
-            name: [
-                by_parameter_name(optimizer, parameter_names(optimizer, self._parameters(name)), elsewhere)
-                for optimizer in step.optimizers
-            ]
-            for name, step in self._steps.items()
-        }
-
-    def _scheduler_states(self) -> dict[str, list[dict[str, object]]]:
-        return {
-            name: [
-                {"scheduler": type(scheduler).__qualname__, "state": to_save(scheduler.state_dict())}
-                for scheduler in step.schedulers
-            ]
-            for name, step in self._steps.items()
-        }
-
-    def try_encoding(self) -> None:
-        """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
-        tried = {
-            "optimizers": self._optimizer_states({}),
-            "schedulers": self._scheduler_states(),
-            "extra": self._extra(),
-            "objects": {name: target.state_dict() for name, target in self._objects.items()},
-        }
-        state, _ = checkpoint.split(tried)
-        try:
-            encode(state)
-        except ValueError as error:
-            raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
+        return _optimizer_states(self._steps, self._parameters, elsewhere)
 
     def _counts(self) -> dict[str, dict[str, object]]:
         """Return what every step has counted."""
@@ -729,6 +696,53 @@ class Saver:
                 pipe.calls = calls
                 if as_many:
                     pipe.seed = seed
+
+
+def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]]:
+    for prefix, model in models.items():
+        for name, value in model.state_dict().items():
+            yield prefix + name, value
+
+
+def _optimizer_states(
+    steps: Mapping[str, TrainStep],
+    parameters: Callable[[str], Mapping[str, Tensor]],
+    elsewhere: Mapping[Tensor, dict[str, object]],
+) -> dict[str, list[object]]:
+    return {
+        name: [
+            by_parameter_name(optimizer, parameter_names(optimizer, parameters(name)), elsewhere)
+            for optimizer in step.optimizers
+        ]
+        for name, step in steps.items()
+    }
+
+
+def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[dict[str, object]]]:
+    return {
+        name: [
+            {"scheduler": type(scheduler).__qualname__, "state": to_save(scheduler.state_dict())}
+            for scheduler in step.schedulers
+        ]
+        for name, step in steps.items()
+    }
+
+
+def check_encoding(
+    steps: Mapping[str, TrainStep], models: Mapping[str, nn.Module], objects: Mapping[str, HasState]
+) -> None:
+    """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
+    tried = {
+        "optimizers": _optimizer_states(steps, lambda name: names_of(steps[name].model), {}),
+        "schedulers": _scheduler_states(steps),
+        "extra": {name: value for name, value in _model_state(models) if not isinstance(value, Tensor)},
+        "objects": {name: target.state_dict() for name, target in objects.items()},
+    }
+    state, _ = checkpoint.split(tried)
+    try:
+        encode(state)
+    except ValueError as error:
+        raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
 
 def _bytes(value: Tensor) -> bytes:

@@ -19,11 +19,12 @@ The file is long because everything that depends on Dynamo's internals is in it:
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -42,7 +43,6 @@ from anabranch.activity import Activity, during
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.dynamo.inlined_code import InlinedCode
 from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
 from anabranch.graph.dynamo.slow_capture import log_if_slow
 from anabranch.graph.dynamo.undisturbed import random_states_untouched, silent, unseen_by_other_threads
@@ -86,6 +86,8 @@ _EVERY_MODULE = (
     "_global_forward_hooks_always_called",
     "_global_forward_hooks_with_kwargs",
 )
+_code_of = operator.attrgetter("__code__")
+_OF_PYTORCH = (nn.Module, object)  # PyTorch's tracers replace methods of nn.Module while they work
 _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MODULE]
 
 
@@ -333,6 +335,76 @@ class DynamoFront:
         if isinstance(error, AnabranchError) or not isinstance(error, Exception):
             return error
         return refusal_of(error, self.what)
+
+
+class InlinedCode:
+    """The functions found so far whose code a capture has inlined, compared before each run.
+
+    Dynamo guards the functions that it finds by name, and a module's class, but neither a method that is replaced on a
+    class nor a ``__code__`` that is replaced in place, as IPython's autoreload does.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: list[type] = []
+        self._names: list[str] = []
+        self._members: list[object] = []
+        self._functions: list[types.FunctionType] = []
+        self._codes: list[types.CodeType] = []
+
+    def add(
+        self, kinds: Iterable[type], functions: Iterable[types.FunctionType], inlined: Collection[types.CodeType]
+    ) -> None:
+        """Add the methods of these classes and the functions among these whose code is ``inlined``."""
+        found = [function for function in functions if function.__code__ in inlined]
+        known = set(zip(self._kinds, self._names, strict=True))
+        for kind in dict.fromkeys(kinds):
+            for base, name, function in _methods_of(kind):
+                if function.__code__ not in inlined:
+                    continue
+                found.append(function)
+                for place in {(kind, name), (base, name)} - known:
+                    known.add(place)
+                    self._kinds.append(place[0])
+                    self._names.append(name)
+                    self._members.append(getattr(*place))
+        for function in set(found).difference(self._functions):
+            self._functions.append(function)
+            self._codes.append(function.__code__)
+
+    def unchanged(self) -> bool:
+        """Return True if the classes still have these methods, and all functions their code."""
+        if list(map(_code_of, self._functions)) != self._codes:
+            return False
+        try:
+            return list(map(getattr, self._kinds, self._names)) == self._members
+        except AttributeError:
+            return False
+
+    def in_no_module(self) -> types.FunctionType | None:
+        """Return a function whose globals Dynamo looks up, by their names, in another module than its own."""
+        for function in self._functions:
+            own = function.__globals__
+            module = sys.modules.get(own.get("__name__", ""))
+            if module is None or vars(module) is own:
+                continue
+            for name in function.__code__.co_names:
+                # What both have imported stays what it is; a number that is equal now may be changed.
+                kept = isinstance(own.get(name), types.ModuleType | type | types.FunctionType)
+                if name in own and not (kept and own[name] is vars(module).get(name)):
+                    return function
+        return None
+
+
+def _methods_of(kind: type) -> Iterator[tuple[type, str, types.FunctionType]]:
+    """Yield the functions that a class has or inherits, with the class that defines them and their names."""
+    for base in kind.__mro__:
+        for name, member in vars(base).items() if base not in _OF_PYTORCH else ():
+            if isinstance(member, (staticmethod, classmethod)):
+                member = member.__func__
+            if isinstance(member, property):
+                member = member.fget
+            if isinstance(member, types.FunctionType):
+                yield base, name, member
 
 
 class _Forms:

@@ -21,7 +21,7 @@ from anabranch.graph.dynamo.front import TracedCall, mark
 from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistake, WrongType, free_name
 
-__all__ = ["Arguments", "Binding", "arrange", "picker", "run_calls"]
+__all__ = ["Arguments", "arrange", "picker", "run_calls"]
 
 
 _CONTROL_FLOW = {
@@ -57,35 +57,6 @@ class Arguments:
         """Return the traced values in the order of the placeholders."""
         held = dict(self.fixed)
         return [held.get(i, args[i]) if at is None else values[at] for i, at in enumerate(self.place)]
-
-
-class Binding:
-    """Picks a program's arguments from the values of Dynamo's placeholders, and checks that the program fits."""
-
-    def __init__(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
-        self._bound = [args[index] for index in arguments.bound]
-        self._fixed = arguments.fixed
-        self._free, self._numbers = arguments.free, call.numbers
-        self.holds_numbers = bool(arguments.fixed)
-        self._pick_bound, self._pick_free = picker(arguments.bound), picker(arguments.free)
-        self._reads_numbers = any(index in call.numbers for index in arguments.free)
-        # Where Dynamo passes whole numbers they may be sizes that it does not guard; a graph is of one size.
-        sized = any(isinstance(value, int) and not isinstance(value, bool) for value in args)
-        self._shapes = [(index, value.shape) for index, value in enumerate(args) if sized and isinstance(value, Tensor)]
-
-    def fits(self, args: Sequence[object]) -> bool:
-        """Return True if the bound tensors are identical, and the shapes and values that the graph holds are equal."""
-        if not all(map(operator.is_, self._pick_bound(args), self._bound)):
-            return False
-        if self._shapes and any(args[index].shape != shape for index, shape in self._shapes):  # type: ignore[attr-defined]
-            return False
-        return not self._fixed or all(args[index] == value for index, value in self._fixed)
-
-    def free(self, args: Sequence[object]) -> Sequence[object]:
-        """Return the arguments of the program."""
-        if self._reads_numbers:
-            return [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
-        return self._pick_free(args)
 
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:

@@ -20,8 +20,6 @@ from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource, UserMistak
 if TYPE_CHECKING:
     from anabranch.graph.run.codegen import Program
 
-__all__ = ["Backward", "GradientListener", "Gradients", "capture_backward", "check_loss", "loss_of", "output_names"]
-
 
 @dataclass(frozen=True, slots=True)
 class Gradients:

@@ -7,18 +7,17 @@ memory of parameters, and hooks on gradients.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.hooks import hooks_registered
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
-
-__all__ = ["BoundState"]
 
 
 class BoundState:
@@ -35,7 +34,7 @@ class BoundState:
         self._groups = list(chain.from_iterable(self._lists))
         self._sizes, self._members = self._grouped()
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
-        self._handles = -1
+        self._handles = self._next_handle = -1
         self.note_optimizer_state()
 
     def note_optimizer_state(self) -> None:
@@ -54,7 +53,8 @@ class BoundState:
         Raises:
             CaptureError: a hook was set that a graph would not call.
         """
-        self._refuse_new_hooks()
+        if RemovableHandle.next_id != self._next_handle:
+            self._refuse_new_hooks()
         same = operator.is_
         for optimizer, state, groups, step in zip(
             self._optimizers, self._states, self._lists, self._steps, strict=True
@@ -86,12 +86,13 @@ class BoundState:
         return len(held) == len(self._held) and all(map(same, held, self._held))
 
     def _refuse_new_hooks(self) -> None:
-        """Check for hooks, but only if any was registered, anywhere, since the last check."""
+        """Check for hooks, if any was registered, anywhere, since the last check."""
         number = hooks_registered()
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
             refuse_hooks(modules, self.parameters, self._optimizers)
             self._handles = number
+        self._next_handle = RemovableHandle.next_id
 
     def _grouped(self) -> tuple[list[int], list[Tensor]]:
         """Return the number of parameters in each group, and the parameters."""
@@ -111,6 +112,102 @@ class BoundState:
         first: dict[int, int] = {}
         storages = [tensor.untyped_storage().data_ptr() for tensor in self._tensors]
         self._shared = [first.setdefault(place, index) for index, place in enumerate(storages)]
+
+
+class LearningRates:
+    """The optimizers' learning rates as tensors, so that a scheduler reaches a graph that was captured before.
+
+    One float64 number per parameter group. ``refresh`` copies the scheduler's values; a learning rate that is already a
+    tensor is used itself.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        self._tensors = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in self._groups]
+        self._values: list[object] = [None] * len(self._groups)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the rates that have changed."""
+        for index, group in enumerate(self._groups):
+            rate = group["lr"]
+            if rate is not self._values[index]:
+                self._values[index] = rate
+                if type(rate) in (float, int):  # others step outside the graph
+                    self._tensors[index].fill_(rate)
+
+    def of(self, group: Mapping[str, object]) -> Tensor:
+        """Return the tensor that holds the rate of ``group``."""
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            return rate
+        return next(t for g, t in zip(self._groups, self._tensors, strict=True) if g is group)
+
+
+class GroupNumbers:
+    """All contents of parameter groups except parameters and learning rates: a change of one makes a new graph."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Read the groups again, in which a number may have changed its type, or a name may have been added."""
+        names_of_groups = [sorted(without_tensors(group)) for group in self._groups]
+        # All names, so that a missing one is noticed; at least two, so that an itemgetter gives a tuple.
+        self._readers = [
+            operator.itemgetter("lr", "initial_lr" if "initial_lr" in group else "lr", *names)
+            for group, names in zip(self._groups, names_of_groups, strict=True)
+        ]
+        self._names = str(names_of_groups)  # whose hash Python keeps
+        self._sizes = list(map(len, self._groups))
+        self._all_plain = all(all(map(_is_plain, group.values())) for group in map(without_tensors, self._groups))
+
+    def current(self) -> tuple[object, ...]:
+        """Return the current numbers, to be compared and hashed; lists in them may change later."""
+        if list(map(len, self._groups)) != self._sizes:
+            self.look_again()
+        try:
+            found = self._read()
+        except KeyError:  # another name in its place
+            self.look_again()
+            found = self._read()
+        return self._names, *(found if self._all_plain else map(_hashable, found))
+
+    def _read(self) -> list[tuple[object, ...]]:
+        found = []
+        for read, group in zip(self._readers, self._groups, strict=True):
+            rate, _, *numbers = read(group)
+            # A learning rate counts as a tensor, which the graph is bound to, or by an odd type.
+            if type(rate) not in (float, int):
+                numbers.append(id(rate) if isinstance(rate, Tensor) else type(rate))
+            found.append(tuple(numbers))
+        return found
+
+
+def without_tensors(group: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, complex, str, type(None)))
+
+
+def _hashable(value: object) -> object:
+    """``value`` with copies of its containers; a tensor is an input of the graph, and is kept."""
+    if isinstance(value, Tensor):
+        return Tensor, id(value)
+    if isinstance(value, Mapping):
+        return dict, tuple((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_hashable, value))
+    if isinstance(value, (set, frozenset)):
+        return set, frozenset(map(_hashable, value))
+    if type(value).__hash__ is None:
+        return type(value), id(value)
+    return value
 
 
 _values = dict.values

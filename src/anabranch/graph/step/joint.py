@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from anabranch.errors import CaptureError
 from anabranch.graph.crossings import Effect
 from anabranch.graph.dynamo.front import TracedCall
-from anabranch.graph.dynamo.traced_calls import Arguments, Binding, arrange
+from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
@@ -37,8 +38,6 @@ from anabranch.graph.step.step_state import SparseGradients, StepState
 from anabranch.graph.step.update import has_state
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
-
-__all__ = ["Joint", "JointKey", "accumulate", "leave_gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,8 @@ class Joint:
         key: the program's purpose.
         backward: the graph of forward and backward.
         graph: the graph that runs.
+        variants: the program is valid for only one value of a Python float.
+        memory: looks at the memory of the arguments, if the program writes to one.
         confirmed: the tape has run a batch of this program with the same results; see ``Prepared.confirm``.
     """
 
@@ -82,7 +83,7 @@ class Joint:
             # An operation that reads a number's value, like dropout its probability: a graph for each value.
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
             self.backward = self._captured(call, arguments, args)
-        self._binding = Binding(call, arguments, args)
+        self._bind(call, arguments, args)
         self._arguments = arguments
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
         if step.activation_budget is not None:
@@ -94,12 +95,13 @@ class Joint:
         self._all_held = not self._sparse and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
-        self._memory = SharedMemory(arguments, written_inputs(self.backward.graph))
+        self._look_at(written_inputs(self.backward.graph))
         self._between = self._trace_between() if key.whole else None
         self._program: Program | None = None
         self._backward_program: Program | None = None
-        self._update_program: Program | None = None
-        self._front_outputs: Sequence[str] = ()
+        self._rest: Program | None = None
+        self._given: Sequence[str] = ()
+        self._yielded: Sequence[str] = ()
         self._own = False
         self.graph = self.backward.graph
         if key.whole and self._ready():
@@ -123,24 +125,41 @@ class Joint:
         named = step.parameters.items()
         return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
 
+    def _look_at(self, written: Collection[str]) -> None:
+        """Compare the memory of all arguments before each run, if the program writes to some."""
+        names = {source.name for source in self._arguments.sources}
+        self.memory = SharedMemory(self._arguments, written) if not names.isdisjoint(written) else None
+
+    def _bind(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
+        """Keep what the values of Dynamo's placeholders are compared with, and pick the program's arguments."""
+        self._bound = [args[index] for index in arguments.bound]
+        self._fixed = arguments.fixed
+        self._free, self._numbers = arguments.free, call.numbers
+        self.variants = bool(arguments.fixed)
+        self._pick_bound, self._pick_free = picker(arguments.bound), picker(arguments.free)
+        self._reads_numbers = any(index in call.numbers for index in arguments.free)
+        # Where Dynamo passes whole numbers they may be sizes that it does not guard; a graph is of one size.
+        sized = any(isinstance(value, int) and not isinstance(value, bool) for value in args)
+        self._shapes = [(index, value.shape) for index, value in enumerate(args) if sized and isinstance(value, Tensor)]
+
     def fits(self, args: Sequence[object], key: JointKey) -> bool:
-        """Return True if this is the program for these arguments."""
+        """Return True if this is the program for these arguments.
+
+        The bound tensors are identical, and the shapes and values that the graph holds are equal.
+        """
         if key is not self.key and key != self.key:
             return False
-        return self._binding.fits(args)
+        if not all(map(operator.is_, self._pick_bound(args), self._bound)):
+            return False
+        if self._shapes and any(args[index].shape != shape for index, shape in self._shapes):  # type: ignore[attr-defined]
+            return False
+        return not self._fixed or all(args[index] == value for index, value in self._fixed)
 
-    def check_memory(self, args: Sequence[object]) -> None:
-        """Raise if the program writes to an argument that shares memory with another.
-
-        Raises:
-            Raises: it does; nothing has happened.
-        """
-        self._memory.check(args)
-
-    @property
-    def variants(self) -> bool:
-        """True if the program is valid for only one value of a Python float."""
-        return self._binding.holds_numbers
+    def _free_of(self, args: Sequence[object]) -> Sequence[object]:
+        """Return the arguments of the program."""
+        if self._reads_numbers:
+            return [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
+        return self._pick_free(args)
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """Return the results as Dynamo's code expects them."""
@@ -170,7 +189,7 @@ class Joint:
             listener: called with gradients while backward runs.
             later: receives the optimizers' own step if it is outside the graph; without it they step at once.
         """
-        free = self._binding.free(args)
+        free = self._free_of(args)
         if begin is not None:
             begin(self.backward.outputs)
         if not self.key.whole:
@@ -179,18 +198,17 @@ class Joint:
             self._join()
         if self._program is None:
             return self._run_apart(free, later)
-        results: dict[str, object]
-        if self._update_program is None:
+        if self._rest is None:
             try:
-                results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
+                results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
             except _Refused as refused:
                 return self._finish(refused.results, later, stepped=True)
-        else:
-            results = dict(zip(self._front_outputs, self._program.run(*free), strict=True))
-            if not self._admitted(results, own=self._own):
-                return self._finish(results, later, stepped=True)
-            self._update_program.run(*(results[name] for name in self._updated))
-        return self._finish(results, later, stepped=False)
+            return self._finish(results, later, stepped=False)
+        results = dict(zip(self.backward.graph.outputs, self._program.run(*free), strict=True))
+        admitted = self._admitted(results, own=self._own)
+        if admitted:
+            results.update(zip(self._yielded, self._rest.run(*(results[name] for name in self._given)), strict=True))
+        return self._finish(results, later, stepped=not admitted)
 
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
         """Return True if the optimizers step on the gradients among the ``results``."""
@@ -202,7 +220,7 @@ class Joint:
 
     def run_backward(self, args: Sequence[object]) -> dict[str, object]:
         """Run forward and backward alone; returns the backward graph's results by name."""
-        return dict(zip(self.backward.graph.outputs, self._apart().run(*self._binding.free(args)), strict=True))
+        return dict(zip(self.backward.graph.outputs, self._apart().run(*self._free_of(args)), strict=True))
 
     def _run_backward(self, free: Sequence[object], listener: GradientListener | None) -> dict[str, object]:
         listening = listener is not None and not self._step.compile
@@ -238,7 +256,7 @@ class Joint:
                 gradients[name] = gradient
         results |= rows
         if step.leaves_gradients:
-            self._leave_gradients(results)
+            self._leave_gradients(step, results)
         sparse = backward.take_sparse(dict(rows))
 
         def step_on() -> None:
@@ -262,24 +280,24 @@ class Joint:
         left: bool = False,
     ) -> dict[str, object]:
         """Step the optimizers on the rows that the graph yields, and add the gradients requested, in final form."""
-        if self._step.leaves_gradients and not left:
-            self._leave_gradients(results)
+        step = self._step
+        if step.leaves_gradients and not left:
+            self._leave_gradients(step, results)
         if not self.backward.lookups and not self.key.gradients:
             return results
         sparse = self.backward.take_sparse(dict(results))
         if sparse and not stepped:
-            step = self._step
             _now_or(later, lambda: step.step_eagerly({}, sparse))
         self.backward.take_sparse(results)
         for name in self.key.gradients:
             if name not in results:
                 table = name.removesuffix(".grad")
                 found = sparse.get(table)
-                results[name] = as_sparse_gradient(found, self._step.parameters[table]) if found else None
+                results[name] = as_sparse_gradient(found, step.parameters[table]) if found else None
         return results
 
-    def _leave_gradients(self, results: Mapping[str, object]) -> None:
-        parameters, held = self._step.parameters, self._step.names
+    def _leave_gradients(self, step: StepState, results: Mapping[str, object]) -> None:
+        parameters, held = step.parameters, step.names
         if self._all_held:
             for name in self.backward.dense:
                 parameters[name].grad = results[f"{name}.grad"]  # type: ignore[assignment]
@@ -307,14 +325,11 @@ class Joint:
 
     def _join(self) -> None:
         step, backward = self._step, self.backward
+        front, between = backward.graph, self._between
         keep = {*backward.outputs, *self.key.gradients, *backward.rows}
         if step.leaves_gradients:
             keep |= {f"{name}.grad" for name in backward.dense}
-        graph = backward.graph
-        if self._between is not None:
-            graph = join(graph, self._between, [name for name in keep if name not in self._between.outputs])
-        front = graph
-        examples = dict(zip(graph.outputs, graph.examples(), strict=True))
+        examples = dict(zip(front.outputs, front.examples(), strict=True))
         dense: dict[str, Tensor] = {}
         for name in backward.dense:
             example = examples.get(f"{name}.grad")
@@ -326,51 +341,48 @@ class Joint:
             step.refused_update = error
             self.key = replace(self.key, numbers=None)  # the optimizers read them directly
             return
-        split = step.compile or can_replay(front)
+        split = step.compile or can_replay(front) or (step.gate is not None and update is None)
         self._own = _own_memory(front)
+        # The gate comes before ``between``, whose norm would spread one NaN over all gradients.
+        graph = front if split or step.gate is None else self._gated(front)
+        rest = update
+        if between is not None:
+            graph = join(graph, between, [name for name in keep if name not in between.outputs])
+            rest = between if update is None else join(between, update, keep)
         if update is not None:
-            if step.gate is not None and not split:
-                graph = self._gated(graph)
             joined = merge_duplicates(join(graph, update, keep))
             graph = spread_fused_updates(join_fused_updates(joined))
             if graph is not joined:  # parameters are written to in another order, and while backward continues
-                self._memory = SharedMemory(self._arguments, {*written_inputs(backward.graph), *dense})
-        self.graph = graph
-        if split or (step.gate is not None and update is None):
-            self._split(front, update, dense)
+                self._look_at({*written_inputs(front), *dense})
+        self.graph = _without_gate(graph)
+        if split:
+            self._split(front, rest)
         else:
             self._program = graph.program()
-            self.graph = _without_gate(graph)
 
     def _gated(self, front: Graph) -> Graph:
         """Return ``front`` with a last operation that asks the step's gate, and raises ``_Refused`` if it refuses."""
-        mine, names = weakref.ref(self), front.outputs
-
-        def admit(values: Sequence[object]) -> None:
-            joint, results = mine(), dict(zip(names, values, strict=True))
-            assert joint is not None
-            if not joint._admitted(results, own=joint._own):
-                raise _Refused(results)
-
         graph = front.copy()
         output = graph.fx.output_node()
         with graph.fx.inserting_before(output):
-            node = graph.fx.call_function(_Gate(admit), (list(cast("Sequence[fx.Node]", output.args[0])),))
+            node = graph.fx.call_function(
+                _Gate(self, front.outputs), (list(cast("Sequence[fx.Node]", output.args[0])),)
+            )
         node.meta.update(val=None, phase="update", scope="")
         return graph
 
-    def _split(self, front: Graph, update: Graph | None, dense: Mapping[str, Tensor]) -> None:
-        """Split into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
-        names = [f"{name}.grad" for name in dense]
-        self._front_outputs, self._updated = front.outputs, names
+    def _split(self, front: Graph, rest: Graph | None) -> None:
+        """Split into two programs: forward and backward, by Inductor or as a CUDA graph, and the rest."""
+        self._rest = rest.program() if rest is not None else Program("", lambda: ())
+        self._given = [] if rest is None else [binding.name for binding in rest.bindings if binding.bound is None]
+        self._yielded = [] if rest is None else rest.outputs
         if self._step.compile:
-            self._program = self._apart() if front is self.backward.graph else compiled(front)
+            self._program = self._apart()
         elif not can_replay(front):
             self._program = front.program()
         else:
-            read_at_once = [name in names and name not in self.key.gradients for name in front.outputs]
+            read_at_once = [name in self._given and name not in self.key.gradients for name in front.outputs]
             self._program = Replayed(front.program(), front, read_at_once)
-        self._update_program = update.program() if update is not None else Program("", lambda: ())
 
     def _trace_between(self) -> Graph | None:
         between, backward = self._step.between, self.backward
@@ -399,11 +411,14 @@ class _Gate(Effect):
 
     __name__ = "admit"
 
-    def __init__(self, admit: Callable[[Sequence[object]], None]) -> None:
-        self._admit = admit
+    def __init__(self, joint: Joint, outputs: Sequence[str]) -> None:
+        self._joint, self._outputs = weakref.ref(joint), outputs
 
     def __call__(self, values: Sequence[object]) -> tuple[object, ...]:
-        self._admit(values)
+        joint, results = self._joint(), dict(zip(self._outputs, values, strict=True))
+        assert joint is not None
+        if not joint._admitted(results, own=joint._own):
+            raise _Refused(results)
         return ()
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from anabranch.errors import CaptureError
 from anabranch.graph.trace.make_fx import user_line
 
-__all__ = ["Lookup", "SparseLookups", "SparseRows", "as_sparse_gradient"]
-
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,15 +32,15 @@ from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.step.backward import GradientListener, Gradients, check_loss
 from anabranch.graph.step.joint import Joint, JointKey
-from anabranch.graph.step.step_state import Between, Gate, SparseGradients, StepState
+from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
 from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.tensors import Structure, flatten
-
-__all__ = ["Between", "EvalProgram", "Gate", "Loss", "Prepared", "SparseGradients", "StepProgram"]
+from anabranch.tensors.rows import tensors_of
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
+_NO_MODULES = nullcontext(dict[str, Any]())
 _MOST_GRAPHS = 64
 _SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
@@ -283,7 +284,8 @@ class StepProgram(StepState):
         task.may_trace = may_trace
         self.rates.refresh()
         try:
-            with self._recorder.recording(self.model, modules) as outputs:
+            recording = self._recorder.recording(self.model, modules) if modules else _NO_MODULES
+            with recording as outputs:
                 result = self._front.run(kind, self.model, batch, may_trace=may_trace)
         finally:
             self._task = None
@@ -405,7 +407,8 @@ class _Programs:
             joint = self._last = self._find(step, args, task)
         if not (joint.confirmed or task.may_trace):
             raise GuardMiss("the graph of the step has not been compared with the tape yet")
-        joint.check_memory(args)
+        if joint.memory is not None:
+            joint.memory.check(args)
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
         task.joint = joint
@@ -493,8 +496,12 @@ def kind_of(batch: object) -> object:
 
     A hint which programs to try first: guards decide, and a wrong hint costs a longer search.
     """
-    leaves, treedef = flatten(batch)
-    return treedef.type, *[
+    leaves: Sequence[object] = tensors_of(batch)
+    kind: object = type(batch)
+    if not leaves:
+        leaves, treedef = flatten(batch)
+        kind = treedef.type
+    return kind, *[
         (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _kind_of_leaf(leaf) for leaf in leaves
     ]
 

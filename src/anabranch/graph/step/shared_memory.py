@@ -17,8 +17,6 @@ from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.dynamo.traced_calls import Arguments, picker
 from anabranch.graph.operation_graph import OperationGraph
 
-__all__ = ["SharedMemory", "ranges_overlap", "written_inputs"]
-
 _Range = tuple[int, int]
 
 
@@ -45,7 +43,6 @@ class SharedMemory:
         changed = {position for index, position in first.items() if arguments.sources[index].name in written}
         bound = [position for index, position in first.items() if arguments.sources[index].state]
         free = [position for position in first.values() if position not in bound]
-        self._looks = bool(changed)
         self._pick_bound, self._pick_free = picker(bound), picker(free)
         self._bound_written = [position in changed for position in bound]
         self._free_written = [position in changed for position in free]
@@ -59,7 +56,7 @@ class SharedMemory:
         Raises:
             Raises: it does; nothing has happened.
         """
-        if self._looks and self._clash(args):
+        if self._clash(args):
             raise Raises(  # autograd may: a value that it has kept is written to
                 "a tensor that the step changes in place shares memory with another of its inputs (views of one "
                 "tensor in the batch, or '.data' of one buffer given to another), which a graph would not notice; "

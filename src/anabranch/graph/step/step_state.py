@@ -13,11 +13,9 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
-from anabranch.graph.step.bound_state import BoundState
+from anabranch.graph.step.bound_state import BoundState, GroupNumbers, LearningRates
 from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
-from anabranch.graph.step.update import GroupNumbers, LearningRates, capture_update, check_captured, has_state
-
-__all__ = ["Between", "Gate", "SparseGradients", "StepState"]
+from anabranch.graph.step.update import capture_update, check_captured, has_state
 
 Between: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """``between(gradients)`` returns what the optimizers get instead: clipping."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,110 +15,10 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.undisturbed import silent
 from anabranch.graph.dynamo.unseen_hooks import refuse_hooks
 from anabranch.graph.graph import Graph
+from anabranch.graph.step.bound_state import LearningRates, without_tensors
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
 from anabranch.tensors import flatten, map_structure
-
-__all__ = ["GroupNumbers", "LearningRates", "capture_update", "check_captured", "containers_of", "has_state"]
-
-
-class LearningRates:
-    """The optimizers' learning rates as tensors, so that a scheduler reaches a graph that was captured before.
-
-    One float64 number per parameter group. ``refresh`` copies the scheduler's values; a learning rate that is already a
-    tensor is used itself.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-        self._tensors = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in self._groups]
-        self._values: list[object] = [None] * len(self._groups)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Copy the rates that have changed."""
-        for index, group in enumerate(self._groups):
-            rate = group["lr"]
-            if rate is not self._values[index]:
-                self._values[index] = rate
-                if type(rate) in (float, int):  # others step outside the graph
-                    self._tensors[index].fill_(rate)
-
-    def of(self, group: Mapping[str, object]) -> Tensor:
-        """Return the tensor that holds the rate of ``group``."""
-        rate = group["lr"]
-        if isinstance(rate, Tensor):
-            return rate
-        return next(t for g, t in zip(self._groups, self._tensors, strict=True) if g is group)
-
-
-class GroupNumbers:
-    """All contents of parameter groups except parameters and learning rates: a change of one makes a new graph."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Read the groups again, in which a number may have changed its type, or a name may have been added."""
-        names_of_groups = [sorted(_without_tensors(group)) for group in self._groups]
-        # All names, so that a missing one is noticed; at least two, so that an itemgetter gives a tuple.
-        self._readers = [
-            operator.itemgetter("lr", "initial_lr" if "initial_lr" in group else "lr", *names)
-            for group, names in zip(self._groups, names_of_groups, strict=True)
-        ]
-        self._names = str(names_of_groups)  # whose hash Python keeps
-        self._sizes = list(map(len, self._groups))
-        self._all_plain = all(all(map(_is_plain, group.values())) for group in map(_without_tensors, self._groups))
-
-    def current(self) -> tuple[object, ...]:
-        """Return the current numbers, to be compared and hashed; lists in them may change later."""
-        if list(map(len, self._groups)) != self._sizes:
-            self.look_again()
-        try:
-            found = self._read()
-        except KeyError:  # another name in its place
-            self.look_again()
-            found = self._read()
-        return self._names, *(found if self._all_plain else map(_hashable, found))
-
-    def _read(self) -> list[tuple[object, ...]]:
-        return [_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)]
-
-
-def _without_tensors(group: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-
-
-def _is_plain(value: object) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, complex, str, type(None)))
-
-
-def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
-    """Return the group without its learning rate, unless that is a tensor, which the graph is bound to, or of an odd
-    type.
-    """
-    rate = found[0]
-    if type(rate) in (float, int):
-        return found[2:]
-    return (*found[2:], id(rate) if isinstance(rate, Tensor) else type(rate))
-
-
-def _hashable(value: object) -> object:
-    """``value`` with copies of its containers; a tensor is an input of the graph, and is kept."""
-    if isinstance(value, Tensor):
-        return Tensor, id(value)
-    if isinstance(value, Mapping):
-        return dict, tuple((key, _hashable(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_hashable, value))
-    if isinstance(value, (set, frozenset)):
-        return set, frozenset(map(_hashable, value))
-    if type(value).__hash__ is None:
-        return type(value), id(value)
-    return value
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
@@ -199,7 +98,7 @@ def capture_update(
                 add(name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
                     add_all(f"{label}.{name}.{key}", value)
-            for key, value in _without_tensors(group).items():
+            for key, value in without_tensors(group).items():
                 add_all(f"{label}.{key}" if alone else f"{label}.{key}.{position}", value)
 
     sources = [*(TraceSource(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
@@ -252,7 +151,7 @@ def _swapped(
         for group in groups:
             rate = traced[id(rates.of(group))]
             parameters = [parameter for parameter in group["params"] if names.get(parameter) in gradients]
-            group.update({name: _stand_in(value, traced) for name, value in _without_tensors(group).items()})
+            group.update({name: _stand_in(value, traced) for name, value in without_tensors(group).items()})
             group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):

@@ -1,4 +1,8 @@
-"""Finding gradients that are not finite, at little cost where all of them are."""
+"""What is done with a step's gradients between backward and the optimizers: checks, clipping, the loss's scale.
+
+Functions on a list of gradients: the tape calls them on what is in ``.grad``, a graph traces ``clip_norm`` and asks
+``all_finite`` before its update. All of them cost little where there is nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,62 @@ from torch import Tensor
 from anabranch.choices import listed
 from anabranch.errors import NonFinite
 
-__all__ = ["all_finite", "nonfinite_error", "nonfinite_names"]
-
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
+_FIRST_SCALE = 2.0**16
+_GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
+
+
+# Clipping, by the norm of all gradients together, or by each element's value, sparse ones included.
+
+
+def elements(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the elements of every ``.grad``, in its own memory; a sparse one has its duplicates merged."""
+    values: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+        values.append(gradient._values() if gradient.is_sparse else gradient)
+    return values
+
+
+def norm_of(gradients: list[Tensor], elsewhere: float | None = None) -> Tensor:
+    """Return the norm of all gradients together with the sum of squares ``elsewhere``."""
+    total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device="cpu")
+    return total if elsewhere is None else (total.double().square() + elsewhere).sqrt()
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor for gradients of this ``norm``."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def clip_norm(gradients: list[Tensor], max_norm: float, elsewhere: float | None = None) -> Tensor:
+    """Scale gradients in place so that their norm together is at most ``max_norm``; return the norm before.
+
+    Bitwise equal to ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        gradients: of a sparse one the elements, duplicates merged.
+        max_norm: the largest norm that all gradients may have together.
+        elsewhere: the sum of squares of gradients that are not here, and count too.
+    """
+    total = norm_of(gradients, elsewhere)
+    scale = clip_scale(total, max_norm)
+    for device in {gradient.device for gradient in gradients}:
+        torch._foreach_mul_([gradient for gradient in gradients if gradient.device == device], scale.to(device))
+    return total
+
+
+def clip_values(gradients: list[Tensor], bound: float) -> None:
+    """Clamp every element to at most ``bound`` in size, as ``torch.nn.utils.clip_grad_value_``."""
+    for gradient in gradients:
+        gradient.clamp_(-bound, bound)
+
+
+# Gradients that are not finite.
 
 
 def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
@@ -103,3 +160,46 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+# The scale of a loss.
+
+
+class LossScale:
+    """The factor on a float16 loss: large enough to keep small gradients, small enough to avoid overflow.
+
+    A power of two that falls by half at an overflow and doubles after 2,000 steps without one, as in
+    ``torch.amp.GradScaler``.
+
+    >>> scale = LossScale()
+    >>> scale.update(overflow=True)
+    >>> scale.value
+    32768.0
+    """
+
+    def __init__(self) -> None:
+        self.value = _FIRST_SCALE
+        self._steps = 0
+
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        """Divide gradients of a scaled loss by the factor, in place."""
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        if values:
+            torch._foreach_mul_(values, 1.0 / self.value)
+
+    def update(self, *, overflow: bool) -> None:
+        """Update the factor after a step."""
+        if overflow:
+            self.value, self._steps = self.value * _BACKOFF, 0
+            return
+        self._steps += 1
+        if self._steps == _INTERVAL:
+            self.value, self._steps = self.value * _GROWTH, 0
+
+    def state(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+        return {"value": self.value, "steps": self._steps}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Restore a saved state."""
+        self.value, self._steps = float(state["value"]), int(state["steps"])

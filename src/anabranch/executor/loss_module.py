@@ -13,8 +13,6 @@ from torch import nn
 
 from anabranch.pipeline import Pipe
 
-__all__ = ["ModelWithLoss", "beside", "model_of"]
-
 PREFIX = "loss"
 
 

@@ -1,0 +1,138 @@
+"""The engine of a ``TrainStep`` whose model is a ``Pipe``, in one process or across ranks, beside others or alone.
+
+The pipe's schedule takes the tape's place: it leaves gradients in ``.grad``, which are passed on afterwards. Values on
+which the ranks of one pipeline must agree (the loss, a request to stop) are sent with the end of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.executor.engines.engine import FACTS, Begin, Engine, Fetch, Sink, StepOutput
+from anabranch.executor.steps import TrainStep
+from anabranch.pipeline import Pipe
+from anabranch.pipeline.pipe import Loss, Shared
+from anabranch.tensors import Structure, named_parts
+
+
+class PipeEngine(Engine):
+    """Differentiates by running the pipe's schedule.
+
+    Args:
+        step: the step to run; its loss is ``fn(output, target)``.
+        columns: how many pipelines there are beside one another.
+    """
+
+    def __init__(self, step: TrainStep, columns: int = 1) -> None:
+        self._pipe = cast(Pipe, step.model)
+        super().__init__(step)
+        self._columns = columns
+        self._sinks: Sequence[Sink] = ()
+        self._asked_to_stop = False
+        self.first_looks = self._pipe.process_group is not None  # alike on all stages, whatever each has to sum
+        self.reads_again = self._pipe.checkpoint != "never"
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        here = set(parameters_here(self._pipe).values())
+        return {name: p for p, name in self._pipe.first_names().items() if p in here}
+
+    def ask_to_stop(self) -> None:
+        """Let the ranks of the pipeline know with the next run: else some columns would stop a run earlier."""
+        self._asked_to_stop = True
+        if self._pipe.process_group is None:
+            self.stopping = True
+
+    def check(self, fetch: Fetch) -> None:
+        """Raise ``ValueError`` for outputs and gradients."""
+        others = [name for name in fetch.names or () if name != "loss" and name not in FACTS]
+        if others:
+            raise ValueError(
+                f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and {FACTS} only: outputs and "
+                "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
+            )
+
+    def attach(self, sinks: Sequence[Sink]) -> None:
+        """From now on ``differentiate`` passes the gradients of the sinks' parameters on after backward."""
+        self._sinks = sinks
+
+    def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
+        """Run the schedule; then ``begin(loss)``, then passes on the gradients."""
+        shared = self._run(batch, rows, seed)
+        begin(shared.loss)
+        for sink in self._sinks:
+            for parameter in reversed(sink.parameters.values()):  # type: ignore[call-overload]
+                if parameter.grad is not None:
+                    sink.ready(parameter, parameter.grad)
+        return StepOutput(shared.loss, {})
+
+    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
+        """Return the schedule, clipping and the optimizers' step."""
+        shared = self._run(batch, rows)
+        if self._step.skip_nonfinite is not None and (names := self.nonfinite()):
+            return StepOutput(shared.loss, {}, names)
+        if self._step.clip_grad_norm is not None:
+            self.clip(self._step.clip_grad_norm)
+        self.update()
+        return StepOutput(shared.loss, {})
+
+    def update(self) -> None:
+        """Step the optimizers of this process's stages."""
+        if self._columns > 2:
+            # The sums of more than two depend in their last bits on where a gradient is in its bucket.
+            self._pipe.align_ties()
+        super().update()
+
+    def clip(self, max_norm: float, elsewhere: float | None = None) -> Tensor:
+        """Clip the gradients of all stages by their norm; return the norm before."""
+        if elsewhere is None:
+            return self._pipe.clip_grad_norm(max_norm)
+        return self._pipe.clip_grad_norm(max_norm, elsewhere=elsewhere)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradients of all stages."""
+        return self._pipe.grad_norm()
+
+    def nonfinite(self) -> list[str]:
+        """Return the parameters whose gradients are not finite; not empty if there is one on any of the ranks."""
+        across = self._pipe.process_group is not None
+        if across and math.isfinite(self._pipe.grad_norm()):
+            return []
+        elsewhere = ["parameters on another rank (or their norm is too large)"] if across else []
+        return super().nonfinite() or elsewhere
+
+    def _run(self, batch: Structure, rows: float, seed: float = 1.0) -> Shared:
+        shared = pipe_run(self._step, self._pipe, batch, int(rows), word=self._asked_to_stop, seed=seed)
+        self.stopping = self.stopping or any(shared.words)
+        return shared
+
+
+def pipe_run(step: TrainStep, pipe: Pipe, batch: Structure, rows: int, *, word: object, seed: float = 1.0) -> Shared:
+    """Forward and backward of one batch by the pipe's schedule, with the facts that all its ranks know afterwards."""
+    args, inputs, target = _split_batch(batch)
+    device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
+    dtype = step.autocast_dtype
+    with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
+        return pipe.step_together(
+            args, inputs, target, loss=cast(Loss, step.loss), reduction=step.reduction, rows=rows, word=word, seed=seed
+        )
+
+
+def _split_batch(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:
+    """Return a batch's positional inputs, keyword inputs and target."""
+    if (inputs := named_parts(batch)) is not None:
+        target = inputs.pop("target", None)
+        return (), inputs, target
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ValueError(
+            f"a TrainStep of a Pipe takes batches (x, target), got {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+            + '; several inputs come before the target, keyword inputs in a dict, the target under "target"'
+        )
+    return tuple(batch[:-1]), {}, batch[-1]
