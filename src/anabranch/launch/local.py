@@ -46,8 +46,7 @@ from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Monitor, Patience, Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.spans import FOLDER_VARIABLE
-from anabranch.status_file import PROGRESS_VARIABLE
+from anabranch.record.process import PROGRESS_VARIABLE, TRACE_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -141,7 +140,7 @@ def launch(
     base = {
         name: value
         for name, value in (os.environ if environment is None else environment).items()
-        if name != FOLDER_VARIABLE
+        if name != TRACE_VARIABLE
     }
     with ExitStack() as stack:
         job_file = JobFile(log_dir, tell, trace=trace)

@@ -19,7 +19,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.clipping import clip_gradients
 from anabranch.executor.engines.engine import Begin, Ready, StepOutput
@@ -31,6 +30,7 @@ from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.step.joint import leave_gradient
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Between, Prepared, SparseGradients
+from anabranch.record import spans
 from anabranch.tensors import Structure
 
 __all__ = ["GraphEngine"]

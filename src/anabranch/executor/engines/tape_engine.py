@@ -12,7 +12,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.moved_parameter import parameters_here
@@ -23,6 +22,7 @@ from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.engines.finite import all_finite, nonfinite_names
 from anabranch.executor.engines.loss_scale import LossScale
 from anabranch.executor.steps import TrainStep
+from anabranch.record import spans
 from anabranch.tensors import Structure
 
 __all__ = ["TapeEngine"]

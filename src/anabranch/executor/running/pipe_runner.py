@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anabranch import spans
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.drift import Drift
@@ -36,6 +35,7 @@ from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
+from anabranch.record import spans
 from anabranch.tensors import Structure, named_parts
 
 __all__ = ["PipeRunner", "PipelineGrid", "check_pipes", "evaluated", "pipe_run", "runner_for", "seed_pipes"]
