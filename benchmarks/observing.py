@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ import torch
 from measure import compare, machine, report
 
 import anabranch as ab
-from anabranch.status_file import STATUS_VARIABLE
+from anabranch.record.process import ProcessRecord
 from models import CASES, Case
 
 STEPS = 5  # of a turn
@@ -41,29 +40,18 @@ class Kept:
         pass
 
 
-def executor_of(case: Case, *, status: Path | None = None, **options: object) -> ab.Executor:
+def executor_of(case: Case, **options: object) -> ab.Executor:
     torch.manual_seed(0)
-    if status is not None:
-        os.environ[STATUS_VARIABLE] = str(status)
-    try:
-        return ab.Executor(case.step(), engine="tape", **options)  # type: ignore[arg-type]
-    finally:
-        os.environ.pop(STATUS_VARIABLE, None)
+    return ab.Executor(case.step(), engine="tape", **options)  # type: ignore[arg-type]
 
 
 def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
     batch = case.batch()
     with ExitStack() as stack:
-        alone, again, shown, sunk, traced = (
-            stack.enter_context(executor)
-            for executor in (
-                executor_of(case),
-                executor_of(case),
-                executor_of(case, status=folder / "worker-0"),
-                executor_of(case, sinks=[Kept()]),
-                executor_of(case),
-            )
-        )
+        alone, again, traced = (stack.enter_context(executor_of(case)) for _ in range(3))
+        sunk = stack.enter_context(executor_of(case, sinks=[Kept()]))
+        stack.enter_context(ProcessRecord(folder / "worker-0"))
+        shown = stack.enter_context(executor_of(case))
         # A recorder sees the whole process, so a trace is taken only while its own side has its turn.
         sides: dict[str, tuple[ab.Executor, Look]] = {
             "nobody looks": (alone, nullcontext),

@@ -37,8 +37,8 @@ except ImportError:  # a peer, in a virtual environment of its own
     torchgpipe = None
 
 import anabranch as ab
-from anabranch.events import Event, subscribe
 from anabranch.pipeline import Action, Kind, Simulation, make_schedule, simulate
+from anabranch.record.spans import Span, heard
 
 WIDTH, LAYERS = 1024, 8
 STAGES = {"GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "ZB1P": 2, "ZBV": 4}
@@ -230,11 +230,11 @@ def simulated(m: int, rounds: int, seconds: float = 0.05) -> dict[str, dict[str,
         with ab.Pipe(model, [1] * n, devices=["cpu"] * 4, chunks=m, checkpoint="never", schedule=name) as pipe:
             for _ in range(rounds + 1):
                 before = resident_bytes()
-                with Watch() as watch, subscribe(watch.events.append):
+                with Watch() as watch, heard(watch.spans.append):
                     pipe.step(x, x.detach(), loss=F.mse_loss)
-                events = watch.events
-                span = events[-1].time - events[0].time
-                took = durations(events)
+                actions = [span for span in watch.spans if span[0] in KINDS]
+                span = (max(one[4] for one in actions) - min(one[3] for one in actions)) / 1e9
+                took = durations(actions)
                 expected = simulate(schedule, costs_of(took), activation_bytes=[KEPT_BYTES] * n)
                 spans.append(span)
                 ratios.append(span / expected.makespan)
@@ -263,7 +263,7 @@ class Watch:
     """What is seen of one step; memory every two milliseconds, as peaks may lie between events."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.spans: list[Span] = []
         self.most_bytes = 0
         self._over = threading.Event()
         self._looking = threading.Thread(target=self._look)
@@ -286,17 +286,12 @@ def costs_of(took: dict[Action, float]) -> Callable[[Action], float]:
     return lambda action: took.get(action, 0.0)
 
 
-def durations(events: list[Event]) -> dict[Action, float]:
+def durations(actions: list[Span]) -> dict[Action, float]:
     """How long each action took."""
-    started: dict[Action, float] = {}
-    took: dict[Action, float] = {}
-    for event in events:
-        action = Action(KINDS[event.facts["phase"]], event.facts["stage"], event.facts["microbatch"])
-        if event.name == "pipeline.start":
-            started[action] = event.time
-        else:
-            took[action] = event.time - started[action]
-    return took
+    return {
+        Action(KINDS[phase], facts["stage"], facts["microbatch"]): (end - start) / 1e9  # type: ignore[index, arg-type]
+        for phase, _, _, start, end, _, facts, _ in actions
+    }
 
 
 def most_at_once(simulation: Simulation, splits_backward: bool) -> int:

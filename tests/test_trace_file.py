@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.spans import Flow, Span
-from anabranch.trace_file import ProcessTrace, check_trace_path, offset_between, write_trace
+from anabranch.record.spans import Flow, Span
+from anabranch.record.trace import ProcessTrace, check_trace_path, offset_between, write_trace
 from traces import Trace, check_valid
 
 

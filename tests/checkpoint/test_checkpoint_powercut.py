@@ -20,7 +20,7 @@ import torch
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
-from anabranch.events import on_fault_point
+from anabranch.record.fault_points import on_fault_point
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from anabranch import checkpoint
 from anabranch.checkpoint import state as checkpoint_state
 from anabranch.errors import CheckpointError
-from anabranch.events import on_fault_point, subscribe
+from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import Span, heard
 
 DTYPES = [
     torch.float64,
@@ -412,13 +413,14 @@ def lock_descriptors(directory: Path) -> list[int]:
 
 
 def test_a_save_is_reported_with_its_size(tmp_path: Path) -> None:
-    seen = []
-    with subscribe(seen.append):
+    seen: list[Span] = []
+    with heard(seen.append):
         save(tmp_path, 1)
-    [event] = seen
-    assert event.name == "checkpoint.written"
+    [(name, *_, facts, _)] = seen
+    assert name == "checkpoint.written"
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert event.facts["bytes"] == written
+    assert facts is not None
+    assert facts["bytes"] == written
 
 
 def test_fit_lists_every_difference_with_both_shapes_and_dtypes() -> None:

@@ -15,14 +15,13 @@ from anabranch.launch.meeting.addresses import held_port
 from programs import start
 
 PROGRAM = """
-import logging, os, signal, sys, threading
+import logging, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from torch import nn
 import anabranch as ab
-from anabranch import waits
 from anabranch.parameter_server.client.parameter_client import Worker
-from anabranch.transport import client as transport_client
+from anabranch.record import spans
 from anabranch.transport import peer_watch
 
 what, rank = sys.argv[1], int(os.environ.get("RANK", 0))
@@ -36,6 +35,16 @@ def say(line="waits"):
 def away():
     say("away")
     threading.Event().wait()
+
+
+def once_it_waits():
+    # Says that a wait has lasted.
+    def look():
+        while not any(one["name"] == "wait" for one in spans.open_spans()):
+            time.sleep(0.01)
+        say()
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def told(module, name):
@@ -72,13 +81,13 @@ elif what == "all-reduce":
     made = executor()
     if rank:
         away()
-    told(waits, "begin")
+    once_it_waits()
     made.run(batch=torch.ones(1, 2))
 elif what == "message":
     dist.init_process_group("gloo")
     if rank:
         away()
-    told(waits, "begin")
+    once_it_waits()
     ab.recv(1, timeout=600.0)
 elif what == "grid":
     dist.init_process_group("gloo")
@@ -95,11 +104,11 @@ elif what in ("pipe", "pipe made"):
     pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], process_group=dist.group.WORLD)
     if rank:
         away()
-    told(waits, "begin")
+    once_it_waits()
     pipe(torch.ones(2, 2))
 elif what in ("server", "push"):
     client = ab.ParameterClient(worker=Worker(0, 2, "bsp"), timeout=600.0)
-    told(transport_client, "begin")
+    once_it_waits()
     if what == "server":
         client.barrier()
     else:
@@ -117,7 +126,7 @@ elif what in ("server", "push"):
 elif what == "expert":
     backend = ab.ExpertBackend("slow.0", Endless(), args_schema=[ab.TensorSpec(2)], outputs_schema=ab.TensorSpec(2))
     server = ab.ExpertServer([backend]).__enter__()
-    told(transport_client, "begin")
+    once_it_waits()
     ab.RemoteExpert("slow.0", server.endpoint, forward_timeout=600.0)(torch.ones(1, 2))
 elif what == "experts":
     directory = ab.DirectoryServer().__enter__()

@@ -64,11 +64,12 @@ def test_workers_meet_after_the_construction_of_one_of_them_has_failed() -> None
 
 ALONE = """
 import json, torch
-from anabranch import spans
+from anabranch.record import spans
 from anabranch.collectives import Workers
 
 torch.distributed.init_process_group("gloo")
-with spans.recorded(spans.SpanRecorder()) as recorder, Workers() as workers:
+recorder = spans.SpanRecorder()
+with spans.heard(recorder.add), Workers() as workers:
     workers.all_reduce(torch.ones(2))
     workers.gather_bytes(b"x")
 print(json.dumps({"spans": [name for name, *_ in recorder.take()]}))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch import events
 from anabranch.collectives import GradientBuckets
+from anabranch.record.spans import heard
 
 
 def models() -> dict[str, bool]:
@@ -124,7 +124,7 @@ def order() -> dict[str, list[str]]:
         for _ in range(2):  # lays the buckets out, and captures
             executor.run(batch=x)
         log.clear()
-        with events.subscribe(lambda event: log.append(event.name)):
+        with heard(lambda span: log.append(span[0])):
             executor.run(batch=x)
         assert executor.engine() == "graph"
     GradientBuckets.ready = ready  # type: ignore[method-assign]

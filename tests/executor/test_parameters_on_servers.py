@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.events import Event, subscribe
+from anabranch.record.spans import Span, heard
 
 ROWS = 40
 
@@ -198,8 +198,8 @@ def test_the_next_batch_s_rows_are_requested_before_this_backward_ends() -> None
     log: list[str] = []
     asked = threading.Event()
 
-    def note(event: Event) -> None:
-        if event.name == "tables.prefetch":
+    def note(span: Span) -> None:
+        if span[0] == "tables.prefetch":
             log.append("asked")
             asked.set()
 
@@ -212,7 +212,7 @@ def test_the_next_batch_s_rows_are_requested_before_this_backward_ends() -> None
     model = new_model()
     step = ab.TrainStep(model, patient, torch.optim.Adagrad(model.parameters(), lr=0.1))
     options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "engine": "tape"}
-    with ab.Executor(step, "Hybrid", **options) as executor, subscribe(note):
+    with ab.Executor(step, "Hybrid", **options) as executor, heard(note):
         executor.run()
         assert log == ["waited"]
         executor.run()
@@ -229,7 +229,7 @@ def test_a_step_that_is_a_graph_prefetches_too() -> None:
     options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "engine": "graph"}
     with (
         ab.Executor(step_of(new_model()), "Hybrid", **options) as executor,
-        subscribe(lambda event: seen.append(event.name)),
+        heard(lambda span: seen.append(span[0])),
     ):
         for _ in data:
             executor.run()

@@ -1,4 +1,4 @@
-"""What a worker leaves of its run: steps at once, counts and their rates once a second, losses as a curve."""
+"""What a worker tells of its run: its steps, counts and their rates once a second, losses as a curve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from anabranch.executor.observing.run_facts import Curve, RunFacts
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.statistics import TableLoads
-from anabranch.status_file import PROGRESS_VARIABLE, STATUS_VARIABLE, StatusFile
+from anabranch.record.process import PROGRESS_VARIABLE, ProcessRecord
 
 
 class Seconds:
@@ -20,8 +20,9 @@ class Seconds:
         return self.now
 
 
-def told(path: Path) -> dict[str, dict[str, object]]:
-    return json.loads(path.read_text())
+def told(record: ProcessRecord, folder: Path) -> dict[str, object]:
+    record.write()
+    return json.loads((folder / "worker-0.status").read_text())["run"]
 
 
 def test_a_curve_of_any_length_has_few_points_of_equal_weight() -> None:
@@ -35,55 +36,50 @@ def test_a_curve_of_any_length_has_few_points_of_equal_weight() -> None:
     assert short.points() == [float(value) for value in range(64)]
 
 
-def test_counts_and_rates_are_left_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STATUS_VARIABLE, str(tmp_path / "worker-0"))
-    clock, path, crossed, asked = Seconds(), tmp_path / "worker-0.status", 0, 0
+def test_counts_and_rates_are_read_once_a_second(tmp_path: Path) -> None:
+    clock, record, crossed, asked = Seconds(), ProcessRecord(tmp_path / "worker-0"), 0, 0
 
     def count() -> tuple[dict[str, int], dict[str, TableLoads]]:
         nonlocal asked
         asked += 1
         return {"workers": crossed}, {"users": TableLoads(hits=3, misses=1)}
 
-    facts = RunFacts(StatusFile(path), count, clock)
+    facts = RunFacts(record, count, clock=clock)
     for step in range(1, 31):
         clock.now += 0.1
         crossed += 50
         facts.counted(step)
     assert asked <= 3
-    assert int.from_bytes((tmp_path / "worker-0.steps").read_bytes(), "little") == 30
-    run = told(path)["run"]
+    run = told(record, tmp_path)
+    assert run["steps"] == 30
     assert run["steps_per_second"] == pytest.approx(10.0)
     assert run["pace"] == pytest.approx([10.0])  # between the two looks
     assert run["bytes_per_second"] == pytest.approx({"workers": 500.0})
     assert run["tables"]["users"]["hits"] == 3  # type: ignore[index]
     facts.scalars(31, {"generator/loss": 0.5, "learning_rate": 0.1})
     facts.close()
-    assert (told(path)["run"]["loss"], told(path)["run"]["curve"]) == (0.5, [0.5])
+    run = told(record, tmp_path)
+    assert (run["loss"], run["curve"]) == (0.5, [0.5])
 
 
-def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(STATUS_VARIABLE, raising=False)
-    clock = Seconds()
-    facts = RunFacts(StatusFile(tmp_path / "status"), lambda: ({}, {}), clock)
+def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:
+    clock, record = Seconds(), ProcessRecord(tmp_path / "worker-0")
+    facts = RunFacts(record, lambda: ({}, {}), clock=clock)
     for now, step in ((1.0, 10), (2.0, 30), (5.0, 45)):
         clock.now = now
         facts.counted(step)
-    assert told(tmp_path / "status")["run"]["pace"] == [20.0, 5.0, 5.0, 5.0]
-    assert [file.name for file in tmp_path.iterdir()] == ["status"]  # nothing outside a job
+    assert told(record, tmp_path)["pace"] == [20.0, 5.0, 5.0, 5.0]
 
 
-def test_tracked_loops_are_left_for_readers_of_the_status(tmp_path: Path) -> None:
-    clock, file = Seconds(), StatusFile(tmp_path / "status")
+def test_tracked_loops_are_among_the_facts(tmp_path: Path) -> None:
+    clock, record = Seconds(), ProcessRecord(tmp_path / "worker-0")
     progress = Progress(True, None, clock)
-    progress.leave_in(file, otherwise=lambda: [{"label": "default, epoch 1"}])
-    file.write()
-    assert told(tmp_path / "status")["progress"] == [{"label": "default, epoch 1"}]
+    RunFacts(record, lambda: ({}, {}), progress.loops)
     for index in progress.track(10, "training"):
-        clock.now += 0.25
-        if index == 4:
-            found = told(tmp_path / "status")["progress"]
+        if index == 3:
+            found = told(record, tmp_path)["progress"]
             assert found == [{"label": "training", "done": 3, "total": 10, "seconds": 0.75}]
+        clock.now += 0.25
 
 
 def test_progress_is_drawn_by_the_configured_process(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.executor.observing import run_trace
 from anabranch.executor.observing.run_trace import RunTrace, nested_in
 from anabranch.parameter_server import ParameterServer
 from anabranch.pipeline import Pipe
+from anabranch.record import spans
 from anabranch.transport import Client, Request, Server, Verb
 from traces import Trace, check_valid
 from waiting import join
@@ -47,7 +47,7 @@ def test_so_many_steps_are_recorded_and_then_none(engine: str, names: list[str],
             assert not path.exists()
             executor.run("train", BATCH)
         trace = check_valid(path)
-        assert not spans.recording()
+        assert not spans.begin()
         path.unlink()
         executor.run("train", BATCH)
     assert not path.exists()
@@ -76,7 +76,7 @@ def test_a_with_block_records_its_steps(tmp_path: Path) -> None:
             executor.run("train", BATCH)
             assert not path.exists()
         trace = check_valid(path)
-        assert not spans.recording()
+        assert not spans.begin()
         executor.run("train", BATCH)
         with executor.trace(tmp_path / "second.json"):  # the first has ended
             pass
@@ -99,7 +99,7 @@ def test_a_with_block_that_raises_writes_its_trace_so_far(tmp_path: Path) -> Non
         with pytest.raises(KeyError), executor.trace(tmp_path / "out.json"):  # noqa: PT012
             executor.run("train", BATCH)
             raise KeyError
-        assert not spans.recording()
+        assert not spans.begin()
     trace = check_valid(tmp_path / "out.json")
     assert (len(trace.spans(category="step")), trace.other["complete"]) == (1, False)
 
@@ -125,7 +125,7 @@ def test_so_does_one_with_a_failing_run(tmp_path: Path) -> None:
     trace = check_valid(tmp_path / "out.json")
     assert [event["name"] for event in trace.spans()] == ["train"]
     assert trace.other["complete"] is False
-    assert not spans.recording()
+    assert not spans.begin()
 
 
 def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
             executor.trace(tmp_path / "absent" / "out.json")
         with pytest.raises(TypeError, match="operators is True or False"):
             executor.trace(tmp_path / "out.json", operators="cpu")  # type: ignore[arg-type]
-        assert not spans.recording()
+        assert not spans.begin()
         executor.trace(tmp_path / "out.json")
         with pytest.raises(RuntimeError, match="is already recording a trace"):
             executor.trace(tmp_path / "other.json")
@@ -263,7 +263,7 @@ def test_servers_in_this_process_show_their_updates(tmp_path: Path) -> None:
         client.init_table(
             ab.tables.TableSpec("t", 4, 2), ab.tables.RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=1.0))
         )
-        with spans.recorded(recorder):
+        with spans.heard(recorder.add):
             client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))})
     found = [one[0] for one in recorder.take()]
     assert "optimizer" in found
@@ -306,7 +306,7 @@ def test_ranks_on_machines_of_their_own_state_by_how_much_their_clocks_may_be_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = iter(["first", "second"])
-    monkeypatch.setattr(spans, "host", lambda: next(hosts))
+    monkeypatch.setattr("anabranch.record.trace.host", lambda: next(hosts))
 
     def work(everyone: _Everyone) -> None:
         trace = RunTrace(tmp_path / "out.json", 1, operators=False, first=0, everyone=everyone)
@@ -336,7 +336,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(steps: Sequence[int], words: 
     for error, word in zip(errors, words, strict=True):
         assert isinstance(error, ValueError)
         assert word in str(error)
-    assert not spans.recording()
+    assert not spans.begin()
 
 
 def test_only_rank_0_needs_the_folder(tmp_path: Path) -> None:

@@ -399,7 +399,7 @@ import os, signal, sys
 import torch, torch.nn.functional as F
 from torch import nn
 import anabranch as ab
-from anabranch.events import on_fault_point
+from anabranch.record.fault_points import on_fault_point
 
 path, victim, nth = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 rank = ab.job().rank

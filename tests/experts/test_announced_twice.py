@@ -9,9 +9,9 @@ import torch
 from expert_modules import served
 from torch import nn
 
-from anabranch.events import Event, subscribe
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, RemoteExpert
 from anabranch.experts.server import expert_server
+from anabranch.record.spans import Span, heard
 from anabranch.tensors import TensorSpec
 from waiting import wait_until
 
@@ -24,17 +24,17 @@ def test_a_uid_that_another_live_server_announced_is_warned_of_once_and_served(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_server, "_GLANCE", 60.0)
-    events: list[Event] = []
+    events: list[Span] = []
     directory = Directory()
     with (
-        subscribe(lambda event: events.append(event) if event.name == "experts.announced_twice" else None),
+        heard(lambda span: events.append(span) if span[0] == "experts.announced_twice" else None),
         served(make("ffn.0"), make("ffn.1"), directory=directory, ttl=3000.0) as first,
         served(make("ffn.0"), make("ffn.2"), directory=directory, ttl=3000.0) as second,
     ):
         wait_until(lambda: events)
         assert directory.lookup(["ffn.0"]) == {"ffn.0": second.endpoint}
         assert RemoteExpert("ffn.0", directory)(torch.ones(1, 2)).shape == (1, 2)
-        assert events[0].facts == {"uids": ["ffn.0"], "other": first.endpoint, "endpoint": second.endpoint}
+        assert events[0][6] == {"uids": ["ffn.0"], "other": first.endpoint, "endpoint": second.endpoint}
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(events) == len(warnings) == 1
     assert warnings[0].startswith("ffn.0: the directory listed it at another live server")

@@ -14,9 +14,9 @@ from torch import nn
 
 from anabranch.checkpoint import generations
 from anabranch.errors import CheckpointError
-from anabranch.events import on_fault_point
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.experts.server.persistence import Persistence
+from anabranch.record.fault_points import on_fault_point
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, pack
 from anabranch.transport.frame import (

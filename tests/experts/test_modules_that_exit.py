@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import RemoteError
-from anabranch.events import Event, subscribe
 from anabranch.experts import Directory, ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
 from anabranch.tensors import TensorSpec
 from waiting import wait_until
@@ -187,15 +186,3 @@ def test_saving_works_after_a_state_dict_has_exited(tmp_path: Path, caplog: pyte
     with served(backend, checkpoint_dir=tmp_path, checkpoint_seconds=0.005):
         wait_until(lambda: asked > 1)
     assert "no state" in caplog.text
-
-
-def test_a_subscriber_of_events_that_exits_is_the_callers_error() -> None:
-    def exits(event: Event) -> None:
-        if event.name == "experts.batch":
-            raise SystemExit("watching")
-
-    with served(make()[1]) as server:
-        expert = RemoteExpert("ffn.0", server.endpoint)
-        with subscribe(exits), pytest.raises(RemoteError, match="SystemExit: watching"):
-            expert(torch.ones(1, 2))
-        expert(torch.ones(1, 2))

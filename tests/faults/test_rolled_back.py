@@ -15,8 +15,8 @@ import torch
 
 import anabranch as ab
 from anabranch.errors import CheckpointError, RolledBack
-from anabranch.events import on_fault_point
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 from waiting import wait_until

@@ -58,7 +58,8 @@ def test_readers_never_see_half_of_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_processes_are_listed_before_they_start(tmp_path: Path) -> None:
-    (tmp_path / "worker-0.steps").write_bytes((2000).to_bytes(8, "little"))  # of another job in the same folder
+    other = {"pid": os.getpid(), "run": {"steps": 2000}}  # of another job in the same folder
+    (tmp_path / "worker-0.status").write_text(json.dumps(other))
     record = JobFile(tmp_path)
     record.expects({"worker": 1, "parameters": 0, "expert": 1})
     assert [(role.name, role.state) for role in status_of(tmp_path).roles] == [

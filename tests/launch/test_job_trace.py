@@ -114,7 +114,7 @@ def test_a_job_that_is_interrupted_leaves_a_trace(script: Script, tmp_path: Path
     path = script(
         """
         import time
-        from anabranch import spans
+        from anabranch.record import spans
         with spans.span("before", "compute"):
             pass
         with spans.span("sleeping", "compute"):

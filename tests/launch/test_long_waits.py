@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.activity import Activity
 from anabranch.launch.job_status import JobStatus, RoleStatus, State, status_of
 from anabranch.launch.output.long_waits import LongWaits
+from anabranch.record.words import ACTIVITIES
 from launched import start_run
 from waiting import wait_until
 
@@ -73,7 +73,7 @@ def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> N
     told = Told()
 
     def fetching(*seconds: float) -> list[str]:
-        words = Activity.FETCHING.words
+        words = ACTIVITIES["load"]
         roles = [role(f"worker {rank}", "running") for rank in range(len(seconds))]
         return told.look(*(replace(r, doing=words, doing_seconds=s) for r, s in zip(roles, seconds, strict=True)))
 
@@ -103,7 +103,7 @@ def test_a_job_s_screen_reports_a_loader_without_a_batch(tmp_path: Path, script:
     waiting = tmp_path / "waiting"
     with start_run("--workers", "1", "--log-dir", tmp_path, path, waiting) as job:
         wait_until(waiting.exists)
-        wait_until(lambda: status_of(tmp_path).roles[0].doing == Activity.FETCHING.words)
+        wait_until(lambda: status_of(tmp_path).roles[0].doing == ACTIVITIES["load"])
         waiting.unlink()
         job.communicate(60.0)
         assert job.wait() == 0

@@ -39,7 +39,7 @@ def test_the_states_of_processes(tmp_path: Path) -> None:
         record.began("parameters", 0, process.pid, f"unix:{tmp_path}/socket")
         record.began("expert", 0, process.pid, None)
         record.returns("expert", 0)
-        (tmp_path / "worker-0.steps").write_bytes((7).to_bytes(8, "little"))
+        (tmp_path / "worker-0.status").write_text(json.dumps({"pid": os.getpid(), "run": {"steps": 7}}))
         assert [one.state for one in status_of(tmp_path).roles] == ["running", "running", "starting", "restarting"]
         assert [one.steps for one in status_of(tmp_path).roles] == [7, None, None, None]
         (tmp_path / "socket").touch()
@@ -167,7 +167,8 @@ def test_of_many_that_are_waited_for_those_are_named_that_hold_the_others_up() -
         return RoleStatus("worker", rank, rank, None, state)  # type: ignore[arg-type]
 
     def waiting(*peers: int) -> dict[str, object]:
-        return {"waits": [{"peers": [f"rank {peer}" for peer in peers], "operation": "barrier", "seconds": 2.0}]}
+        peer = ", ".join(f"rank {peer}" for peer in peers)
+        return {"open": [{"name": "wait", "since": 0.0, "peer": peer, "operation": "barrier"}]}
 
     def named(*found: tuple[RoleStatus, dict[str, object]]) -> list[str | None]:
         return [one.waiting_for for one in job_of(found, None, None).roles]

@@ -18,13 +18,13 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
-from anabranch.events import on_fault_point
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.server.durable import push_log
 from anabranch.parameter_server.server.durable.log_format import Preamble, Record, encode_record
 from anabranch.parameter_server.server.durable.ownership import Ownership
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.parameter_server.server.durable.recovery import LogReader
+from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.row_versions import WITH_STATE
 from anabranch.tensors.packing import Compression
@@ -134,7 +134,7 @@ def test_at_any_point_the_disk_holds_every_acknowledged_push_and_no_half_of_one(
 
 MORTAL = """
 import os, signal, sys
-from anabranch.events import on_fault_point
+from anabranch.record.fault_points import on_fault_point
 from anabranch.parameter_server import ParameterServer
 
 endpoint, directory, point, nth = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])

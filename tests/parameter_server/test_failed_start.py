@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import anabranch as ab
-from anabranch.events import Event, subscribe
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.record.spans import Span, heard
 
 
 class Unreachable:
@@ -39,15 +39,15 @@ def test_a_worker_waits_for_a_shard_that_does_not_listen_yet(tmp_path: Path) -> 
     (tmp_path / "private").mkdir(mode=0o700)
     tried = threading.Semaphore(0)
 
-    def note(event: Event) -> None:
-        if event.name == "transport.retry":
+    def note(span: Span) -> None:
+        if span[0] == "transport.retry":
             tried.release()
 
     def join() -> int:
         with ParameterClient([endpoint], worker=Worker(0, 1, "bsp"), retries=1, timeout=60.0) as client:
             return client.shards
 
-    with subscribe(note), ThreadPoolExecutor(1) as pool:
+    with heard(note), ThreadPoolExecutor(1) as pool:
         joined = pool.submit(join)
         assert all(tried.acquire(timeout=60.0) for _ in range(4))  # more than the retries of a call
         with ParameterServer(listen=endpoint):

@@ -15,7 +15,6 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, RemoteError, SchemaError
-from anabranch.events import Event, subscribe
 from anabranch.parameter_server import Consistency, ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.messages import (
     InitMessage,
@@ -31,6 +30,7 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.server import shard as shard_module
 from anabranch.parameter_server.server.durable.log_format import Record
 from anabranch.parameter_server.server.durable.push_log import PushLog
+from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
@@ -175,9 +175,9 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
         with ParameterClient([server.endpoint], transport=network) as reader:
             found = reader.sparse_pull("t", torch.arange(10))
         shutil.copytree(tmp_path / "state", tmp_path / "as killed")
-    refused: list[Event] = []
+    refused: list[Span] = []
     with (
-        subscribe(lambda event: refused.append(event) if event.name.endswith("record_refused") else None),
+        heard(lambda span: refused.append(span) if span[0].endswith("record_refused") else None),
         ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "as killed") as server,
         ParameterClient([server.endpoint], transport=network) as reader,
     ):
@@ -211,14 +211,15 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
         for message in (beyond, PushMessage([PushPart("t", 1)], [])):
             log.append(Record("push", msgspec.msgpack.encode(message)), [ids, torch.ones(2)])
     network = MemoryTransport()
-    told: list[Event] = []
+    told: list[Span] = []
     with (
-        subscribe(told.append),
+        heard(told.append),
         ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path) as server,
         ParameterClient([server.endpoint], transport=network) as client,
     ):
         assert client.sparse_pull("t", ids).tolist() == [[0.0, 0.0]]
-    assert [event.facts["verb"] for event in told if event.name == "parameter_server.record_refused"] == ["push"]
+    refused = [facts for name, *_, facts, _ in told if name == "parameter_server.record_refused"]
+    assert [facts and facts["verb"] for facts in refused] == ["push"]
 
 
 def test_ids_are_admitted_as_in_a_replay_where_there_is_no_memory_for_the_answer(

@@ -16,8 +16,8 @@ import torch
 from remote_tables_models import OPTIMIZERS, ROWS, WIDTH, one_step, table_and_its_twin
 from torch import Tensor, nn
 
-from anabranch.events import Event, subscribe
 from anabranch.parameter_server import ParameterClient, ParameterServer, Pulled, RemoteEmbedding, RemoteTables, Worker
+from anabranch.record.spans import Span, heard
 from anabranch.tables import Cache
 from anabranch.testing import MemoryTransport
 
@@ -37,8 +37,8 @@ def test_the_next_batch_s_rows_are_requested_during_this_one_s_backward(pull_bou
     log: list[str] = []
     fetched = threading.Event()
 
-    def note(event: Event) -> None:
-        if event.name == "tables.prefetch":
+    def note(span: Span) -> None:
+        if span[0] == "tables.prefetch":
             log.append("prefetch")
             fetched.set()
 
@@ -54,7 +54,7 @@ def test_the_next_batch_s_rows_are_requested_during_this_one_s_backward(pull_bou
             log.append("backward ends")
             return grad
 
-    with ParameterClient() as client, subscribe(note):
+    with ParameterClient() as client, heard(note):
         cache = Cache(capacity=ROWS, pull_bound=pull_bound)
         with RemoteTables(client, cache=cache) as tables:
             tables.adopt(model, ["0.weight"], make(model.parameters()))

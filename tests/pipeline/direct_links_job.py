@@ -21,12 +21,12 @@ from pipeline_models import close, reference, skipping_model
 from pipeline_ranks_job import RANK, WORLD, GlooLine, GlooWork, balance_for, make, raised_by, step
 
 import anabranch as ab
-from anabranch.events import on_fault_point
 from anabranch.pipeline.links import direct
 from anabranch.pipeline.links.communicators import MAKERS
 from anabranch.pipeline.links.direct import DirectLinks
 from anabranch.pipeline.ranks import RankTurn
 from anabranch.pipeline.schedule.actions import Action
+from anabranch.record.fault_points import on_fault_point
 
 LAST = WORLD - 1
 

@@ -32,12 +32,12 @@ from split_models import Language
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.events import on_fault_point
 from anabranch.pipeline import make_schedule, split
 from anabranch.pipeline.links.communicators import MAKERS
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel
 from anabranch.pipeline.ranks import RankEngine
+from anabranch.record.fault_points import on_fault_point
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 POST = os.environ.get("PIPELINE_POST", "").split(",")

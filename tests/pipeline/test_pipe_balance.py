@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, SkipError, skippable, stash
-from anabranch.events import Event, on_fault_point, subscribe
 from anabranch.pipeline import (
     Action,
     Kind,
@@ -30,6 +29,8 @@ from anabranch.pipeline import (
 )
 from anabranch.pipeline.stage import balance
 from anabranch.pipeline.stage.balance import _cut
+from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import Span, heard
 from anabranch.testing import FakeClock
 
 PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
@@ -285,9 +286,9 @@ def test_every_rank_holds_the_bytes_that_the_simulator_says(name: str, checkpoin
     rank_of = make_schedule(name, stages, m, ranks=ranks).rank_of
     most = [0] * ranks
 
-    def look(event: Event) -> None:
-        if event.name == "pipeline.end":
-            rank = rank_of[event.facts["stage"]]
+    def look(span: Span) -> None:
+        if (facts := span[6]) and span[1] == "compute":
+            rank = rank_of[facts["stage"]]  # type: ignore[index]
             held = [
                 size * sum(not one.expired() for one in kept)
                 for j, (size, kept) in enumerate(zip(sizes, alive, strict=True))
@@ -298,7 +299,7 @@ def test_every_rank_holds_the_bytes_that_the_simulator_says(name: str, checkpoin
     model = nn.Sequential(*[Hold(size, kept) for size, kept in zip(sizes, alive, strict=True)])
     x = torch.zeros(m, 2)
     pipe = Pipe(model, [1] * stages, devices=["cpu"] * ranks, chunks=m, checkpoint=checkpoint, schedule=name)
-    with pipe, subscribe(look):
+    with pipe, heard(look):
         pipe.step(x, x, loss=F.mse_loss)
     again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
     lowered = make_schedule(name, stages, m, ranks=ranks).with_transfers(recompute=again)
@@ -311,21 +312,20 @@ def test_every_rank_holds_the_bytes_that_the_simulator_says(name: str, checkpoin
 )
 def test_every_rank_runs_its_schedule_in_order_on_its_own_thread(name: str, stages: int, checkpoint: str):
     m = 4
-    events: list[Event] = []
+    ran: dict[int, list[Action]] = {}
+    kinds = {phase: kind for kind, phase in PHASES.items()}
+
+    def note(place: str) -> None:
+        _, phase, stage, microbatch = place.split(".")
+        ran.setdefault(threading.get_ident(), []).append(Action(kinds[phase], int(stage), int(microbatch)))
+
     x = torch.zeros(m, 2)
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(stages)])
     with (
         Pipe(model, [1] * stages, devices=["cpu"] * 3, chunks=m, checkpoint=checkpoint, schedule=name) as pipe,
-        subscribe(events.append),
+        on_fault_point(note),
     ):
         pipe.step(x, x, loss=F.mse_loss)
-    kinds = {phase: kind for kind, phase in PHASES.items()}
-    ran: dict[int, list[Action]] = {}
-    for event in events:
-        if event.name == "pipeline.start":
-            facts = event.facts
-            action = Action(kinds[facts["phase"]], facts["stage"], facts["microbatch"])
-            ran.setdefault(event.thread, []).append(action)
     again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
     lowered = make_schedule(name, stages, m, ranks=3).with_transfers(recompute=again)
     wanted = [[action for action in actions if action.kind.computes] for actions in lowered.actions]

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch import DeadlineExceeded, Pipe
-from anabranch.events import Event, on_fault_point, subscribe
 from anabranch.pipeline import make_schedule
 from anabranch.pipeline.local_ranks import LocalEngine
+from anabranch.record.fault_points import on_fault_point
 
 
 class Stop(BaseException):
@@ -102,11 +102,11 @@ def test_after_a_failure_no_other_stage_starts_anything():
             assert held.wait(30.0)
             raise ValueError("first")
 
-    def note(event: Event) -> None:
-        if event.name == "pipeline.start":
-            begun.append((event.facts["stage"], event.facts["microbatch"]))
+    def note(place: str) -> None:
+        _, _, stage, microbatch = place.split(".")
+        begun.append((int(stage), int(microbatch)))
 
-    with Pipe(nn.Sequential(Hold(), Fail()), [1, 1], chunks=8) as pipe, subscribe(note):
+    with Pipe(nn.Sequential(Hold(), Fail()), [1, 1], chunks=8) as pipe, on_fault_point(note):
         with pytest.raises(ValueError, match="first"):
             pipe(torch.randn(8, 2))
         release.set()

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, pop, skippable, stash
-from anabranch.events import on_fault_point, subscribe
 from anabranch.pipeline import NoChunk
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
+from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import Span, heard
 from covering import pairwise
 from waiting import wait_until
 
@@ -453,12 +454,12 @@ def test_activations_are_freed_as_backward_goes():
             kept.append(StorageWeakRef(y.untyped_storage()))
             return y
 
-    def count(event) -> None:
-        if event.name == "pipeline.start" and event.facts["stage"] == 0 and event.facts["phase"] == "backward":
+    def count(place: str) -> None:
+        if place.startswith("pipeline.backward.0."):
             alive.append(sum(not reference.expired() for reference in kept))
 
     model = nn.Sequential(nn.Linear(3, 3), Keep(), nn.Linear(3, 3))
-    with Pipe(model, [2, 1], chunks=3, checkpoint="never") as pipe, subscribe(count):
+    with Pipe(model, [2, 1], chunks=3, checkpoint="never") as pipe, on_fault_point(count):
         pipe.step(torch.randn(3, 3), torch.randn(3, 3), loss=F.mse_loss)
     assert alive == [3, 2, 1]
     assert all(reference.expired() for reference in kept)
@@ -474,14 +475,14 @@ def test_outputs_are_kept_only_where_somebody_wants_them():
             kept.append(StorageWeakRef(y.untyped_storage()))
             return y
 
-    def count(event) -> None:
-        if (event.name, event.facts["stage"], event.facts["phase"]) == ("pipeline.end", 1, "backward"):
+    def count(span: Span) -> None:
+        if span[0] == "backward" and span[6] and span[6]["stage"] == 1:
             alive.append(sum(not reference.expired() for reference in kept))
 
     x = torch.randn(4, 3)
     with (
         Pipe(nn.Sequential(nn.Linear(3, 3), Keep()), [1, 1], chunks=4, schedule="1F1B", checkpoint="never") as pipe,
-        subscribe(count),
+        heard(count),
     ):
         pipe.step_together((x,), {}, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
         assert max(alive) <= 1
@@ -593,26 +594,25 @@ def test_recomputation_starts_before_the_gradient_arrives():
         def forward(self, x: Tensor) -> Tensor:
             return Hold.apply(x)
 
-    def note(event) -> None:
-        log.append((event.name, *event.facts.values()))
-        if event.name == "pipeline.end" and event.facts == {"stage": 0, "microbatch": 0, "phase": "recompute"}:
+    def note(span: Span) -> None:
+        log.append((span[0], span[6]))
+        if log[-1] == ("recompute", {"stage": 0, "microbatch": 0}):
             holding.set()
 
-    with Pipe(nn.Sequential(*model, Last()), [1, 2], chunks=1, checkpoint="always") as pipe, subscribe(note):
+    with Pipe(nn.Sequential(*model, Last()), [1, 2], chunks=1, checkpoint="always") as pipe, heard(note):
         pipe(torch.randn(2, 2)).sum().backward()
-    assert ("pipeline.start", 0, 0, "recompute") in log
+    assert ("recompute", {"stage": 0, "microbatch": 0}) in log
 
 
 def test_weights_run_behind_the_next_backward():
-    log: list[tuple] = []
+    log: list[str] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with (
         Pipe(model, [1, 1], chunks=4, schedule="ZB1P", checkpoint="never") as pipe,
-        subscribe(lambda event: log.append((event.name, *event.facts.values()))),
+        on_fault_point(log.append),
     ):
         pipe.step(torch.randn(4, 2), torch.randn(4, 2), loss=F.mse_loss)
-    starts = [entry[1:] for entry in log if entry[0] == "pipeline.start" and entry[1] == 1]
-    assert starts.index((1, 1, "backward")) < starts.index((1, 0, "weight"))
+    assert log.index("pipeline.backward.1.1") < log.index("pipeline.weight.1.0")
 
 
 def test_a_long_skip_is_used_by_the_model_it_belongs_to():

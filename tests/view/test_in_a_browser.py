@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from anabranch.trace_file import ProcessTrace, write_trace
+from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.page import page_of
 from anabranch.view.trace_page import read_trace
 from browser import needs_a_browser, seen

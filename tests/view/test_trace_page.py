@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.trace_file import ProcessTrace, write_trace
+from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.trace_page import read_trace
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli.app import _app
 from anabranch.graph import capture
-from anabranch.trace_file import ProcessTrace, write_trace
+from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
 from browser import needs_a_browser, seen

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from anabranch.checkpoint.file_lock import FileLock
 from anabranch.errors import CheckpointError
-from anabranch.events import fault_point
+from anabranch.record.fault_points import fault_point
 
 __all__ = [
     "SET_ASIDE",

@@ -27,7 +27,7 @@ from anabranch.checkpoint.manifest import LONGEST, Manifest
 from anabranch.checkpoint.regular_file import Replaced, Unreadable
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
-from anabranch.events import fault_point
+from anabranch.record.fault_points import fault_point
 
 __all__ = ["Mirror", "NoAnswer", "Place", "SECONDS_VARIABLE", "Storage", "as_place"]
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from anabranch.checkpoint.manifest import FileRecord, TensorRecord, unique_keys
 from anabranch.checkpoint.regular_file import open_regular
 from anabranch.errors import CheckpointError
-from anabranch.events import fault_point
+from anabranch.record.fault_points import fault_point
 from anabranch.tensors.dtypes import SAFETENSORS_NAMES
 
 __all__ = ["check", "lay_out", "load", "write_all", "write_tensors"]

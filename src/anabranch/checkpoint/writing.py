@@ -41,7 +41,8 @@ from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import lay_out, write_all, write_tensors
 from anabranch.errors import CheckpointError
-from anabranch.events import fault_point, report
+from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import mark
 
 __all__ = ["Group", "write"]
 
@@ -103,7 +104,7 @@ def write(
     if isinstance(directory, Storage):
         _check(directory, check_newest)
         uploaded, size = _upload(directory, groups, state, step, keep)
-        report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
+        mark("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
         return uploaded
     try:
         make_directory(directory)
@@ -116,7 +117,7 @@ def write(
         raise CheckpointError(
             f"cannot save step {step} to {directory}: {error}; earlier checkpoints there are unchanged"
         ) from error
-    report("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
+    mark("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
     return manifest
 
 

@@ -15,7 +15,7 @@ from anabranch.cli.script_arguments import Arguments, IsModule, Script
 from anabranch.launch import launch
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.signals import hold_signals
-from anabranch.status_file import PLAN_VARIABLE
+from anabranch.record.process import PLAN_VARIABLE
 
 __all__ = ["plan"]
 

@@ -20,8 +20,8 @@ from anabranch.launch import Durability, JobOutcome, RestartBudget, launch
 from anabranch.launch.meeting.addresses import check_directory
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision.signals import hold_signals
-from anabranch.status_file import PROGRESS_VARIABLE
-from anabranch.trace_file import check_trace_path
+from anabranch.record.process import PROGRESS_VARIABLE
+from anabranch.record.trace import check_trace_path
 from anabranch.transport.directory.redis_address import is_redis_url
 from anabranch.transport.directory.redis_link import RedisLink
 from anabranch.transport.directory.redis_scripts import TIME

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from anabranch.collectives.sparse_rows import SparseGradient, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
-from anabranch.events import report
+from anabranch.record.spans import mark
 
 __all__ = ["GradientBuckets", "bucket_bytes", "carries_header", "in_buckets"]
 
@@ -296,7 +296,7 @@ class GradientBuckets:
         else:
             self._tables[index - dense].launch(self._step)
         self._launched += 1
-        report("bucket.launched", index=index, step=self._step)
+        mark("bucket.launched", index=index, step=self._step)
 
     def header(self) -> Tensor:
         """Return the header's sums over the workers; launches the bucket that carries it if backward has not."""

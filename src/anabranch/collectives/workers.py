@@ -30,14 +30,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from anabranch import spans
-from anabranch.activity import Activity, during
 from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.collectives.liveness import ended_within, job_store
 from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
-from anabranch.events import report
+from anabranch.record import spans
+from anabranch.record.process import process_record
 from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible, rank_names
 from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
@@ -293,7 +292,7 @@ class Workers:
                 first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
             store.set(_LOST_TO_ANOTHER.format(own), "yes")
         first = first or lost
-        report("workers.lost", ranks=sorted(first), operation=operation)
+        spans.mark("workers.lost", ranks=sorted(first), operation=operation)
         return first
 
     _has_left_work = False
@@ -356,5 +355,6 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
         f"waiting for the other workers that the environment names, {variables}; if this process is a job of its own, "
         "unset RANK and WORLD_SIZE"
     )
-    with during(Activity.CONNECTING):
+    process_record()
+    with spans.Lasting("connect", "wait"):
         interruptible(meet, waiting)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anabranch import spans
 from anabranch.checkpoint.storage import as_place
 from anabranch.choices import choice
 from anabranch.collectives import Workers
@@ -56,7 +55,8 @@ from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
-from anabranch.status_file import PLAN_VARIABLE, status_file
+from anabranch.record import spans
+from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
 from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
 
@@ -270,11 +270,9 @@ class Executor:
             self._end(error)
             raise
         self._rank = rank = job().rank if everyone is None else everyone.rank
-        file = status_file()
-        self._watching.begin(rank, None if file is None else RunFacts(file, self._crossed))
         self._progress = Progress(shown=rank == 0)
-        if file is not None and rank == 0:
-            self._progress.leave_in(file, otherwise=self._batches.loops)
+        record = process_record()
+        self._watching.begin(rank, None if record is None else RunFacts(record, self._crossed, self._loops))
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows, self._run_seconds = 0.0, 0.0
@@ -575,6 +573,9 @@ class Executor:
             load_seconds=self._batches.load_seconds,
             tables=tables,
         )
+
+    def _loops(self) -> list[dict[str, object]]:
+        return (self._progress.loops() or self._batches.loops()) if self._rank == 0 else []
 
     def _crossed(self) -> tuple[dict[str, int], dict[str, TableLoads]]:
         """Count the bytes of each boundary, and the loads of each table."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import ProtocolError, SchemaError
-from anabranch.events import report
 from anabranch.experts.nesting import LEAF, Kind, Mismatch, Nesting, find_class, flatten, nesting_of
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
@@ -340,8 +339,7 @@ def _unpack(node: object, depth: int) -> Structure:
     nesting, specs = _unpack_node(node, depth)
     try:
         return nesting.rebuild(specs)
-    except Exception as error:  # noqa: BLE001 - from a mapping class that accepts only tensors
-        report("experts.plain_schema", error=str(error))
+    except Exception:  # noqa: BLE001 - from a mapping class that accepts only tensors
         return nesting.rebuild(specs, plain=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
-from anabranch.launch.job_status import JobStatus, RoleStatus, State, job_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, State, ahead, job_of
 from anabranch.transport import Answer, Client, Outcome, Request
 from anabranch.transport.directory.redis_address import is_redis_url
 from anabranch.transport.directory.redis_link import RedisLink
@@ -67,6 +68,7 @@ class Addresses:
     def _role(self, endpoint: str, outcome: Outcome) -> tuple[RoleStatus, Mapping[str, Any]]:
         if isinstance(outcome, Answer):
             facts = json.loads(outcome.payload)
+            facts = ahead(facts, time.monotonic() - facts["now"])
             kind = next(role for name, role in _ROLES.items() if name in facts)
             return RoleStatus(kind, 0, facts["pid"], endpoint, "running"), facts
         if isinstance(outcome, PeerLost | DeadlineExceeded):

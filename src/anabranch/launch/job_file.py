@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from anabranch.status_file import replace_text
+from anabranch.record.process import replace_text
 
 __all__ = ["Elsewhere", "JOB_FILE", "JobFile"]
 
@@ -62,9 +62,8 @@ class JobFile:
         self._lock = threading.Lock()
         self._failed = False
         self._trace = None if trace is None else str(trace.absolute())
-        for left in (self._path, *folder.glob("worker-*.steps")):  # by another job in the same folder
-            with suppress(OSError):
-                left.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)  # another job's in the same folder
 
     def expects(self, counts: Mapping[str, int]) -> None:
         """Record this many processes of each role that are to be started."""

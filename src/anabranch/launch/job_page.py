@@ -11,7 +11,7 @@ from typing import Any
 
 from anabranch.launch.job_file import JOB_FILE
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
-from anabranch.waits import in_words
+from anabranch.record.words import in_words
 
 __all__ = ["job_data", "trace_of"]
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from anabranch.activity import read_activity
 from anabranch.launch.job_file import JOB_FILE, Elsewhere
+from anabranch.record.words import ACTIVITIES
 
 __all__ = [
     "JobStatus",
     "RoleStatus",
     "State",
     "TrackedLoop",
-    "WaitOfRole",
+    "ahead",
     "job_of",
     "latest_job",
     "process_state",
@@ -32,23 +32,6 @@ __all__ = [
 State: TypeAlias = Literal["starting", "running", "waiting", "stopped", "restarting", "gone"]
 
 _SERVICES = ("parameters", "experts", "directory")
-
-
-@dataclass(frozen=True, slots=True)
-class WaitOfRole:
-    """A wait of one process for others.
-
-    Attributes:
-        peers: as the process names them: ``"rank 1"``, or an endpoint.
-        operation: ``"all_reduce"``, ``"pull"``.
-        seconds: how long it has lasted.
-        limit: after how many seconds it is given up, if that is known.
-    """
-
-    peers: tuple[str, ...]
-    operation: str
-    seconds: float
-    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +153,19 @@ def job_of(
 ) -> JobStatus:
     """Return the job of these processes, each with its reported status."""
     roles = [_with_facts(role, facts) for role, facts in found]
-    waits = {role.name: wait for role, (_, facts) in zip(roles, found, strict=True) if (wait := _wait_of(role, facts))}
     first = next((role for role in roles if role.name == "worker 0"), None)
     told = next((facts for role, facts in found if role.name == "worker 0"), {})
     run = told.get("run", {})
     return JobStatus(
-        tuple(_with_wait(role, roles, waits) for role in roles),
+        tuple(_with_names(role, roles) for role in roles),
         started,
         ended,
         None if started is None else max(0.0, (time.time() if ended is None else ended) - started),
-        tuple(TrackedLoop(**loop) for loop in told.get("progress", ())),
+        tuple(TrackedLoop(**loop) for loop in run.get("progress", ())),
         run.get("loss"),
         tuple(run.get("curve", ())),
         run.get("saved"),
-        run.get("steps_per_second") if first and first.state == "running" and first.name not in waits else None,
+        run.get("steps_per_second") if first and first.state == "running" else None,
         tuple(run.get("pace", ())),
     )
 
@@ -228,18 +210,7 @@ def _read_role(
     told = _told(folder / f"{role}-{rank}.status", pid)
     if state == "starting" and any(service in told for service in _SERVICES):
         state = "running"  # it no longer listens, because the job ends
-    doing, seconds = read_activity(folder / f"{role}-{rank}.doing", pid)
-    found = RoleStatus(
-        role,
-        rank,
-        pid,
-        endpoint,
-        state,
-        _steps(folder / f"worker-{rank}.steps", role),
-        doing=doing.words or None,
-        doing_seconds=seconds,
-    )
-    return found, told
+    return RoleStatus(role, rank, pid, endpoint, state), told
 
 
 def _told(path: Path, pid: int | None) -> Mapping[str, Any]:
@@ -269,51 +240,56 @@ def _state_of(pid: int, endpoint: str | None) -> State:
     return "running" if listens else "starting"
 
 
-def _steps(path: Path, role: str) -> int | None:
-    if role != "worker":
-        return None
-    try:
-        return int.from_bytes(path.read_bytes(), "little")
-    except OSError:
-        return None
+def ahead(facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the status of a process whose clock is so far behind this one's, in times of this one's."""
+    opened = [{**one, "since": one["since"] + seconds} for one in facts.get("open", ())]
+    return {**facts, "open": opened}
 
 
 def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
-    run = facts.get("run", {})
+    run, opened = facts.get("run", {}), facts.get("open", ())
     service: dict[str, Any] = {}
     for name in _SERVICES:
         service.update(facts.get(name, {}))
+    doing = next((one for one in reversed(opened) if one["name"] in ACTIVITIES), None)
+    if doing is not None:
+        role = replace(role, doing=ACTIVITIES[doing["name"]], doing_seconds=_seconds_since(doing))
+    longest = next((one for one in opened if one["name"] == "wait"), None)
+    if longest is not None and role.state == "running":  # a frozen one does not wait
+        role = replace(
+            role,
+            state="waiting",
+            waiting_for=longest["peer"],
+            waiting_seconds=_seconds_since(longest),
+            waiting_limit=longest.get("limit"),
+            operation=longest["operation"],
+        )
     return replace(
         role,
+        steps=run.get("steps"),
         service=service,
         loads=run.get("tables", {}),
         crossed=run.get("bytes", {}),
-        crossing=run.get("bytes_per_second", {}) if role.state == "running" and not facts.get("waits") else {},
+        crossing=run.get("bytes_per_second", {}) if role.state == "running" else {},
     )
 
 
-def _wait_of(role: RoleStatus, facts: Mapping[str, Any]) -> WaitOfRole | None:
-    """Return the longest wait of a running process; a frozen one does not wait."""
-    if role.state != "running" or not facts.get("waits"):
-        return None
-    wait = facts["waits"][0]
-    seconds = wait["seconds"] if "seconds" in wait else time.monotonic() - wait["since"]
-    return WaitOfRole(tuple(wait["peers"]), wait["operation"], max(0.0, seconds), wait.get("limit"))
+def _seconds_since(span: Mapping[str, Any]) -> float:
+    return max(0.0, time.monotonic() - float(span["since"]))
 
 
-def _with_wait(role: RoleStatus, roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> RoleStatus:
-    wait = waits.get(role.name)
-    if wait is None:
+def _with_names(role: RoleStatus, roles: Sequence[RoleStatus]) -> RoleStatus:
+    """Return a waiting role with the names of those that hold it up, in place of how it calls its peers.
+
+    They are those of its peers that do not run, or else those that do not wait, or else all.
+    """
+    if role.waiting_for is None:
         return role
-    names = _holding_up([_called(peer, roles) for peer in wait.peers], roles, waits)
-    return replace(
-        role,
-        state="waiting",
-        waiting_for=", ".join(names),
-        waiting_seconds=wait.seconds,
-        waiting_limit=wait.limit,
-        operation=wait.operation,
-    )
+    names = [_called(peer, roles) for peer in role.waiting_for.split(", ")]
+    absent = {role.name for role in roles if role.state not in ("running", "waiting")}
+    waiting = {role.name for role in roles if role.state == "waiting"}
+    holding_up = [name for name in names if name in absent] or [name for name in names if name not in waiting] or names
+    return replace(role, waiting_for=", ".join(holding_up))
 
 
 def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
@@ -322,9 +298,3 @@ def _called(peer: str, roles: Sequence[RoleStatus]) -> str:
     if kind == "rank":
         return f"worker {rank}"
     return next((role.name for role in roles if role.endpoint == peer), peer)
-
-
-def _holding_up(names: Sequence[str], roles: Sequence[RoleStatus], waits: Mapping[str, WaitOfRole]) -> Sequence[str]:
-    """Return those of ``names`` that do not run, or else those that do not wait, or else all."""
-    absent = {role.name for role in roles if role.state not in ("running", "waiting")}
-    return [name for name in names if name in absent] or [name for name in names if name not in waits] or names

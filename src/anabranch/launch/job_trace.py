@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.spans import FOLDER_VARIABLE
-from anabranch.trace_file import ProcessTrace, check_trace_path, read_part, write_trace
+from anabranch.record.process import TRACE_VARIABLE
+from anabranch.record.trace import ProcessTrace, check_trace_path, read_part, write_trace
 
 __all__ = ["JobTrace"]
 
@@ -38,7 +38,7 @@ class JobTrace:
     def __enter__(self) -> Mapping[str, str]:
         """Return the environment variables for each process of the job."""
         self._folder = Path(tempfile.mkdtemp(prefix=".spans-", dir=self._log_dir)).absolute()
-        return {FOLDER_VARIABLE: str(self._folder)}
+        return {TRACE_VARIABLE: str(self._folder)}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

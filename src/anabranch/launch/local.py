@@ -46,8 +46,7 @@ from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Monitor, Patience, Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.spans import FOLDER_VARIABLE
-from anabranch.status_file import PROGRESS_VARIABLE
+from anabranch.record.process import PROGRESS_VARIABLE, TRACE_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -117,7 +116,7 @@ def launch(
         max_restarts: how often a job that fails is restarted; its workers find ``TORCHELASTIC_RESTART_COUNT``.
         service_restarts: how often a service that dies is; three times in any ten minutes by default.
         checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
-        trace: where a trace of all processes goes at the end of the job, however it ends; see ``trace_file``.
+        trace: where a trace of all processes goes at the end of the job, however it ends; see ``record/trace.py``.
         directory: the endpoints of a directory, or the URL of a Redis, that outlives the job: its experts are announced
             there, and experts of others found; by default the job has its own directory.
 
@@ -141,7 +140,7 @@ def launch(
     base = {
         name: value
         for name, value in (os.environ if environment is None else environment).items()
-        if name != FOLDER_VARIABLE
+        if name != TRACE_VARIABLE
     }
     with ExitStack() as stack:
         job_file = JobFile(log_dir, tell, trace=trace)

@@ -6,6 +6,7 @@ HTTP and contains only counts; it listens on the loopback by default.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from typing import Literal, TypeAlias
 
 from anabranch.experts import DirectoryServer, ExpertServer, PoolStatistics
 from anabranch.parameter_server import ParameterServer
+from anabranch.record.spans import open_spans
 from anabranch.transport import ServerStatistics
-from anabranch.waits import current
 
 __all__ = ["Metric", "directory_metrics", "expert_metrics", "parameter_metrics", "serve_metrics", "waiting_metric"]
 
@@ -163,8 +164,9 @@ def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
 def waiting_metric() -> Metric:
     """Return the waits of this process that have lasted half a second, and how long."""
     longest: dict[tuple[str, ...], float] = {}
-    for wait in current():
-        longest.setdefault((", ".join(wait.peers), wait.operation), wait.seconds())
+    for one in open_spans():
+        if one["name"] == "wait":
+            longest.setdefault((one["peer"], one["operation"]), time.monotonic() - one["since"])
     return Metric(
         "waiting_seconds", "gauge", "time spent waiting for others", ("peer", "operation"), [*longest.items()]
     )

@@ -9,13 +9,13 @@ from typing import cast
 
 from torch import Tensor
 
-from anabranch import spans
-from anabranch.events import fault_point, report
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Link, Message
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, GradientMessages, Messages, StageRun
+from anabranch.record import spans
+from anabranch.record.fault_points import fault_point
 
 __all__ = ["ActionFailure", "Runner", "phase_of"]
 
@@ -153,13 +153,10 @@ def _peer(action: Action) -> int:
 
 @contextmanager
 def _watched(action: Action) -> Iterator[None]:
-    """Report the action's start and end, and add the place to an exception."""
-    facts = {"stage": action.stage, "microbatch": action.microbatch, "phase": phase_of(action)}
-    report("pipeline.start", **facts)
+    """Record the action's time, and add the place to an exception."""
     try:
         fault_point(f"pipeline.{phase_of(action)}.{action.stage}.{action.microbatch}")
         with spans.span(phase_of(action), "compute", stage=action.stage, microbatch=action.microbatch):
             yield
     except BaseException as error:
         raise ActionFailure(action, error) from error
-    report("pipeline.end", **facts)

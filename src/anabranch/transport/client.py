@@ -34,10 +34,10 @@ from enum import Enum, auto
 import msgspec
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, ForkedClient, PeerLost, ProtocolError, Unauthorized
-from anabranch.events import report
+from anabranch.record import spans
+from anabranch.record.process import process_record
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
     FailureFrame,
@@ -55,7 +55,6 @@ from anabranch.transport.frame import (
 )
 from anabranch.transport.network.sockets import SocketTransport
 from anabranch.transport.network.streams import Stream, Transport
-from anabranch.waits import LONG, begin, end
 
 __all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 
@@ -185,6 +184,7 @@ class Client:
         self._process = os.getpid()
         self._forked = False
         _clients.add(self)
+        process_record()  # tells of waits
         # A client that was never closed closes its idle connections when it is collected.
         weakref.finalize(self, _close_idle, self._idle)
 
@@ -298,7 +298,10 @@ class Client:
                 waits.update(exchange)
         finished = 0
         last_call: Deadline | None = None
-        span = spans.begin() if waits.waiting else 0
+        if not waits.waiting:
+            return
+        span = spans.begin()
+        spans.shown[waits] = None
         try:
             while waits.waiting:
                 if deadline.expired():
@@ -315,9 +318,9 @@ class Client:
                     return
                 waits.wait((last_call or deadline).remaining())
         finally:
-            end(waits.number)
+            spans.shown.pop(waits, None)
             if span:
-                _record_wait(span, [exchange.request.endpoint for exchange in exchanges], exchanges[0]._operation())
+                spans.complete(span, "wait", "wait", facts=_wait_for(exchanges))
 
     def _after_fork(self) -> None:
         """Reset in a forked child: its requests on its parent's connections would be mistaken for the parent's."""
@@ -424,8 +427,11 @@ class _Waits:
         self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
         # A lower bound of every ``wake_at``, not the exact minimum, because ``wake_at`` advances with every byte.
         self._wake = float("inf")
-        self._began = 0.0
-        self.number: int | None = None  # of the record, once they have waited long
+
+    def open_span(self) -> dict[str, object]:
+        """Say whom the caller waits for, for ``anabranch status``."""
+        waiting = list(self.waiting)
+        return waiting[0].open_span() | _wait_for(waiting) if waiting else {"name": "wait", "since": float("inf")}
 
     def update(self, exchange: _Exchange) -> None:
         """Poll for the events that ``exchange`` waits for now."""
@@ -455,14 +461,6 @@ class _Waits:
         if self._wake <= now:
             self._wake = min(exchange.wake_at() for exchange in self.waiting)
         wake = min(now + seconds, self._wake)
-        if self.number is None:
-            self._began = self._began or now
-            if now - self._began >= LONG:
-                some = list(self.waiting)
-                names = sorted({exchange.request.endpoint for exchange in some})
-                self.number = begin(names, some[0]._operation(), self._began)
-            else:
-                wake = min(wake, self._began + LONG)
         # Rounded up, or the last millisecond would be spent spinning.
         for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
             exchange, _ = self._by_descriptor.get(descriptor, (None, 0))
@@ -639,27 +637,28 @@ class _Exchange(msgspec.Struct, eq=False):
         self.advance(readable=False)
         if self.done:
             return
-        span, number = spans.begin(), None
+        span = spans.begin()
+        spans.shown[self] = None
         try:
-            self._run_until(time.monotonic() + LONG)
-            if not self.done:
-                number = begin([self.request.endpoint], self._operation(), time.monotonic() - LONG)
-                self._run_until(float("inf"))
+            self._run()
         finally:
-            end(number)
+            spans.shown.pop(self, None)
             if span:
-                _record_wait(span, [self.request.endpoint], self._operation())
+                spans.complete(span, "wait", "wait", facts=_wait_for([self]))
 
-    def _run_until(self, pause: float) -> None:
+    def open_span(self) -> dict[str, object]:
+        """Say whom its thread waits for, for ``anabranch status``."""
+        since = round(time.monotonic() - self.deadline.elapsed(), 3)
+        return {"name": "wait", "since": since, **_wait_for([self])}
+
+    def _run(self) -> None:
         while not self.done:
             now = time.monotonic()
             left = self.deadline.remaining()
             if left <= 0:
                 self.expire()
                 return
-            if now >= pause:
-                return
-            wake = min(now + left, self.wake_at(), pause)
+            wake = min(now + left, self.wake_at())
             # Rounded up, or the last millisecond would be spent spinning.
             milliseconds = max(0, int((wake - now) * 1000) + 1)
             events = self.interest()
@@ -757,7 +756,7 @@ class _Exchange(msgspec.Struct, eq=False):
 
     def _receive(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
         if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self.sequence, None):
-            report("transport.repeated_answer", peer=self.request.endpoint, operation=self._operation())
+            spans.mark("transport.repeated_answer", peer=self.request.endpoint, operation=self._operation())
             return
         if isinstance(header, ReplyHeader):
             self.heard = self.answered = True
@@ -816,7 +815,7 @@ class _Exchange(msgspec.Struct, eq=False):
             return
         pause = min(_FIRST_BACKOFF * 2 ** (self.attempts - 1), _LONGEST_BACKOFF)
         self.phase, self.retry_at = _Phase.RESTING, time.monotonic() + pause
-        report("transport.retry", peer=self.request.endpoint, operation=self._operation(), error=str(error))
+        spans.mark("transport.retry", peer=self.request.endpoint, operation=self._operation(), error=str(error))
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -874,6 +873,6 @@ def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:
     return sum(tensor.nbytes for tensor in tensors) + len(payload)
 
 
-def _record_wait(began: int, endpoints: Sequence[str], operation: str) -> None:
-    facts: dict[str, object] = {"peer": ", ".join(dict.fromkeys(endpoints)), "operation": operation}
-    spans.complete(began, "wait", "wait", facts=facts)
+def _wait_for(exchanges: Sequence[_Exchange]) -> dict[str, object]:
+    peer = ", ".join(sorted({exchange.request.endpoint for exchange in exchanges}))
+    return {"peer": peer, "operation": exchanges[0]._operation()}

@@ -27,7 +27,7 @@ from anabranch.errors import (
     SessionGone,
     Unauthorized,
 )
-from anabranch.events import report
+from anabranch.record.spans import mark
 from anabranch.transport.frame import FailureFrame
 
 __all__ = ["ends_the_program", "error_of", "failure_of", "note_failure"]
@@ -116,10 +116,7 @@ def ends_the_program(error: BaseException) -> bool:
 def note_failure(event: str, error: BaseException) -> None:
     """Log ``error`` with its traceback and report it as ``event``: its thread continues."""
     _log.error("%s: %s: %s", event, _name_of(error), error, exc_info=error)
-    try:
-        report(event, error="".join(traceback.format_exception(error)))
-    except BaseException as again:  # noqa: BLE001 - a subscriber's error must not end the thread either
-        _log.error("a subscriber of events raised %s: %s", _name_of(again), again, exc_info=again)
+    mark(event, error="".join(traceback.format_exception(error)))
 
 
 def _name_of(error: BaseException) -> str:

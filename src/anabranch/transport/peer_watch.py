@@ -15,13 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from anabranch import spans, waits
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.record import spans
+from anabranch.record.process import flush, process_record
 
 __all__ = ["PeerWatch", "end_without_waiting", "interruptible", "rank_names"]
 
@@ -33,6 +35,21 @@ _SMALLEST_WAIT = 0.001
 _PAUSE = 0.01
 # Text that gloo puts around an error's message: the place in its source, and advice.
 _BACKENDS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by.*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """A wait that lasts, for ``anabranch status``."""
+
+    ranks: Sequence[int]
+    operation: str
+    deadline: Deadline
+    since: float
+
+    def open_span(self) -> dict[str, object]:
+        limit = round(self.deadline.elapsed() + self.deadline.remaining(), 1)
+        peer = ", ".join(f"rank {rank}" for rank in self.ranks)
+        return {"name": "wait", "since": self.since, "peer": peer, "operation": self.operation, "limit": limit}
 
 
 class PeerWatch:
@@ -64,6 +81,7 @@ class PeerWatch:
         self._heartbeat = heartbeat
         self._on_loss = on_loss
         self.has_lost = False
+        process_record()  # tells of waits
 
     def wait(
         self,
@@ -83,25 +101,24 @@ class PeerWatch:
             PeerLost: one of ``ranks`` died or froze; names it.
             DeadlineExceeded: names all of them.
         """
-        span = spans.begin()
-        began, number = time.monotonic(), None
+        span, began = spans.begin(), time.monotonic()
+        wait: _Wait | None = None
         patience = self._patience(deadline, at_once=at_once)
         try:
             while not done(max(_SMALLEST_WAIT, patience)):
-                if number is None and time.monotonic() - began >= waits.LONG:
-                    limit = time.monotonic() - began + deadline.remaining()
-                    number = waits.begin([f"rank {rank}" for rank in ranks], operation, began, limit)
+                if wait is None:
+                    wait = _Wait(ranks, operation, deadline, began)
+                    spans.shown[wait] = None
                 self.check(ranks, operation, deadline, step=step)
                 if deadline.expired():
                     raise _too_late(ranks, operation, deadline, step)
                 patience = self._patience(deadline, at_once=at_once)
         finally:
-            waits.end(number)
+            if wait is not None:
+                spans.shown.pop(wait, None)
             if span and ranks:
                 facts: dict[str, object] = {"peer": rank_names(ranks), "operation": operation}
-                if step is not None:
-                    facts["step"] = step
-                spans.complete(span, "wait", "wait", facts=facts)
+                spans.complete(span, "wait", "wait", facts=facts | ({} if step is None else {"step": step}))
 
     def check(self, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None) -> None:
         """Check once.
@@ -182,7 +199,7 @@ def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
 def end_without_waiting() -> None:
     """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
     logging.shutdown()
-    spans.flush()
+    flush()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

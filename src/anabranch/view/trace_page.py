@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from anabranch.record.words import in_words
 from anabranch.view.schedules import schedules_of
 from anabranch.view.trace_events import Event, TraceFile, read_events
-from anabranch.waits import in_words
 
 __all__ = ["TraceData", "read_trace"]
 

@@ -38,9 +38,12 @@ def _process(
 
 def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tmp_path: Path) -> None:
     since = time.monotonic() - AHEAD - 20.0
-    status = {"pid": 7, "waits": [{"peers": ["rank 1"], "operation": "all_reduce", "since": since}]}
-    told = {".status": json.dumps(status).encode(), ".steps": (12).to_bytes(8, "little")}
-    news = [RoleEvents([(1, b"hello\n")], None, told, time.monotonic() - AHEAD), RoleEvents([], 0)]
+    wait = {"name": "wait", "peer": "rank 1", "operation": "all_reduce", "since": since}
+    status = {"pid": 7, "open": [wait], "run": {"steps": 12}}
+    news = [
+        RoleEvents([(1, b"hello\n")], None, json.dumps(status).encode(), time.monotonic() - AHEAD),
+        RoleEvents([], 0),
+    ]
     process = _process(tmp_path, JobFile(tmp_path), news)
     process._follower.join(timeout=60.0)
     (role,) = status_of(tmp_path).roles

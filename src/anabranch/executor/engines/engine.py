@@ -20,13 +20,13 @@ from typing import Protocol, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from anabranch import spans
 from anabranch.autodiff import record_outputs
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph
+from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure
 
 _GRADIENT = ".grad"

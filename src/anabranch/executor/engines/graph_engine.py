@@ -32,7 +32,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
 from anabranch.executor.engines.engine import Begin, Engine, Fetch, Sink, StepOutput
@@ -48,6 +47,7 @@ from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Prepared
 from anabranch.graph.step.step_state import Between, SparseGradients
+from anabranch.record import spans
 from anabranch.tensors import Structure
 
 _log = logging.getLogger("anabranch")

@@ -12,12 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.autodiff import Callback, GradManager
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.roots import run_sweep
 from anabranch.executor.engines.engine import Begin, Engine, Fetch, Sink, StepOutput, loss_and_returned
 from anabranch.executor.steps import TrainStep
+from anabranch.record import spans
 from anabranch.tensors import Structure
 
 

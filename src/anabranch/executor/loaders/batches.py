@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from anabranch import spans
-from anabranch.activity import Activity, during
 from anabranch.collectives import Workers
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.record import spans
 from anabranch.tensors import Structure, as_tensors, map_structure
 
 __all__ = ["Batches"]
@@ -113,7 +112,7 @@ class Batches:
 
     def _take(self, loader: BoundLoader) -> Structure:
         began = time.monotonic()
-        with spans.span("load", "load"), during(Activity.FETCHING):
+        with spans.Lasting("load", "load"):
             batch = loader.next_batch()
         self.load_seconds += time.monotonic() - began
         return batch

@@ -25,9 +25,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from anabranch.events import Event, subscribe
 from anabranch.graph import Graph
 from anabranch.graph.crossings import crossing_of
+from anabranch.parameter_server.client.remote_weight import heard_lookups
 from anabranch.tensors import Structure, flatten, paths
 
 __all__ = ["UpcomingIds"]
@@ -115,11 +115,11 @@ class UpcomingIds:
         self._attempts += 1
         watch, looked_up, here = _OperationRecorder(), list[tuple[str, Tensor]](), get_ident()
 
-        def note(event: Event) -> None:
-            if event.name == "tables.lookup" and event.thread == here:
-                looked_up.append((event.facts["table"], event.facts["ids"]))  # type: ignore[arg-type]
+        def note(table: str, ids: Tensor) -> None:
+            if get_ident() == here:
+                looked_up.append((table, ids))
 
-        with subscribe(note), watch:
+        with heard_lookups(note), watch:
             yield batch
         leaves = {id(leaf): number for number, leaf in enumerate(flatten(batch)[0]) if isinstance(leaf, Tensor)}
         recipes: dict[str, list[Callable[[Any], Tensor]]] = {}

@@ -1,26 +1,23 @@
 """``RunFacts``: a worker's facts about its run, for ``anabranch status`` and the screen of ``anabranch run``.
 
-Once a second, on the training thread: counts that the executor keeps anyway, and their rates. Rank 0 also writes the
-loss, read as for any other sink, at most a few times a second.
+Once a second, on the training thread, it reads counts that the executor keeps anyway. Rank 0 also has the loss, read as
+for any other sink, at most a few times a second. The process's record writes them.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 
 from anabranch.executor.statistics import TableLoads
-from anabranch.status_file import STATUS_VARIABLE, StatusFile
+from anabranch.record.process import ProcessRecord
 
 __all__ = ["Curve", "RunFacts"]
 
 _EVERY = 1.0  # seconds between two reads of the counts
 _POINTS = 64
-_STEPS_BYTES = 8
 
 
 class Curve:
@@ -58,37 +55,37 @@ class Curve:
 
 
 class RunFacts:
-    """Writes a worker's facts: a sink of its losses and a counter of its steps.
+    """A worker's facts in its process's record: a sink of its losses and a counter of its steps.
 
     Args:
-        file: where they go.
+        record: writes them.
         count: returns the bytes that crossed each boundary so far, and the loads of each table, both by name.
+        progress: returns its loops in progress; called on any thread.
         clock: seconds.
     """
 
     def __init__(
         self,
-        file: StatusFile,
+        record: ProcessRecord,
         count: Callable[[], tuple[Mapping[str, int], Mapping[str, TableLoads]]],
+        progress: Callable[[], list[dict[str, object]]] = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = file
+        self._record = record
         self._count = count
+        self._progress = progress
         self._clock = clock
         self._next = clock() + _EVERY
         self._last: tuple[float, int, dict[str, int]] | None = None
-        self._steps = _steps_file()
+        self._step = 0
         self._curve, self._pace = Curve(), Curve()
-        self._loss: float | None = None
-        self._saved: str | None = None
+        # Replaced whole: the record reads it on its thread.
         self._run: dict[str, object] = {}
-        file.put(run=self._facts)
-        file.changed()
+        record.put(run=self._facts)
 
     def counted(self, step: int) -> None:
-        """Write the number of steps, and once a second everything else."""
-        if self._steps is not None:
-            self._steps[:] = step.to_bytes(_STEPS_BYTES, "little")
+        """Take the number of steps, and once a second read everything else."""
+        self._step = step
         now = self._clock()
         if now >= self._next:
             self._next = now + _EVERY
@@ -97,17 +94,17 @@ class RunFacts:
     def _look(self, now: float, step: int) -> None:
         crossed, tables = self._count()
         totals = dict(crossed)
-        self._run = {"bytes": totals, "tables": {name: asdict(loads) for name, loads in tables.items()}}
+        run = {**self._run, "bytes": totals, "tables": {name: asdict(loads) for name, loads in tables.items()}}
         if self._last is not None:
             before, steps, bytes_before = self._last
             seconds = now - before
-            self._run["steps_per_second"] = (step - steps) / seconds
-            self._run["pace"] = self._add_pace((step - steps) / seconds, seconds)
-            self._run["bytes_per_second"] = {
+            run["steps_per_second"] = (step - steps) / seconds
+            run["pace"] = self._add_pace((step - steps) / seconds, seconds)
+            run["bytes_per_second"] = {
                 name: (value - bytes_before.get(name, 0)) / seconds for name, value in totals.items()
             }
         self._last = now, step, totals
-        self._file.changed()
+        self._run = run
 
     def _add_pace(self, steps_per_second: float, seconds: float) -> list[float]:
         """Add these steps to the curve of steps per second; a late sample covers all of its time."""
@@ -116,7 +113,7 @@ class RunFacts:
         return self._pace.points()
 
     def _facts(self) -> dict[str, object]:
-        return {**self._run, "loss": self._loss, "saved": self._saved, "curve": self._curve.points()}
+        return {**self._run, "steps": self._step, "progress": self._progress()}
 
     # The sink.
 
@@ -124,30 +121,15 @@ class RunFacts:
         """Take the loss of a step."""
         found = [value for name, value in values.items() if name.rpartition("/")[2] == "loss"]
         if found:
-            self._loss = found[0]
             self._curve.add(found[0])
+            self._run = {**self._run, "loss": found[0], "curve": self._curve.points()}
 
     def event(self, name: str, facts: dict[str, object]) -> None:
         """Record the path of a checkpoint."""
         if name == "save":
-            self._saved = os.path.abspath(str(facts["path"]))
-            self._file.changed()
+            self._run = {**self._run, "saved": os.path.abspath(str(facts["path"]))}
+            self._record.write()
 
     def close(self) -> None:
-        """Write the last facts."""
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
-        self._file.changed()
-
-
-def _steps_file() -> mmap.mmap | None:
-    """Return the mapped file that the job's launcher has named, at 0 steps; None outside a job."""
-    stem = os.environ.get(STATUS_VARIABLE)
-    if stem is None:
-        return None
-    with suppress(OSError), open(f"{stem}.steps", "wb+") as file:  # the folder may be gone: nothing reads it then
-        file.write(bytes(_STEPS_BYTES))
-        file.flush()
-        return mmap.mmap(file.fileno(), _STEPS_BYTES)
-    return None
+        """Leave the last facts."""
+        self._record.settle(run=self._facts)

@@ -18,8 +18,9 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from anabranch import spans
-from anabranch.trace_file import check_trace_path, read_part, write_trace
+from anabranch.record import spans
+from anabranch.record.process import process_name
+from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace
 
 __all__ = ["RunTrace", "WorkerGroup", "nested_in"]
 
@@ -79,7 +80,7 @@ class RunTrace:
         self._marks = [] if self._profile is None else [_mark() for _ in range(_ROUNDS)]
         self._recorder = spans.SpanRecorder(spans.CAPACITY)
         self._spans: list[spans.Span] = []
-        spans.start(self._recorder)
+        spans.start(self._recorder.add)
 
     def _agree(self, refused: str, steps: object) -> None:
         if self._everyone is None:
@@ -128,14 +129,14 @@ class RunTrace:
             self._write([part], step, complete=False)
 
     def _part(self, *, alone: bool = False) -> bytes:
-        spans.stop(self._recorder)
+        spans.stop(self._recorder.add)
         self._spans += self._recorder.take()
         operators = self._operators()
         if not alone:
             self._read_clock()
-        name = spans.process_name() if self._everyone is None else f"worker {self._everyone.rank}"
-        footer = {**spans.footer(self._recorder), "clock": self._clock}
-        return spans.as_lines([spans.header(self._recorder, name), *self._spans, *operators, footer])
+        name = process_name() if self._everyone is None else f"worker {self._everyone.rank}"
+        last = {**footer(self._recorder), "clock": self._clock}
+        return as_lines([header(self._recorder, name), *self._spans, *operators, last])
 
     def _write(self, texts: list[bytes], step: int, *, complete: bool) -> None:
         parts = [part for part in map(read_part, texts) if part is not None]

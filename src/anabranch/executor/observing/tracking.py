@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO, TypeVar, cast, overload
 
 from anabranch.deadline import minutes_and_seconds
-from anabranch.status_file import PROGRESS_VARIABLE, StatusFile
+from anabranch.record.process import PROGRESS_VARIABLE
 
 __all__ = ["Progress", "TextStream"]
 
 _T = TypeVar("_T")
 
-_LEAVE = 0.5  # seconds between two times that it is left for others to see
 _REDRAW = 0.25  # seconds between two drawings on a terminal
 _REPEAT = 5.0  # seconds between two lines elsewhere
 _CLEAR = "\r\x1b[K"
@@ -94,16 +93,9 @@ class Progress:
         self._mid_line = False  # the script has printed the beginning of a line
         self._replaced: dict[str, tuple[TextIO, TextIO]] = {}
         self._style = os.environ.get(PROGRESS_VARIABLE, "")
-        self._file: StatusFile | None = None
-        self._next_left = float("inf")
 
-    def leave_in(self, file: StatusFile, otherwise: Callable[[], list[dict[str, object]]]) -> None:
-        """Write the progress of the loops to ``file``, or the result of ``otherwise`` if none is tracked."""
-        self._file = file
-        self._next_left = 0.0
-        file.put(progress=lambda: self._facts() or otherwise())
-
-    def _facts(self) -> list[dict[str, object]]:
+    def loops(self) -> list[dict[str, object]]:
+        """Return how far the loops are, for the process's record."""
         now = self._clock()
         return [
             {"label": loop.label, "done": loop.done, "total": loop.total, "seconds": now - loop.started}
@@ -143,8 +135,6 @@ class Progress:
                 now = self._clock()
                 if now >= self._next:
                     self._show(now)
-                if now >= self._next_left:
-                    self._leave(now)
         finally:
             self._end(loop)
 
@@ -154,11 +144,6 @@ class Progress:
             self._put_prints_above()
         else:
             self._next = now + _REPEAT
-
-    def _leave(self, now: float) -> None:
-        self._next_left = now + _LEAVE
-        assert self._file is not None
-        self._file.changed()
 
     def _end(self, loop: _Loop) -> None:
         if loop not in self._loops:

@@ -26,7 +26,6 @@ from torch import Tensor
 from anabranch.autodiff.boundary.crossing import Crossed, Form, cross
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, PeerLost, ProtocolError
-from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.client.expert_call import CallCounts, ExpertCall, changed_by_us
 from anabranch.experts.compression import check_parts, check_tensors
@@ -237,7 +236,6 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
     name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
-        report("experts.not_finite", uid=call.uid, what=name)
         call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN or Inf")
         return
     for tensor in call.inputs:

@@ -17,10 +17,10 @@ from torch import Tensor
 from anabranch.autodiff.boundary.crossing import current_tracer
 from anabranch.deadline import LONGEST_SLEEP, Deadline, check_seconds
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError, SessionGone
-from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.client.calls import expect
 from anabranch.experts.schema import RowInputs, Schema, with_leading
+from anabranch.record.spans import mark
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
 
@@ -161,7 +161,7 @@ class InferenceSession:
         try:
             self._expert.client.call(request, Deadline.after(min(_FAREWELL, self._expert.forward_timeout)))
         except (BoundaryError, ValueError) as error:
-            report("experts.session_not_ended", uid=self._expert.uid, error=str(error))
+            mark("experts.session_not_ended", uid=self._expert.uid, error=str(error))
 
     def _take(self, args: tuple[object, ...], kwargs: dict[str, object], deadline: Deadline) -> Structure:
         if self._ended:

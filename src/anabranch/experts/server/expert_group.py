@@ -25,13 +25,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anabranch.errors import BoundaryError
-from anabranch.events import report
 from anabranch.experts.directory import Directory, DirectoryLike
 from anabranch.experts.nesting import nesting_of
 from anabranch.experts.schema import specs_of
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.layers import find_factory, make_optimizer, make_scheduler
 from anabranch.experts.uid_patterns import UidPattern, draw_uids, expand_uids
+from anabranch.record.spans import mark
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, dtype_named
 from anabranch.tensors.spec import Compression
@@ -261,7 +261,7 @@ class _Claims:
             self._directory.release(self._claimed, self._claimer)
         except BoundaryError as lost:
             # A claim that is not released expires.
-            report("experts.directory_lost", error=str(lost))
+            mark("experts.directory_lost", error=str(lost))
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound
-from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_parts, count_parts
 from anabranch.experts.directory import DirectoryLike, as_directory
@@ -40,6 +39,7 @@ from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.sessions.open_sessions import SessionLimits, Sessions
 from anabranch.experts.server.sessions.session_verbs import SessionVerbs
 from anabranch.periodic import Periodic
+from anabranch.record.spans import mark
 from anabranch.transport import (
     Answer,
     Call,
@@ -317,7 +317,7 @@ class ExpertServer:
             uids_at.setdefault(endpoint, []).append(uid)
         for endpoint in self._alive({endpoint: uids[0] for endpoint, uids in uids_at.items()}):
             uids = uids_at[endpoint]
-            report("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
+            mark("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
             _log.warning(
                 "%s: the directory listed %s at another live server, %s, when this one announced it at %s; "
                 "callers will find sometimes one, sometimes the other, and each trains on its own callers only: stop "
@@ -345,7 +345,7 @@ class ExpertServer:
             self._directory.withdraw(self._backends, self.endpoint)
         except BoundaryError as error:
             # An announcement that is not withdrawn expires.
-            report("experts.directory_lost", error=str(error))
+            mark("experts.directory_lost", error=str(error))
 
     def _warn_if_possible(self, others: Mapping[str, str]) -> None:
         try:
@@ -357,7 +357,7 @@ class ExpertServer:
         try:
             self._announce()
         except BoundaryError as error:
-            report("experts.directory_lost", error=str(error))
+            mark("experts.directory_lost", error=str(error))
         except BaseException as error:  # noqa: BLE001 - a user's own directory; the next renewal may work
             note_failure("experts.directory_lost", error)
 

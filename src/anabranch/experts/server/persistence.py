@@ -15,10 +15,11 @@ from typing import cast
 from anabranch.checkpoint import join, read_newest, split, write
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
-from anabranch.events import fault_point, report
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.directory_lock import DirectoryLock
 from anabranch.periodic import Periodic
+from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import mark
 from anabranch.transport.failures import note_failure
 from anabranch.transport.server.once import RequestIdentity
 
@@ -133,6 +134,6 @@ class Persistence:
             self.save()
         except CheckpointError as error:
             # The next one may find room; the last, at the end, raises.
-            report("experts.not_saved", error=str(error))
+            mark("experts.not_saved", error=str(error))
         except BaseException as error:  # noqa: BLE001 - of a module's or an optimizer's own state_dict, as above
             note_failure("experts.not_saved", error)

@@ -39,7 +39,6 @@ from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
-from anabranch.activity import Activity, during
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, traced_by
 from anabranch.autodiff.boundary.whole_calls import keep_whole
 from anabranch.errors import AnabranchError, CaptureError
@@ -47,6 +46,7 @@ from anabranch.graph.dynamo.refusals import refusal_of, user_line, user_line_of
 from anabranch.graph.dynamo.slow_capture import log_if_slow
 from anabranch.graph.dynamo.undisturbed import random_states_untouched, silent, unseen_by_other_threads
 from anabranch.graph.trace.make_fx import UserMistake, WrongType, one_at_a_time, undisturbed
+from anabranch.record.spans import Lasting
 
 __all__ = ["DynamoFront", "GuardMiss", "Make", "TracedCall", "changed_objects", "mark", "mistake"]
 
@@ -232,7 +232,7 @@ class DynamoFront:
             if compiled is None:
                 compiled = _Compiled(self._function, _Backend(self))
             with (
-                during(Activity.CAPTURING),
+                Lasting("capture", "compute"),
                 one_at_a_time,
                 undisturbed(),
                 silent(),

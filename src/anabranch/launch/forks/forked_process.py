@@ -22,7 +22,7 @@ from anabranch.launch.forks.title import set_title
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import Message
 from anabranch.launch.supervision.parent_death import prctl
-from anabranch.spans import record_process
+from anabranch.record.process import record_process
 
 __all__ = ["ForkedProcess", "ignored_signals", "umask"]
 

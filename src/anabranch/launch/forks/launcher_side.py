@@ -19,7 +19,7 @@ from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import receive, send
 from anabranch.launch.supervision.signals import inherited_mask
-from anabranch.spans import FOLDER_VARIABLE
+from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 
 __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
 
@@ -32,7 +32,7 @@ _FORK_SECONDS = 60.0
 _END_SECONDS = 5.0
 _LONGEST_REPORT = 4096
 # Left to each fork: the server has values from which every fork can be set.
-_LEFT_OPEN = ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER")
+_LEFT_OPEN = ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", STATUS_VARIABLE, TRACE_VARIABLE)
 
 
 class ForkServerError(Exception):
@@ -54,7 +54,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
-        settled = {name: value for name, value in environment.items() if name not in (*_LEFT_OPEN, FOLDER_VARIABLE)}
+        settled = {name: value for name, value in environment.items() if name not in _LEFT_OPEN}
         settled |= {"OPENBLAS_NUM_THREADS": "1", "ANABRANCH_ROOM": "x" * ENVIRONMENT_ROOM}
         self._channel, theirs = socket.socketpair()
         with theirs:

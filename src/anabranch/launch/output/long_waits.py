@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
-from anabranch.waits import in_words
+from anabranch.record.words import in_words
 
 __all__ = ["LongWaits"]
 

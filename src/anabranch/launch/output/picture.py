@@ -28,7 +28,7 @@ from rich.text import Text
 
 from anabranch.deadline import minutes_and_seconds
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
-from anabranch.waits import in_words
+from anabranch.record.words import in_words
 
 __all__ = ["drawn", "picture", "sparkline"]
 

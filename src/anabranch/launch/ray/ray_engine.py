@@ -43,8 +43,7 @@ from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import Stopped, collect_signals
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.spans import FOLDER_VARIABLE
-from anabranch.status_file import STATUS_VARIABLE
+from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 from anabranch.transport import make_keys
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -414,7 +413,7 @@ class _Attempt:
         for actor in self._actors.values():
             with suppress(Exception):  # an actor that is lost, and what it recorded with it
                 for name, contents in self._get(actor.recorded.remote()).items():
-                    Path(self._recorded[FOLDER_VARIABLE], name).write_bytes(contents)
+                    Path(self._recorded[TRACE_VARIABLE], name).write_bytes(contents)
 
     def _give_back(self) -> None:
         for actor in self._actors.values():

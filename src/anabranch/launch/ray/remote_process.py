@@ -13,10 +13,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from anabranch.launch.job_file import Elsewhere
+from anabranch.launch.job_status import ahead
 from anabranch.launch.ray.role_actor import LEASE_SECONDS, RoleEvents
 from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
-from anabranch.status_file import replace_bytes
+from anabranch.record.process import replace_text
 
 __all__ = ["RemoteProcess"]
 
@@ -135,23 +136,14 @@ class RemoteProcess(RoleProcess):
 
     def _keep_told(self, news: RoleEvents) -> None:
         """Write the process's reported status for ``anabranch status``, in times of this machine's clock."""
-        for ending, text in news.told.items():
-            if ending == ".status":
-                text = _in_time(text, time.monotonic() - news.now)
+        if news.told:
+            status = ahead(json.loads(news.told), time.monotonic() - news.now)
             with suppress(OSError):  # a full disk, a folder that was removed
-                replace_bytes(self.log.with_suffix(ending), text)
+                replace_text(self.log.with_suffix(".status"), json.dumps(status) + "\n")
 
     def _news(self) -> RoleEvents:
         found: RoleEvents = self._fetch(self._actor.follow.remote(), LEASE_SECONDS)
         return found
-
-
-def _in_time(status: bytes, ahead: float) -> bytes:
-    facts = json.loads(status)
-    for wait in facts.get("waits", ()):
-        if "since" in wait:
-            wait["since"] += ahead
-    return json.dumps(facts).encode() + b"\n"
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

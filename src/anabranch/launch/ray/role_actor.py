@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.launch.job_status import process_state
@@ -25,8 +25,7 @@ from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
-from anabranch.spans import FOLDER_VARIABLE
-from anabranch.status_file import STATUS_VARIABLE
+from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 from anabranch.transport.network.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
@@ -39,7 +38,6 @@ _MOST_BYTES = 1 << 20
 _CHUNK = 1 << 16
 _ANSWER_SECONDS = 1.0
 _START_SECONDS = 60.0  # of a process that is started again, not its imports
-_TOLD = (".status", ".steps")
 # What describes the machine that a process runs on, and not the job.
 _OF_THE_NODE = (
     *("PATH", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "HOSTNAME"),
@@ -54,15 +52,14 @@ class RoleEvents:
     Attributes:
         output: pieces of output, each with its stream (1 or 2).
         code: the exit code of a process that has ended.
-        told: what the process tells of itself and has changed, by the ending of its file's name, see
-            ``status_file.py``.
+        told: the process's status, see ``record/process.py``; empty if it has not changed.
         now: the time of the node's monotonic clock, to which times that are told refer.
         stopped: the process is frozen.
     """
 
     output: list[tuple[int, bytes]]
     code: int | None
-    told: dict[str, bytes] = field(default_factory=dict)
+    told: bytes = b""
     now: float = 0.0
     stopped: bool = False
 
@@ -91,7 +88,7 @@ class RoleActor:
         self._output: list[tuple[int, bytes]] = []
         self._bytes = 0
         self._code: int | None = None
-        self._told: dict[str, bytes] = {}
+        self._told = b""
         self._stem = self._folder / "role"
         self._running: subprocess.Popen[bytes] | None = None
         self._living: threading.Thread | None = None
@@ -162,14 +159,13 @@ class RoleActor:
         """Return the files that the processes of this actor have recorded for a trace, by name."""
         return {path.name: path.read_bytes() for path in self._folder.glob("*.spans")}
 
-    def _newly_told(self) -> dict[str, bytes]:
-        found = {}
-        for ending in _TOLD:
-            with suppress(OSError):  # it has told nothing yet
-                text = Path(f"{self._stem}{ending}").read_bytes()
-                if text != self._told.get(ending):
-                    found[ending] = self._told[ending] = text
-        return found
+    def _newly_told(self) -> bytes:
+        with suppress(OSError):  # it has told nothing yet
+            text = Path(f"{self._stem}.status").read_bytes()
+            if text != self._told:
+                self._told = text
+                return text
+        return b""
 
     def signal(self, number: int) -> None:
         """Send ``number`` to the process; a frozen one is woken to see it."""
@@ -202,8 +198,8 @@ class RoleActor:
         env = {**os.environ, **job, **own, KEYS_VARIABLE: str(self._folder)}
         self._stem = self._folder / env.get(STATUS_VARIABLE, "role")
         env[STATUS_VARIABLE] = str(self._stem)
-        if FOLDER_VARIABLE in env:
-            env[FOLDER_VARIABLE] = str(self._folder)
+        if TRACE_VARIABLE in env:
+            env[TRACE_VARIABLE] = str(self._folder)
         if "GLOO_SOCKET_IFNAME" not in env and (interface := _interface_of(self._host)):
             env["GLOO_SOCKET_IFNAME"] = interface
         self._mark = f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']}"

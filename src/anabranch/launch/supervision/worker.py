@@ -18,7 +18,7 @@ from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import Exit, Role
 from anabranch.launch.supervision.signals import inherited_mask
-from anabranch.status_file import STATUS_VARIABLE
+from anabranch.record.process import STATUS_VARIABLE
 
 __all__ = ["ProcessSpec", "RoleProcess"]
 

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import Move
 from anabranch.errors import NotFound
-from anabranch.events import report
 from anabranch.parameter_server.client.cache_group import CacheGroup, CacheQuery, Caches, CachesOneByOne
 from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
 from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.client.remote_weight import RemoteLookups, WeightSource
+from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
@@ -424,7 +424,7 @@ class RemoteTables:
             self._coming = (queries, _Aside(partial(self._fetch, asked, known, self._step), "anabranch-prefetch"))
 
     def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor], step: int) -> dict[str, Pulled]:
-        report("tables.prefetch", tables=list(asked))
+        mark("tables.prefetch", tables=list(asked))
         return self._pull_many(asked, known, ahead_of=step)
 
     def _collect(self) -> None:
@@ -765,8 +765,6 @@ class _Aside(Generic[_T]):
         if not self.answer.done() and self._thread not in _awaited:
             return
         self._thread.join(timeout=seconds)
-        if self._thread.is_alive():
-            report("tables.thread_left_behind", thread=self._thread.name)
 
 
 @contextmanager

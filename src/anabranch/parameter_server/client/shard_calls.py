@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost, RolledBack
 from anabranch.parameter_server.expected_state import AcknowledgedPushes, ExpectedState
 from anabranch.parameter_server.messages import IN_BODY, ExportMessage, PushReply
+from anabranch.record import spans
 from anabranch.transport import Answer, Client, Request, pack, unpack
 
 __all__ = ["ShardCalls"]

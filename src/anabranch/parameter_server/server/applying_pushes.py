@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.errors import NonFinite
 from anabranch.parameter_server.messages import PushMessage
 from anabranch.parameter_server.server.contents import ShardContents
 from anabranch.parameter_server.server.message_checks import gradients_of
 from anabranch.parameter_server.server.worker_order import CheckedPush
+from anabranch.record import spans
 from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer

@@ -22,7 +22,6 @@ import functools
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, SchemaError
@@ -54,10 +52,10 @@ from anabranch.parameter_server.server.message_checks import check_pull, check_p
 from anabranch.parameter_server.server.reading_rows import admit, certain_bytes, read
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.parameter_server.server.worker_order import CheckedPush, Consistency, WorkerOrder
+from anabranch.record import spans
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.optimizers.overflow import peak_of
 from anabranch.tables.table_spec import check_name
-from anabranch.waits import LONG, begin, end
 
 __all__ = ["Shard"]
 
@@ -312,31 +310,37 @@ class Shard:
         if lag is None:
             return
         self._wait_for_clocks(message.rank, message.step - lag, deadline, "pull")
+
+        def late() -> list[int]:
+            held = any(step < message.step for step in self._joined(message.rank).held)
+            return [message.rank] if held else []
+
         patience = _patience(deadline)
-        while any(step < message.step for step in self._joined(message.rank).held):
-            if not self._wait_for_change(patience, [message.rank], "release"):
-                raise _missing(
-                    [message.rank], patience, "pull: the step's pushes are held until released", message.step
-                )
+        if missing := self._wait_for(late, patience, "release"):
+            raise _missing(missing, patience, "pull: the step's pushes are held until released", message.step)
 
     def _wait_for_clocks(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
         """Wait until every worker has pushed all steps before ``step``."""
-        patience = _patience(deadline)
-        while late := [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]:
-            if not self._wait_for_change(patience, late, operation):
-                raise _missing(late, patience, operation, step)
 
-    def _wait_for_change(self, patience: Deadline, ranks: Sequence[int], operation: str) -> bool:
-        """Wait until anything has changed, for a worker that needs ``ranks``; False at the deadline."""
-        names = [f"rank {rank}" for rank in ranks]
-        with spans.span("wait", "wait", peer=", ".join(names), operation=operation):
-            if patience.elapsed() < LONG and self._state.wait(timeout=min(LONG, patience.remaining())):
-                return True
-            number = begin(names, operation, time.monotonic() - patience.elapsed())
-            try:
-                return self._state.wait(timeout=patience.remaining())
-            finally:
-                end(number)
+        def late() -> list[int]:
+            return [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]
+
+        patience = _patience(deadline)
+        if missing := self._wait_for(late, patience, operation):
+            raise _missing(missing, patience, operation, step)
+
+    def _wait_for(self, late: Callable[[], list[int]], patience: Deadline, operation: str) -> list[int]:
+        """Wait until no rank is ``late``; return those that are at the deadline."""
+        ranks = late()
+        if not ranks:
+            return ranks
+        facts = lambda: {"peer": ", ".join(f"rank {rank}" for rank in ranks), "operation": operation}  # noqa: E731
+        with spans.Lasting("wait", "wait", facts):
+            while self._state.wait(timeout=patience.remaining()):
+                if not (now := late()):
+                    return now
+                ranks = now
+        return ranks
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -481,10 +485,13 @@ class Shard:
                 raise SchemaError(f"rank {message.rank} is out of range for a world of {message.world}")
             self._barriers[message.rank] = max(message.number, self._barriers.get(message.rank, 0))
             self._state.notify_all()
+
+            def late() -> list[int]:
+                return [rank for rank in range(message.world) if self._barriers.get(rank, 0) < message.number]
+
             patience = _patience(deadline)
-            while late := [rank for rank in range(message.world) if self._barriers.get(rank, 0) < message.number]:
-                if not self._state.wait(timeout=patience.remaining()):
-                    raise _missing(late, patience, "barrier", message.number)
+            if missing := self._wait_for(late, patience, "barrier"):
+                raise _missing(missing, patience, "barrier", message.number)
 
     def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
         """Return the present state: plain values, and groups of tensors.

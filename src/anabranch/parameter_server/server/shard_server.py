@@ -22,7 +22,6 @@ from anabranch.checkpoint.generations import check_path
 from anabranch.choices import choice
 from anabranch.deadline import check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
-from anabranch.events import report
 from anabranch.parameter_server.expected_state import ExpectedState
 from anabranch.parameter_server.messages import (
     IN_BODY,
@@ -45,6 +44,7 @@ from anabranch.parameter_server.server.shard import Shard
 from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.server.shard_statistics import ShardStatistics
 from anabranch.periodic import Periodic
+from anabranch.record.spans import mark
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
@@ -240,7 +240,7 @@ class ParameterServer:
             self._persistence.checkpoint()
             self._said = ""
         except BaseException as error:  # noqa: BLE001 - the shard still serves; its log, or the next try, keeps the state
-            report("parameter_server.checkpoint_failed", error=str(error))
+            mark("parameter_server.checkpoint_failed", error=str(error))
             if str(error) != self._said:
                 _log.warning("no checkpoint could be written; the previous one stays the newest: %s", error)
             self._said = str(error)
@@ -256,7 +256,7 @@ class ParameterServer:
         try:
             ask(self._directory)
         except BoundaryError as error:  # the shard continues to serve clients that know its endpoint
-            report(f"parameter_server.{what}_failed", error=str(error))
+            mark(f"parameter_server.{what}_failed", error=str(error))
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ import os
 import threading
 from typing import Protocol
 
-from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
+from anabranch.record import spans
 
 __all__ = ["Aborted", "Exchange", "Link", "Message"]
 

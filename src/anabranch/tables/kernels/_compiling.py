@@ -33,8 +33,8 @@ from typing import Any, cast
 import numba
 from numba.core.compiler_lock import global_compiler_lock
 
-from anabranch.activity import Activity, during
 from anabranch.deadline import Deadline
+from anabranch.record.spans import Lasting
 
 __all__ = ["compiled"]
 
@@ -95,7 +95,7 @@ def compiled(function: Function) -> Function:
 
     def compile_here(signature: object) -> object:
         before, began, missed = _spent.seconds, perf_counter(), _missed(dispatcher)
-        with during(Activity.COMPILING):
+        with Lasting("compile", "compute"):
             made = compile_(signature)
         if _missed(dispatcher) > missed:
             _spent.reach(before + perf_counter() - began)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from anabranch.errors import ProtocolError, Unauthorized
-from anabranch.events import report
+from anabranch.record.spans import mark
 from anabranch.transport.directory.rules import LONGEST_TTL, check_kind
 from anabranch.transport.directory.signing import NotSigned, SignedEntry, Signer, SigningIdentity
 from anabranch.transport.frame import unpack
@@ -138,7 +138,7 @@ class EntryReader:
         self._seen = {key: seen for key, seen in list(self._seen.items()) if not self._is_over(seen.expires, now)}
 
     def _warn(self, uid: str, why: str) -> None:
-        report("directory.refused", uid=uid, why=why)
+        mark("directory.refused", uid=uid, why=why)
         kind = (uid, why.partition(":")[0].rstrip("0123456789 s"))
         if kind not in self._told and len(self._told) < _FEW:
             self._told.add(kind)

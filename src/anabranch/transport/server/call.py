@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, Unauthorized
-from anabranch.events import fault_point
+from anabranch.record import spans
+from anabranch.record.fault_points import fault_point
 from anabranch.transport.failures import failure_of
 from anabranch.transport.frame import FailureFrame, ReplyHeader, RequestHeader, TensorHeader, allocate, encode
 from anabranch.transport.network.streams import Peer

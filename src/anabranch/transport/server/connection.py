@@ -24,9 +24,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
-from anabranch.events import report
+from anabranch.record import spans
 from anabranch.transport.failures import ends_the_program, failure_of
 from anabranch.transport.frame import (
     FailureFrame,
@@ -375,7 +374,7 @@ class Connection:
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
         if header.sequence == self._last_sequence and header.epoch == self._last_epoch:
             # A duplicate: a client retries a request only on a fresh connection.
-            report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
+            spans.mark("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
             return None
         if self._call is not None:
             raise ProtocolError("received a request while another is served; a connection carries one at a time")

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from anabranch.errors import Overloaded
-from anabranch.events import report
+from anabranch.record.spans import mark
 from anabranch.transport.failures import note_failure
 from anabranch.transport.network.streams import Listener, Stream
 from anabranch.transport.server.connection import Answer, Connection, ConnectionState
@@ -312,7 +312,7 @@ class AcceptLoop:
                 "more (ulimit -n, ulimit -u), or have fewer clients",
                 self._listener.endpoint, error,
             )  # fmt: skip
-        self._guard(partial(report, "transport.accept_failed", error=str(error)))
+        self._guard(partial(mark, "transport.accept_failed", error=str(error)))
 
     def _pause_accepting(self) -> None:
         self._poller.unregister(self._listener.fileno())

@@ -26,8 +26,8 @@ from types import TracebackType
 
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, Overloaded, PeerLost, ProtocolError, SchemaError, Unauthorized
-from anabranch.events import report
-from anabranch.status_file import status_file
+from anabranch.record.process import process_record
+from anabranch.record.spans import open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import FailureFrame, Heartbeat, Limits, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
@@ -37,7 +37,6 @@ from anabranch.transport.server.call import Call, Verb
 from anabranch.transport.server.connection import Answer, Connection
 from anabranch.transport.server.drivers import AcceptLoop
 from anabranch.transport.server.once import OnceTable
-from anabranch.waits import current
 
 __all__ = ["Call", "STATUS", "Server", "ServerStatistics", "Verb"]
 
@@ -200,9 +199,10 @@ class Server:
         beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
         self._threads += [self._loop.start(), beat]
         beat.start()
-        file = status_file()
-        if file is not None:
-            self._stack.enter_context(file.kept(**{self._role: self._status}))
+        record, status = process_record(), {self._role: self._status}
+        if record is not None:
+            record.put(**status)
+            self._stack.callback(record.settle, **status)
         return self
 
     def __exit__(
@@ -241,8 +241,6 @@ class Server:
             connection.abort()
         for thread in list(self.threads_of.values()):
             thread.join(timeout=patience.remaining())
-            if thread.is_alive():
-                report("transport.thread_left_behind", thread=thread.name)
         for connection in list(self._connections):
             if connection not in self.threads_of:
                 connection.end()
@@ -298,8 +296,7 @@ class Server:
         }
 
     def _tell_status(self, call: Call) -> None:
-        waits = [{"peers": wait.peers, "operation": wait.operation, "seconds": wait.seconds()} for wait in current()]
-        facts = {"pid": os.getpid(), "waits": waits, self._role: self._status()}
+        facts = {"pid": os.getpid(), "now": time.monotonic(), "open": open_spans(), self._role: self._status()}
         call.reply(payload=json.dumps(facts).encode())
 
     # --- called by connections and calls

@@ -22,7 +22,6 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded
-from anabranch.events import report
 from anabranch.experts.server.batching.fair_order import FairOrder
 from anabranch.experts.server.batching.task_pool import Task, TaskPool
 from anabranch.experts.server.batching.waiting_tasks import LEAST_URGENT
@@ -102,8 +101,6 @@ class Runtime:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
-            if self._thread.is_alive():
-                report("experts.thread_left_behind", thread=self._thread.name)
         for pool in self._pools:
             pool.close()
 

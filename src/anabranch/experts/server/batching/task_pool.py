@@ -25,13 +25,12 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from anabranch import spans
 from anabranch.errors import BoundaryError, NonFinite, Overloaded, PeerLost
-from anabranch.events import report
 from anabranch.experts.server.batching.device_copies import DeviceCopies
 from anabranch.experts.server.batching.fair_order import FairOrder
 from anabranch.experts.server.batching.task import Task
 from anabranch.experts.server.batching.waiting_tasks import Choice, Urgency, WaitingTasks
+from anabranch.record import spans
 from anabranch.transport.failures import ends_the_program, note_failure
 
 __all__ = [
@@ -329,7 +328,6 @@ class TaskPool:
         for task in batch:
             rows += task.rows
         try:
-            report("experts.batch", pool=self.name, tasks=len(batch), rows=rows)
             self._batches += 1
             self._rows_run += rows
             self.tasks_in_batch = len(batch)
@@ -405,7 +403,7 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
             else:
                 future.set_result(outcome)
         except InvalidStateError:
-            report("experts.cancelled_late")
+            spans.mark("experts.cancelled_late")
         finish(outcome)
 
     def is_unwanted() -> bool:

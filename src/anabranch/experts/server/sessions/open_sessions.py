@@ -25,11 +25,11 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, SchemaError, SessionGone
-from anabranch.events import report
 from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.sessions.step_tasks import bytes_held
 from anabranch.experts.wire import StepHeader
 from anabranch.periodic import Periodic
+from anabranch.record.spans import mark
 
 __all__ = ["SessionLimits", "Sessions", "Step"]
 
@@ -256,7 +256,7 @@ class Sessions:
                     f"{backend.uid}: a cache of {held} bytes more exceeds {self._limits.nbytes} bytes for sessions; "
                     f"{len(self._open)} are open"
                 )
-        report("experts.session_opened", uid=backend.uid, rows=step.rows, max_length=header.max_length)
+        mark("experts.session_opened", uid=backend.uid, rows=step.rows, max_length=header.max_length)
         return session
 
     # --- with the lock held
@@ -345,7 +345,7 @@ class Sessions:
         if now < self._sweep_at:
             return
         for key, session in [item for item in self._open.items() if item[1].expires <= now]:
-            report("experts.session_expired", uid=session.backend.uid, steps=session.steps)
+            mark("experts.session_expired", uid=session.backend.uid, steps=session.steps)
             self._drop(
                 key,
                 f"the session had no step for {session.ttl:g} s, its time to live, and was freed; open another, with a "

@@ -31,7 +31,6 @@ from anabranch.checkpoint.generations import complete_generations, set_generatio
 from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
-from anabranch.events import fault_point, report
 from anabranch.parameter_server.expected_state import ExpectedState
 from anabranch.parameter_server.server.durable.acknowledged import Acknowledged
 from anabranch.parameter_server.server.durable.log_format import Record
@@ -39,6 +38,8 @@ from anabranch.parameter_server.server.durable.ownership import DirectoryContent
 from anabranch.parameter_server.server.durable.push_log import PushLog
 from anabranch.parameter_server.server.durable.recovery import LogReader
 from anabranch.parameter_server.server.shard import Shard
+from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import mark
 from anabranch.transport.server.once import RequestIdentity
 
 __all__ = ["Durability", "ShardPersistence"]
@@ -129,7 +130,7 @@ class ShardPersistence:
         if self._owner.lost is not None:
             _log.warning("%s; the log is used as it is", self._owner.lost)
         if missing > 0 or damaged is not None:
-            report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
+            mark("parameter_server.rolled_back", path=str(self._directory), changes=missing)
             self._life = _new_life()
             self._done.note_loss()
         if missing > 0 or damaged is not None or self._lost is not None:
@@ -223,7 +224,7 @@ class ShardPersistence:
             set_generation_aside(self._directory, generation)
         where = f"; unusable files were moved to {self._directory / 'set-aside'}" if self._damaged else ""
         _log.warning("%s%s; a new checkpoint is written", self._lost, where)
-        report("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
+        mark("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
 
     def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
         if record.verb == _ADOPTED:
@@ -234,7 +235,7 @@ class ShardPersistence:
         try:
             shard.replay(record.verb, record.payload, tensors, record.epoch)
         except refused as error:
-            report("parameter_server.record_refused", verb=record.verb, error=str(error))
+            mark("parameter_server.record_refused", verb=record.verb, error=str(error))
         else:
             self._count((record.epoch, record.sequence), record.verb)
 

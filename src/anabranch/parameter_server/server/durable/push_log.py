@@ -24,7 +24,6 @@ from torch import Tensor
 from anabranch.checkpoint.generations import sync_directory
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
-from anabranch.events import fault_point
 from anabranch.parameter_server.server.durable.log_format import (
     Preamble,
     Record,
@@ -35,6 +34,7 @@ from anabranch.parameter_server.server.durable.log_format import (
     write_all,
 )
 from anabranch.parameter_server.server.durable.ownership import DirectoryContents, Ownership
+from anabranch.record.fault_points import fault_point
 
 __all__ = ["PushLog"]
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from anabranch.checkpoint.generations import set_aside, sync_directory
 from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
-from anabranch.events import report
 from anabranch.parameter_server.server.durable.log_format import (
     Frames,
     Preamble,
@@ -37,6 +36,7 @@ from anabranch.parameter_server.server.durable.log_format import (
     write_all,
 )
 from anabranch.parameter_server.server.durable.ownership import DirectoryContents
+from anabranch.record.spans import mark
 
 __all__ = ["LogReader"]
 
@@ -191,7 +191,7 @@ class LogReader:
         size = path.stat().st_size
         cut = size - at
         _log.warning("%s: the last write was cut short (%s); %d bytes after byte %d are dropped", path, why, cut, at)
-        report("parameter_server.log_cut", path=str(path), at=at, bytes=cut)
+        mark("parameter_server.log_cut", path=str(path), at=at, bytes=cut)
         if at:
             os.truncate(path, at)
             with open_regular(path) as file:
@@ -227,7 +227,7 @@ class LogReader:
                     os.fsync(file.fileno())
         sync_directory(self._directory)
         _log.warning("%s%s", self.lost, f"; unusable files were moved to {aside.parent}" if aside else "")
-        report("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
+        mark("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
 
     def _prefix(self, path: Path) -> bytes:
         """Return the part of the last file that was read to its end; empty if none was."""

@@ -26,13 +26,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from anabranch.spans import Span
+from anabranch.record.spans import Span, SpanRecorder
 
 __all__ = [
     "ClockReadings",
     "ProcessTrace",
     "TraceSummary",
+    "as_lines",
     "check_trace_path",
+    "footer",
+    "header",
+    "host",
     "offset_between",
     "read_part",
     "write_trace",
@@ -110,8 +114,34 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def host() -> str:
+    """Return what processes have in common that read one clock: the machine since it was started, and its namespace."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/time')}"
+    return "unknown"
+
+
+def header(recorder: SpanRecorder, name: str) -> dict[str, object]:
+    """Return the first line of a process's spans."""
+    return {"process": name, "pid": os.getpid(), "host": host(), "began": recorder.began}
+
+
+def footer(recorder: SpanRecorder) -> dict[str, object]:
+    """Return a line that follows spans: the threads they are of, and how many are missing."""
+    return {"threads": recorder.threads, "dropped": recorder.dropped}
+
+
+def as_lines(items: Iterable[object]) -> bytes:
+    """Return each item as a line of JSON; values that are not plain become their text."""
+    import msgspec  # here: the launcher does without
+
+    encode = msgspec.json.Encoder(enc_hook=str).encode
+    return b"".join(encode(item) + b"\n" for item in items)
+
+
 def read_part(lines: bytes) -> ProcessTrace | None:
-    """Return what ``spans.as_lines`` wrote; ``None`` if there is nothing. A last line cut short is left out."""
+    """Return what ``as_lines`` wrote; ``None`` if there is nothing. A last line cut short is left out."""
     import msgspec
 
     span = msgspec.json.Decoder(Span)

@@ -1,0 +1,36 @@
+"""Fault points: named places where a crash would be interesting.
+
+Between two writes of a checkpoint, before an acknowledgement leaves. They do nothing until ``on_fault_point`` installs
+a handler, as ``anabranch.testing`` does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["fault_point", "on_fault_point"]
+
+_lock = threading.Lock()
+_handler: Callable[[str], None] | None = None
+
+
+def fault_point(name: str) -> None:
+    """Name a place where a test may raise, block or kill the process; nothing happens elsewhere."""
+    if _handler is not None:
+        _handler(name)
+
+
+@contextmanager
+def on_fault_point(handler: Callable[[str], None]) -> Iterator[None]:
+    """Call ``handler(name)`` at every fault point until the block ends; its exceptions are raised there."""
+    global _handler
+    with _lock:
+        if _handler is not None:
+            raise RuntimeError("a fault handler is already installed; leave its block first")
+        _handler = handler
+    try:
+        yield
+    finally:
+        _handler = None
