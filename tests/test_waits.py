@@ -14,12 +14,12 @@ import torch
 from anabranch import status_file, waits
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
+from anabranch.liveness.group import PeerWatch
 from anabranch.observe.metrics import waiting_metric
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, Verb
-from anabranch.transport.peer_watch import PeerWatch
 from waiting import join, wait_until
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)

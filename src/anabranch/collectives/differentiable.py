@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from anabranch.autodiff import boundary_entry, boundary_exit
-from anabranch.collectives.liveness import move_message, wait_until_reduced
+from anabranch.collectives.messages import move_message, wait_until_reduced
 from anabranch.errors import ProtocolError
 from anabranch.job import job
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES

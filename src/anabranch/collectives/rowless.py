@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
-from anabranch.transport.peer_watch import rank_names
+from anabranch.liveness.group import rank_names
 
 __all__ = ["Rowless"]
 

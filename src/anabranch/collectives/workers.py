@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,20 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from anabranch import spans
-from anabranch.activity import Activity, during
-from anabranch.collectives.leaving import destroy_group_at_exit
-from anabranch.collectives.liveness import ended_within, job_store
+from anabranch.collectives.messages import ended_within
 from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.events import report
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible, rank_names
-from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
+from anabranch.liveness.group import PeerWatch, end_without_waiting, interruptible, rank_names
+from anabranch.liveness.meeting import destroy_group_at_exit, meet_peers
+from anabranch.liveness.peers import job_store
+from anabranch.liveness.process_heartbeats import Identity, ProcessHeartbeats
 
-__all__ = ["Pending", "Workers", "meet_peers"]
+__all__ = ["Pending", "Workers"]
 
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
@@ -298,7 +296,7 @@ class Workers:
         atexit.unregister(self._exit_without_lost_ranks)
         if self.rowless is not None:
             self.rowless.close()
-        self._group = self._own = None  # their threads end with the last reference, see leaving.py
+        self._group = self._own = None  # their threads end with the last reference, see meeting.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
             dist.destroy_process_group()
@@ -318,35 +316,3 @@ def _name_of(ranks: Sequence[int]) -> str:
 
 # How many groups of the same ranks this process was a member of; the same on all of them.
 _groups: dict[str, Iterator[int]] = {}
-
-_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-# How often this process has met the others; the same on all of them, as they run the same program.
-_meetings = itertools.count()
-
-
-def meet_peers(backend: str, timeout: timedelta) -> None:
-    """Initialise the job's process group from the environment, as ``init_process_group`` does, under its own keys.
-
-    Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
-    workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
-    now and then find an address that nobody listens at any more.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"anabranch/{attempt}/{next(_meetings)}"
-
-    def meet() -> None:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        if device is not None:
-            torch.cuda.set_device(device)  # a thread's own
-        keys = PrefixStore(prefix, store)
-        dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
-
-    variables = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
-    waiting = (
-        f"waiting for the other workers that the environment names, {variables}; if this process is a job of its own, "
-        "unset RANK and WORLD_SIZE"
-    )
-    with during(Activity.CONNECTING):
-        interruptible(meet, waiting)

@@ -27,7 +27,7 @@ from anabranch.executor.likeness import optimizer_lines, send_first
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.running.remote import PushGroup
 from anabranch.executor.steps import Step, TrainStep
-from anabranch.transport.peer_watch import rank_names
+from anabranch.liveness.group import rank_names
 
 __all__ = ["DIGITS", "Drift", "checksum", "digits_differ", "distance"]
 

@@ -36,6 +36,8 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import PipelineError
+from anabranch.liveness.group import PeerWatch, end_without_waiting, interruptible
+from anabranch.liveness.process_heartbeats import Identity, ProcessHeartbeats
 from anabranch.pipeline.action_runner import ActionFailure, Runner, phase_of
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.communicators import connect
@@ -51,8 +53,6 @@ from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible
-from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["RankEngine", "RankTurn"]
 

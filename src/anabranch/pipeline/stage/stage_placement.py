@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.errors import PipelineError
+from anabranch.liveness.group import interruptible
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.pipe_call import Tie
 from anabranch.pipeline.ranks import RankEngine
@@ -22,7 +23,6 @@ from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
-from anabranch.transport.peer_watch import interruptible
 
 __all__ = ["count_places", "describe_split", "find_balance", "find_neighbours", "find_ties", "part_of", "place_stages"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats, _process_status
+from anabranch.liveness.process_heartbeats import Identity, ProcessHeartbeats, _process_status
 from waiting import wait_until
 
 

@@ -7,28 +7,23 @@ waits learns which process to watch. A rank that has left none yet is waited for
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
-from typing import TypeVar, cast
+from typing import cast
 
 import torch.distributed as dist
 
-from anabranch.collectives.leaving import destroy_group_at_exit
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
-from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats, Store
+from anabranch.liveness.group import PeerWatch, end_without_waiting
+from anabranch.liveness.meeting import destroy_group_at_exit
+from anabranch.liveness.process_heartbeats import Identity, ProcessHeartbeats, Store
 
-__all__ = ["Peers", "ended_within", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
+__all__ = ["Peers", "job_store", "peers_of_job"]
 
 _HEARTBEAT = 1.0
-_IDLE_SECONDS = 60.0
 
 
 def job_store() -> Store:
@@ -133,119 +128,3 @@ def peers_of_job() -> Peers:
                 _of_group[1].close()
             _of_group = weakref.ref(group), Peers()
         return _of_group[1]
-
-
-# Messages between two ranks: gloo breaks the connection when a wait for one is given up, so a thread waits to the end.
-
-
-class _MessageThread:
-    """A thread that moves one message at a time."""
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
-        self.abandoned = False
-        threading.Thread(target=self._run, name="anabranch-message", daemon=True).start()
-
-    def begin(self, move: Callable[[], object]) -> Future[object]:
-        """Call ``move`` on the thread."""
-        future: Future[object] = Future()
-        self._asked.put((move, future))
-        return future
-
-    def _run(self) -> None:
-        while not self.abandoned:
-            try:
-                move, future = self._asked.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                with _lock:
-                    if self in _idle:
-                        _idle.remove(self)
-                        return
-                continue
-            try:
-                future.set_result(move())
-            except Exception as error:  # noqa: BLE001 - raised where the future is asked
-                future.set_exception(error)
-            del move, future
-
-
-_idle: list[_MessageThread] = []
-_T = TypeVar("_T")
-
-
-def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: float) -> _T:
-    """Return the result of ``move``, which sends a message to ``rank`` or receives one.
-
-    Raises:
-        PeerLost: the rank died or froze.
-        DeadlineExceeded: ``timeout`` seconds have passed; the connection is of no more use.
-    """
-    if dist.get_backend() == "nccl":  # its waits are for the waiting thread's stream and check no peer
-        found: list[_T] = []
-
-        def move_at_once(_: float) -> bool:
-            found.append(move())
-            return True
-
-        _wait(move_at_once, [rank], operation, timeout)
-        return found[0]
-    with _lock:
-        mover = _idle.pop() if _idle else None
-    mover = mover or _MessageThread()
-    future = mover.begin(move)
-    given_back = False
-
-    def done(seconds: float) -> bool:
-        nonlocal given_back
-        if not concurrent.futures.wait([future], seconds).done:
-            return False
-        with _lock:
-            _idle.append(mover)
-        given_back = True
-        future.result(0)
-        return True
-
-    try:
-        _wait(done, [rank], operation, timeout)
-    finally:
-        if not given_back:
-            mover.abandoned = True
-    return cast(_T, future.result(0))
-
-
-def ended_within(seconds: float, work: dist.Work) -> bool:
-    """Wait so long at most, and return whether ``work`` has ended.
-
-    Raises:
-        RuntimeError: it has failed.
-    """
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        # The deadline may have passed just before the work ended, for example in a process that was frozen meanwhile.
-        work.wait(timedelta(seconds=seconds))
-    return True
-
-
-def wait_until_reduced(
-    work: dist.Work, group: dist.ProcessGroup | None, operation: str, timeout: float, *, on_host: bool
-) -> None:
-    """Return when a collective of ``group`` is done.
-
-    Raises:
-        PeerLost: a rank died or froze.
-        DeadlineExceeded: ``timeout`` seconds have passed.
-    """
-    at_once = not on_host
-    own = dist.get_rank()
-
-    def done(seconds: float) -> bool:
-        return ended_within(timeout if at_once else seconds, work)
-
-    _wait(done, [rank for rank in dist.get_process_group_ranks(group) if rank != own], operation, timeout)
-
-
-def _wait(done: Callable[[float], bool], ranks: Sequence[int], operation: str, timeout: float) -> None:
-    peers_of_job().wait(done, ranks, operation, Deadline.after(timeout))

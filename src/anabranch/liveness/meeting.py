@@ -1,0 +1,75 @@
+"""The job's process group: met under its own keys, and ended before the interpreter ends.
+
+Gloo's threads take the interpreter's lock to free a tensor. One that waits for it when the interpreter is taken apart
+is ended by Python in the middle of C++ code, and with it the whole process: SIGABRT, "terminate called without an
+active exception". On a busy machine a thread may come so late. The threads end with the last reference to their group,
+so that is let go of while Python still runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from anabranch.activity import Activity, during
+from anabranch.liveness.group import interruptible
+
+__all__ = ["destroy_group_at_exit", "meet_peers"]
+
+_registered_by: int | None = None
+
+
+def destroy_group_at_exit() -> None:
+    """Destroy the process group at process exit unless it has been destroyed; may be called repeatedly.
+
+    Functions that were given to ``atexit`` later run before that, with the group in place.
+    """
+    global _registered_by
+    if _registered_by != os.getpid():
+        _registered_by = os.getpid()
+        atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if _registered_by == os.getpid() and dist.is_initialized():  # a fork has none of the threads
+        dist.destroy_process_group()
+
+
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# How often this process has met the others; the same on all of them, as they run the same program.
+_meetings = itertools.count()
+
+
+def meet_peers(backend: str, timeout: timedelta) -> None:
+    """Initialise the job's process group from the environment, as ``init_process_group`` does, under its own keys.
+
+    Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
+    workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
+    now and then find an address that nobody listens at any more.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"anabranch/{attempt}/{next(_meetings)}"
+
+    def meet() -> None:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread's own
+        keys = PrefixStore(prefix, store)
+        dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
+
+    variables = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
+    waiting = (
+        f"waiting for the other workers that the environment names, {variables}; if this process is a job of its own, "
+        "unset RANK and WORLD_SIZE"
+    )
+    with during(Activity.CONNECTING):
+        interruptible(meet, waiting)
