@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from anabranch import status_file, waits
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
-from anabranch.liveness.group import PeerWatch
+from anabranch.liveness.group import Group
+from anabranch.liveness.peers import Peers
 from anabranch.observe.metrics import waiting_metric
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.tables import Constant, RowOptimizer, TableSpec
@@ -36,6 +38,10 @@ def read(path: Path) -> dict[str, object]:
     return json.loads(path.read_text())
 
 
+def group_of(ranks: list[int], heartbeat: float) -> Group:
+    return Group(Peers(0, HashStore), ranks, heartbeat)
+
+
 def test_a_wait_for_ranks_is_recorded_once_it_is_long_and_forgotten_at_its_end(told: Path) -> None:
     seen: list[tuple[waits.Wait, ...]] = []
     files: list[object] = []
@@ -48,7 +54,7 @@ def test_a_wait_for_ranks_is_recorded_once_it_is_long_and_forgotten_at_its_end(t
         time.sleep(seconds)
         return False
 
-    PeerWatch(lambda ranks: {}, heartbeat=60.0).wait(done, [1, 3], "all_reduce", Deadline.after(50.0))
+    group_of([0, 1, 3], 60.0).wait(done, "all_reduce", Deadline.after(50.0))
     assert not seen[0]
     assert [(wait.peers, wait.operation) for wait in seen[-1]] == [(("rank 1", "rank 3"), "all_reduce")]
     assert seen[-1][0].seconds() >= waits.LONG
@@ -77,13 +83,13 @@ def test_a_wait_that_fails_is_forgotten_too(told: Path) -> None:
         return False
 
     with pytest.raises(DeadlineExceeded):
-        PeerWatch(lambda ranks: {}, heartbeat=1.0).wait(done, [1], "all_reduce", Deadline.after(60.0, clock))
+        group_of([0, 1], 1.0).wait(done, "all_reduce", Deadline.after(60.0, clock))
     assert waits.current() == ()
     assert read(told)["waits"] == []
 
 
 def test_a_short_wait_writes_nothing(told: Path) -> None:
-    PeerWatch(lambda ranks: {}, heartbeat=1.0).wait(lambda seconds: True, [1], "all_reduce", Deadline.after(5.0))
+    group_of([0, 1], 1.0).wait(lambda seconds: True, "all_reduce", Deadline.after(5.0))
     assert not told.exists()
 
 

@@ -23,7 +23,7 @@ import anabranch as ab
 from anabranch import waits
 from anabranch.parameter_server.client.parameter_client import Worker
 from anabranch.transport import client as transport_client
-from anabranch.liveness import group as waits_for_ranks
+from anabranch.liveness import meeting
 
 what, rank = sys.argv[1], int(os.environ.get("RANK", 0))
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,7 +66,7 @@ if what == "meeting":
             say(record.getMessage())
 
     logging.getLogger("anabranch").addHandler(Handler())
-    waits_for_ranks._SAID_AFTER = 0.0
+    meeting._SAID_AFTER = 0.0
     executor()
 elif what == "all-reduce":
     made = executor()

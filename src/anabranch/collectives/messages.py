@@ -10,16 +10,19 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from anabranch.deadline import Deadline
+from anabranch.liveness.group import Group
 from anabranch.liveness.peers import peers_of_job
 
 __all__ = ["ended_within", "move_message", "wait_until_reduced"]
 
+_HEARTBEAT = 1.0
 _IDLE_SECONDS = 60.0
 _lock = threading.Lock()
 
@@ -125,13 +128,25 @@ def wait_until_reduced(
         DeadlineExceeded: ``timeout`` seconds have passed.
     """
     at_once = not on_host
-    own = dist.get_rank()
 
     def done(seconds: float) -> bool:
         return ended_within(timeout if at_once else seconds, work)
 
-    _wait(done, [rank for rank in dist.get_process_group_ranks(group) if rank != own], operation, timeout)
+    _wait(done, dist.get_process_group_ranks(group), operation, timeout)
 
 
 def _wait(done: Callable[[float], bool], ranks: Sequence[int], operation: str, timeout: float) -> None:
-    peers_of_job().wait(done, ranks, operation, Deadline.after(timeout))
+    peers, deadline = peers_of_job(), Deadline.after(timeout)
+    group = Group(peers, sorted({peers.rank, *ranks}), _HEARTBEAT)
+
+    def meet() -> dict[int, str]:
+        with suppress(RuntimeError):  # the process that holds the store may be among the lost
+            peers.look_up(group.others, _HEARTBEAT)
+        return {}
+
+    try:
+        meet()  # from the start: those elsewhere must beat
+        group.wait(done, operation, deadline, noticed=meet)
+    except RuntimeError as error:
+        meet()
+        raise group.explain(error, operation, deadline) from None

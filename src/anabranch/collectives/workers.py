@@ -15,8 +15,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -31,17 +30,13 @@ from anabranch.collectives.messages import ended_within
 from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
-from anabranch.events import report
-from anabranch.liveness.group import PeerWatch, end_without_waiting, interruptible, rank_names
-from anabranch.liveness.meeting import destroy_group_at_exit, meet_peers
-from anabranch.liveness.peers import job_store
-from anabranch.liveness.process_heartbeats import Identity, ProcessHeartbeats
+from anabranch.liveness.group import Group, rank_names
+from anabranch.liveness.meeting import interruptible, meet_peers
+from anabranch.liveness.peers import Identity, peers_of_job
 
 __all__ = ["Pending", "Workers"]
 
-_IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
-_LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
 class Pending:
@@ -73,7 +68,7 @@ class Pending:
             self._workers.crossed(self._began, self._operation, self._step, self._nbytes, self._number)
 
 
-class Workers:
+class Workers(Group):
     """A process group whose waits are bounded and name the missing ranks; a context manager.
 
     Args:
@@ -83,7 +78,6 @@ class Workers:
         heartbeat: seconds between two checks of the other ranks.
 
     Attributes:
-        ranks: the members, by their numbers in the job.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -109,36 +103,23 @@ class Workers:
             meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
         self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
         self.device = torch.device("cpu") if device is None else device
-        self.rank = dist.get_rank(self._group)
-        if self.rank < 0:
+        if dist.get_rank(self._group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
-        self.size = dist.get_world_size(self._group)
-        self.ranks = dist.get_process_group_ranks(self._group)
+        super().__init__(peers_of_job(), dist.get_process_group_ranks(self._group), heartbeat)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
         self._name = _name_of(self.ranks)
-        self._others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
-        self._beats: ProcessHeartbeats | None = None
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
-        self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
-            self._beats = ProcessHeartbeats(self._meet(), self.ranks[self.rank], store=job_store(), heartbeat=heartbeat)
+            texts = self.all_gather_bytes(self.peers.identity.encode().encode(), operation="meet")
+            identities = [Identity.decode(text.decode()) for text in texts]
+            self.peers.know(dict(zip(self.ranks, identities, strict=True)), heartbeat)
             store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
             self._own = self._connect(store)
-            self.rowless = Rowless(store, self.ranks[self.rank], self.ranks, timeout, heartbeat)
-        destroy_group_at_exit()
-        atexit.register(self._exit_without_lost_ranks)
-
-    def _meet(self) -> dict[int, Identity]:
-        """Every rank's identity, by its rank in the job."""
-        text = Identity.of_this_process().encode().encode()
-        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = self.all_gather(mine.to(self.device), operation="meet")
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        return {rank: Identity.decode(text) for rank, text in zip(self.ranks, texts, strict=True)}
+            self.rowless = Rowless(store, self, timeout)
+        atexit.register(self.close)
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
@@ -146,7 +127,7 @@ class Workers:
         try:
             group = interruptible(partial(dist.ProcessGroupGloo, store, self.rank, self.size, limit))
         except RuntimeError as error:
-            raise self._watch.explain(error, self._others, "meet", deadline) from None
+            raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -227,9 +208,9 @@ class Workers:
 
     def crossed(self, began: int, operation: str, step: int | None, nbytes: int, number: int) -> None:
         """Record a collective that is over; one of a single worker crosses nothing."""
-        if not self._others:
+        if not self.others:
             return
-        facts: dict[str, object] = {"peer": rank_names(self._others), "bytes": nbytes} | (
+        facts: dict[str, object] = {"peer": rank_names(self.others), "bytes": nbytes} | (
             {} if step is None else {"step": step}
         )
         flow: spans.Flow = "meet", f"{self._name}/{number}"
@@ -243,7 +224,7 @@ class Workers:
         Raises:
             PeerLost: a rank died or froze; names it.
         """
-        self._watch.check(self._others, "wait for the other workers", Deadline.after(self.timeout))
+        self.check("wait for the other workers", Deadline.after(self.timeout))
 
     def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None) -> None:
         """Return when ``work`` is done, or raise the reason why it will not be."""
@@ -255,50 +236,27 @@ class Workers:
             return ended_within(seconds, work)
 
         try:
-            self._watch.wait(done, self._others, operation, deadline, step=step, at_once=not self.on_host)
+            self.wait(done, operation, deadline, step=step, at_once=not self.on_host)
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise self._watch.explain(error, self._others, operation, deadline, step=step) from None
+            raise self.explain(error, operation, deadline, step=step) from None
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
-            self._has_left_work = True
+            self.leave_work()
             raise
         self.wait_seconds += time.monotonic() - began
 
-    def _first_of(self, lost: Mapping[int, str], operation: str) -> Mapping[int, str]:
-        """Return those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of
-        it.
-        """
-        own = self.ranks[self.rank]
-        first = lost
-        with suppress(RuntimeError):  # the process that held the store is among the lost
-            store = job_store()
-            if len(lost) > 1:
-                first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
-            store.set(_LOST_TO_ANOTHER.format(own), "yes")
-        first = first or lost
-        report("workers.lost", ranks=sorted(first), operation=operation)
-        return first
-
-    _has_left_work = False
-
-    def _exit_without_lost_ranks(self) -> None:
-        if self._has_left_work or self._watch.has_lost:
-            end_without_waiting()
-        self.close()
-
     def close(self) -> None:
-        """Stop the beats, and destroy the process group if it was initialised here."""
-        if self._beats is not None:
-            self._beats.close()
-        if self._has_left_work or self._watch.has_lost:
+        """Let go of the connections, and destroy the process group if it was initialised here."""
+        if self.has_left_work:
             return
-        atexit.unregister(self._exit_without_lost_ranks)
+        atexit.unregister(self.close)
         if self.rowless is not None:
             self.rowless.close()
         self._group = self._own = None  # their threads end with the last reference, see meeting.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
+            self.peers.close()
             dist.destroy_process_group()
 
     def __enter__(self) -> Workers:

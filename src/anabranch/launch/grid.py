@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined in C++
 
 from anabranch.job import Grid, Job
-from anabranch.liveness.group import interruptible
-from anabranch.liveness.meeting import meet_peers
+from anabranch.liveness.meeting import interruptible, meet_peers
 
 __all__ = ["make_grid"]
 

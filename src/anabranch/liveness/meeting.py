@@ -1,4 +1,4 @@
-"""The job's process group: met under its own keys, and ended before the interpreter ends.
+"""The job's process group: met under its own keys, by calls that Ctrl-C ends, and ended before the interpreter ends.
 
 Gloo's threads take the interpreter's lock to free a tensor. One that waits for it when the interpreter is taken apart
 is ended by Python in the middle of C++ code, and with it the whole process: SIGABRT, "terminate called without an
@@ -10,18 +10,31 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from anabranch import spans
 from anabranch.activity import Activity, during
-from anabranch.liveness.group import interruptible
 
-__all__ = ["destroy_group_at_exit", "meet_peers"]
+__all__ = ["LOOK_SECONDS", "destroy_group_at_exit", "end_without_waiting", "interruptible", "meet_peers"]
+
+_T = TypeVar("_T")
+_log = logging.getLogger("anabranch")
+_SAID_AFTER = 5.0
+LOOK_SECONDS = 0.5
+"""A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
 
 _registered_by: int | None = None
 
@@ -73,3 +86,43 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     )
     with during(Activity.CONNECTING):
         interruptible(meet, waiting)
+
+
+def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
+    """Return ``call()``, made on another thread: no signal reaches Python while gloo waits for a rank.
+
+    Where Ctrl-C ends the wait the thread is left behind, and the process ends without waiting for it. ``waiting`` is
+    said once after five seconds.
+    """
+    answer: Future[_T] = Future()
+    inference = torch.is_inference_mode_enabled()  # a thread's own
+
+    def run() -> None:
+        try:
+            with torch.inference_mode(inference):
+                answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
+    thread.start()
+    say_at = time.monotonic() + _SAID_AFTER
+    try:
+        while not wait([answer], timeout=LOOK_SECONDS).done:
+            if waiting and time.monotonic() >= say_at:
+                _log.warning("%s", waiting)
+                waiting = ""
+    except BaseException:
+        atexit.register(end_without_waiting)
+        raise
+    thread.join(timeout=10.0)
+    return answer.result(timeout=0)
+
+
+def end_without_waiting() -> None:
+    """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
+    logging.shutdown()
+    spans.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

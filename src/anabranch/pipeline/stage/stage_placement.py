@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.errors import PipelineError
-from anabranch.liveness.group import interruptible
+from anabranch.liveness.meeting import interruptible
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.pipe_call import Tie
 from anabranch.pipeline.ranks import RankEngine
