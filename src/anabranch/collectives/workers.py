@@ -73,6 +73,7 @@ class Workers(Group):
 
     Args:
         group: the members; ``None`` is the job's group, initialised from the usual environment if necessary.
+        ranks: members without a group of their own, in place of ``group``; only for tensors on the CPU.
         device: where the gradients live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
         heartbeat: seconds between two checks of the other ranks.
@@ -90,6 +91,7 @@ class Workers(Group):
         self,
         group: dist.ProcessGroup | None = None,
         *,
+        ranks: Sequence[int] | None = None,
         device: torch.device | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
@@ -101,11 +103,11 @@ class Workers(Group):
             backend = "gloo" if self.on_host else "nccl"
             # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
             meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
-        self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
+        self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None and ranks is None else group
         self.device = torch.device("cpu") if device is None else device
         if dist.get_rank(self._group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
-        super().__init__(peers_of_job(), dist.get_process_group_ranks(self._group), heartbeat)
+        super().__init__(peers_of_job(), ranks or dist.get_process_group_ranks(self._group), heartbeat)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
@@ -113,11 +115,13 @@ class Workers(Group):
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
         if self.size > 1:
+            store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
+            if ranks is not None:
+                self._own = self._connect(store)
             texts = self.all_gather_bytes(self.peers.identity.encode().encode(), operation="meet")
             identities = [Identity.decode(text.decode()) for text in texts]
             self.peers.know(dict(zip(self.ranks, identities, strict=True)), heartbeat)
-            store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
-            self._own = self._connect(store)
+            self._own = self._own or self._connect(store)
             self.rowless = Rowless(store, self, timeout)
         atexit.register(self.close)
 

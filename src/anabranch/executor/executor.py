@@ -45,7 +45,7 @@ from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.running.loss_module import model_of
-from anabranch.executor.running.pipe_runner import PipelineGrid, PipeRunner, check_pipes, runner_for, seed_pipes
+from anabranch.executor.running.pipe_runner import PipeRunner, check_pipes, join_pipelines, runner_for, seed_pipes
 from anabranch.executor.running.remote import RemotePart, Served
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.step_runs import StepRuns, StepTaken
@@ -195,13 +195,12 @@ class Executor:
         self._batches = Batches({}, None)
         several = sum(isinstance(step, TrainStep) for step in self._steps.values()) > 1
         self._watching = Watching(sinks, prefixed=several)  # closes them, too, if the rest fails
-        self._grid: PipelineGrid | None = None
         pipe = check_pipes(self._steps, process_group, self.comm_mode)
-        self._workers = self._join_workers(process_group, timeout, heartbeat)
+        self._workers = self._everyone = self._join_workers(process_group, timeout, heartbeat)
+        stages = 1 if pipe is None else dist.get_world_size(pipe.process_group)
         try:
             if pipe is not None:
-                line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
-                self._grid = PipelineGrid(self._workers, line)
+                self._everyone = join_pipelines(pipe, self._workers, timeout, heartbeat)
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
                 seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
@@ -215,7 +214,7 @@ class Executor:
             together = merges or not self._routes.served or self._routes.all_reduces
             drift = None
             if together and check_workers and self._workers is not None and self._workers.size > 1:
-                drift = Drift(self._workers, self._grid or self._workers, self._steps, self.routes, check_workers)
+                drift = Drift(self._workers, self._everyone or self._workers, self._steps, self.routes, check_workers)
             self._runners = {
                 name: runner_for(
                     name,
@@ -232,7 +231,7 @@ class Executor:
                 runner.number = number
             self._engines = engines
             self._evaluators = self._new_evaluators()
-            self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
+            self._saver = Saver(self._steps, self._runners, self._everyone, stages, state)
             self._end_saves = self._saver.close
             self._saver.try_encoding()
             if self._workers is not None and self._workers.size > 1:
@@ -242,8 +241,8 @@ class Executor:
                 RemotePart,
                 steps=self._steps,
                 models=self._models,
-                workers=self._grid or self._workers,
-                stages=1 if self._grid is None else self._grid.stages,
+                workers=self._everyone,
+                stages=stages,
                 consistency=consistency,
                 cache=cache,
                 row_compression=row_compression,
@@ -263,12 +262,10 @@ class Executor:
         except BaseException as error:
             self._end(error)
             raise
-        everyone = self._grid or self._workers
-        self._rank = rank = job().rank if everyone is None else everyone.rank
         file = status_file()
-        self._watching.begin(rank, None if file is None else RunFacts(file, self._crossed))
-        self._progress = Progress(shown=rank == 0)
-        if file is not None and rank == 0:
+        self._watching.begin(self._rank, None if file is None else RunFacts(file, self._crossed))
+        self._progress = Progress(shown=self._rank == 0)
+        if file is not None and self._rank == 0:
             self._progress.leave_in(file, otherwise=self._batches.loops)
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
@@ -295,12 +292,16 @@ class Executor:
         devices = {_device_of(step.model) for step in self._steps.values()}
         return Workers(group, device=next(iter(devices)), timeout=timeout, heartbeat=heartbeat)
 
+    @property
+    def _rank(self) -> int:
+        return job().rank if self._everyone is None else self._everyone.rank
+
     def _serves_any(self) -> bool:
         """Return True if any part of the model is on the servers, also if it is on another stage's rank."""
-        if self._grid is None:
+        if self._everyone is self._workers or self._everyone is None:
             return self._routes.served
         mine = b"served" if self._routes.served else b""
-        return any(self._grid.all_gather_bytes(mine, operation="meet"))
+        return any(self._everyone.all_gather_bytes(mine, operation="meet"))
 
     def _new_evaluators(self) -> dict[str, Evaluator]:
         steps = self._steps.items()
@@ -797,9 +798,8 @@ class Executor:
         self._check_open()
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
-        everyone = self._grid or self._workers
         with self._reporting_failures():
-            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)
+            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=self._everyone)
         return self._recording(self._trace)
 
     @contextmanager
@@ -854,7 +854,7 @@ class Executor:
         clean = failed is None
         try:
             with ExitStack() as stack:  # in reverse order, also where one of them fails
-                for part in (self._workers, self._grid, self._placement):
+                for part in (self._workers, self._everyone, self._placement):
                     if part is not None:
                         stack.callback(part.close)
                 if self._remote is not None:

@@ -45,7 +45,6 @@ from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.running.pipe_runner import PipelineGrid
 from anabranch.executor.running.remote import RemotePart, ServedParameter
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, StartedSave
@@ -102,7 +101,8 @@ class Saver:
         self,
         steps: Mapping[str, Step],
         runners: Mapping[str, StepRunner],
-        workers: Workers | PipelineGrid | None,
+        workers: Workers | None,
+        stages: int,
         objects: Mapping[str, HasState] | None = None,
     ) -> None:
         self._objects = dict(objects or {})
@@ -114,7 +114,7 @@ class Saver:
         self._models = distinct_models(steps)
         # As they are before some move to the servers.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
-        self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
+        self._stages = stages
         self._run = RunName(shared=workers is not None)
 
     @property
