@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 
 import pytest
+from torch.distributed import HashStore
 
 from anabranch.liveness.peers import Identity, Peers, _process_status
 from waiting import wait_until
@@ -21,22 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class MemoryStore:
-    """A store whose peers beat when told to."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.values[key].encode() for key in keys]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
 
 
 @pytest.fixture
@@ -55,11 +40,11 @@ def watching(
     identities: Mapping[int, Identity],
     *,
     clock: Callable[[], float] = monotonic,
-    store: MemoryStore | None = None,
+    store: HashStore | None = None,
     heartbeat: float = 1.0,
 ) -> Peers:
     """Return the peers of rank 0."""
-    store = store or MemoryStore()
+    store = store or HashStore()
     peers = Peers(0, lambda: store, clock)
     peers.know(identities, heartbeat)
     return peers
@@ -139,7 +124,7 @@ def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(ch
 
 
 def test_a_peer_that_ended_because_it_lost_another_is_not_named_beside_that() -> None:
-    store, gone = MemoryStore(), ended()
+    store, gone = HashStore(), ended()
     assert set(watching({1: gone, 2: gone}, store=store).lost([1, 2], 1.0)) == {1, 2}
     Peers(2, lambda: store).leave_word()
     assert set(watching({1: gone, 2: gone}, store=store).lost([1, 2], 1.0)) == {1}
@@ -152,7 +137,7 @@ def test_another_process_with_the_pid_of_a_dead_peer_is_not_mistaken_for_it(chil
 
 
 def test_a_peer_that_was_not_met_is_looked_up_once_it_is_there(child: subprocess.Popen[bytes]) -> None:
-    store = MemoryStore()
+    store = HashStore()
     peers = watching({}, store=store)
     child.kill()
     wait_for_state(child.pid, "ZX")
@@ -166,18 +151,18 @@ def test_a_peer_that_was_not_met_is_looked_up_once_it_is_there(child: subprocess
 ELSEWHERE = Identity("another host", 1, "1")
 
 
-def beats(store: MemoryStore) -> int:
-    return int(store.values["anabranch/0/beat/0"])
+def beats(store: HashStore) -> int:
+    return int(store.get("anabranch/0/beat/0"))
 
 
 def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
-    clock, store = Clock(), MemoryStore()
-    store.values["anabranch/0/beat/1"] = "0"
+    clock, store = Clock(), HashStore()
+    store.set("anabranch/0/beat/1", "0")
     peers = watching({1: ELSEWHERE}, store=store, heartbeat=0.01, clock=clock)
     try:
         clock.now = 0.02
         assert peers.lost([1], 0.01) == {}
-        store.values["anabranch/0/beat/1"] = "1"
+        store.set("anabranch/0/beat/1", "1")
         began = beats(store)
         wait_until(lambda: beats(store) >= began + 2)  # one whole look lies between
         clock.now = 0.04
@@ -189,8 +174,8 @@ def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
 
 
 def test_a_group_with_a_shorter_heartbeat_lets_all_beat_more_often_from_then_on() -> None:
-    clock, store = Clock(), MemoryStore()
-    store.values["anabranch/0/beat/1"] = "0"
+    clock, store = Clock(), HashStore()
+    store.set("anabranch/0/beat/1", "0")
     peers = watching({1: ELSEWHERE}, store=store, heartbeat=600.0, clock=clock)
     try:
         clock.now = 300.0

@@ -25,9 +25,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Protocol, cast
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from anabranch.liveness.meeting import destroy_group_at_exit, end_without_waiting
 
@@ -35,22 +35,6 @@ __all__ = ["Identity", "Peers", "job_store", "peers_of_job"]
 
 _STOPPED = frozenset("Tt")
 _GONE = frozenset("ZXx")
-
-
-class Store(Protocol):
-    """The methods of a ``torch.distributed`` store that are used here."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store ``value`` under ``key``."""
-        ...
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values under ``keys``, waiting for those that are not set yet."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all of ``keys`` have been set."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +114,7 @@ class Peers:
         return f"anabranch/{self.membership}/{what}/{rank}"
 
     def know(self, identities: Mapping[int, Identity], heartbeat: float) -> None:
-        """Watch these ranks. If any is on another host, this process beats at least so often from now on."""
+        """Watch these ranks; if any is on another host, this process beats at least so often from now on."""
         with self._lock:
             self._identities |= identities
             if heartbeat >= self._heartbeat or not self._elsewhere():
@@ -238,7 +222,7 @@ def job_store() -> Store:
 
     It is asked for again each time: a reference to it would keep a destroyed group's store alive, with its keys.
     """
-    return cast(Store, dist.distributed_c10d._get_default_store())
+    return dist.distributed_c10d._get_default_store()
 
 
 _of_group: tuple[weakref.ref[dist.ProcessGroup], Peers] | None = None
