@@ -31,6 +31,37 @@ def test_workers_may_meet_again_after_they_have_parted() -> None:
         assert found["bytes"] > 0
 
 
+APART = """
+import json, time, torch
+import torch.distributed as dist
+import anabranch as ab
+from anabranch.collectives import Workers
+
+dist.init_process_group("gloo")
+store, rank, found = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+for group in (None, dist.new_group([0, 1])):
+    if rank == 0:  # the other one's construction has failed before it came here
+        try:
+            Workers(group, timeout=0.3)
+        except ab.DeadlineExceeded:
+            found.append("late")
+        store.set(f"late {len(found)}", "yes")
+    else:
+        found.append("late")
+        store.wait([f"late {len(found)}"])
+    began = time.monotonic()
+    with Workers(group, timeout=20) as workers:
+        found.append(workers.all_reduce(torch.ones(1)).item())
+        found.append(time.monotonic() - began < 15)
+print(json.dumps({"found": found}))
+"""
+
+
+def test_workers_meet_after_the_construction_of_one_of_them_has_failed() -> None:
+    for found in LocalJob(2).run_source(APART).check().results:
+        assert found == {"found": ["late", 2.0, True] * 2}
+
+
 ALONE = """
 import json, torch
 from anabranch import spans

@@ -45,8 +45,6 @@ from model_uses import (
 from torch import Tensor
 
 import anabranch as ab
-from anabranch.collectives import workers as workers_module
-from anabranch.executor.running import remote
 
 TIMEOUT = 20.0  # seconds: also where one worker waits for the other in vain
 HANG = timedelta(seconds=100)
@@ -88,7 +86,6 @@ class Meeting:
             except BaseException as failed:  # noqa: BLE001 - told to the worker that asks
                 error = "".join(traceback.format_exception(failed))
             close_tables()
-            remote._given_back.clear()  # each time it is another program
             self.say(f"answer {number}", [answer, error])
 
 
@@ -188,9 +185,6 @@ def work(folder: str, mode: str, only: str) -> dict[str, object]:
         print(name, flush=True)
         began, outcome, fine = time.monotonic(), "", True
         group = dist.new_group([0, 1])
-        workers_module._groups["0,1"] = itertools.count(
-            100 * number
-        )  # one may have made fewer Executors than the other
         options = {"check_workers": 1, "timeout": TIMEOUT, "heartbeat": 0.2, "process_group": group}
         try:
             case(Worker(rank, options))

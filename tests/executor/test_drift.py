@@ -255,6 +255,12 @@ with ab.Executor(step, "AllReduce", engine="tape", timeout=60, check_workers=2) 
             executor.load(path + "-2")
             said.append("loaded")
     said.append(executor.step)
+    if rank == 1:
+        model[1].bias.data = torch.zeros(5)
+    try:
+        executor.save(path + "-2")
+    except ab.WorkersDiffer as error:
+        said.append(list(error.parameters))
 dist.destroy_process_group()
 print(json.dumps({"found": found, "said": said, "warnings": warnings}))
 """
@@ -265,7 +271,7 @@ def test_workers_that_differ_are_not_saved_and_rounding_is_said_once_and_mended(
     for rank, found in enumerate(LocalJob(2).run_source(AGAIN).check().results):
         assert found is not None
         assert found["found"] == {"saved": "trained", "rounding": "trained"}
-        assert found["said"] == [[["1.bias"], [3, 4]], 3, True, "loaded", 1]
+        assert found["said"] == [[["1.bias"], [3, 4]], 3, True, "loaded", 1, ["1.bias"]]
         said = [text for text in found["warnings"] if "differed by rounding at step 5" in text]
         assert len(said) == len(found["warnings"]) == (rank == 0), found["warnings"]
 

@@ -273,6 +273,26 @@ def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
     assert_plain(model, optimizer, 0)
 
 
+@pytest.mark.parametrize("table", [1, 2])
+def test_an_interrupt_in_the_middle_of_a_move_leaves_the_model_as_it_was(
+    table: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    optimizer = adam(model)
+    increment, moved = torch.autograd.graph.increment_version, []
+
+    def interrupted(tensor: Any) -> None:
+        increment(tensor)
+        moved.append(tensor)
+        if len(moved) == table:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor_of(model, optimizer, "Hybrid")
+    assert_plain(model, optimizer, 0)
+
+
 FORKED = """
 import os, sys
 import torch

@@ -470,6 +470,19 @@ def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:
                 assert bool((model.table(torch.arange(8)) == 0.5).all())
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_conversion_of_the_model_leaves_a_remote_embedding_its_switch(swap: bool) -> None:
+    table = remote_table().requires_grad_(False)
+    kind = type(table.on_servers)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for convert in (table.cpu, table.double, table.float, lambda: table.to("meta"), lambda: table.to_empty("cpu")):
+            convert()
+            assert (type(table.on_servers), table.on_servers.requires_grad) == (kind, False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 # An interrupt between the push and the step of the layers.
 
 

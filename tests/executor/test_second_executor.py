@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.executor.running import remote
 from anabranch.launch import launch
 from anabranch.parameter_server import ParameterServer, Worker
 from anabranch.testing import LocalJob, MemoryTransport
@@ -65,7 +64,6 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(2):
         first.run("train", BATCH)
     first._end(RuntimeError())
-    monkeypatch.setattr("anabranch.executor.running.remote._given_back", {})  # as in another process
     yield "two steps"
     for server in running:
         server.__exit__(None, None, None)
@@ -230,41 +228,57 @@ def test_a_table_of_another_shape_is_not_read(servers: str) -> None:
         looking.run(batch=BATCH)
 
 
-def test_what_an_executor_has_given_back_the_next_one_of_the_process_may_replace(
+@pytest.mark.parametrize("shape", [(3,), (6, 2)])
+def test_a_dense_parameter_is_not_read_as_a_table(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with ParameterServer() as server:
+        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
+        with ab.ParameterClient() as client:
+            client.init("user", shape)
+        step = ab.EvalStep(Model(), lambda m, b: {"out": m.user(b["ids"])})
+        refused = pytest.raises(ab.SchemaError, match="user is a dense parameter here; give the RemoteEmbedding")
+        with ab.Executor(step, "Hybrid") as looking, refused:
+            looking.run(batch=BATCH)
+
+
+def test_what_an_executor_has_given_back_the_next_one_of_the_same_model_may_replace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a notebook, or for each fold of a cross-validation."""
+    """As in a notebook: the cell that makes the Executor is run again, and that which makes the model is not."""
 
-    def linear(**options: Any) -> ab.Executor:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
+    def linear(model: nn.Module, **options: Any) -> ab.Executor:
         step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
         return ab.Executor(step, "PS", **options)
 
-    x = torch.ones(3, 2)
+    def train(model: nn.Module, **options: Any) -> Tensor:
+        with linear(model, **options) as executor:
+            return executor.run(batch=torch.ones(3, 2))["loss"]  # type: ignore[no-any-return]
+
+    model, other = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))
     with ParameterServer() as server:
         monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        with linear() as first:
-            loss = first.run(batch=x)["loss"]
-        with linear():  # opening drops nothing
+        first = train(model)
+        with linear(model):  # opening drops nothing
             pass
         with ab.ParameterClient() as client:
             assert client.steps() == {"weight": 1, "bias": 1}
-        ours = dict(remote._given_back)
-        with linear(served="replace") as other:  # as far as the first one
-            other.run(batch=x)
-        with monkeypatch.context() as patch:
-            patch.setattr(remote, "_given_back", ours)  # as if another process had trained it
-            with linear() as again, pytest.raises(ValueError, match=r"weight \(step 1\)"):
-                again.run(batch=x)
-        with linear(served="adopt") as second:
-            assert second.run(batch=x)["loss"] < loss
-        with linear() as third:
-            assert third.run(batch=x)["loss"] == loss
+        train(other)  # under names of its own
+        second = train(model)
+        assert second < first
+        model.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.ones(1)})
+        assert train(model) == 9.0
+        with pytest.raises(ValueError, match=r"hold bias \(step 1\), weight \(step 1\)"):
+            train(nn.Linear(2, 1))  # a new one would drop what was trained
+        assert train(nn.Linear(2, 1), served="adopt") < 9.0
+        with pytest.raises(ValueError, match=r"hold bias \(step 2\), weight \(step 2\)"):
+            train(model)
+        train(nn.Linear(2, 1), served="replace")  # as far as the first one
+        with pytest.raises(ValueError, match=r"weight \(step 1\)"):
+            train(model)
+        train(model, served="replace")
         with ab.ParameterClient() as client:  # another process has trained it since
             client.push("weight", torch.ones(1, 2))
-        with linear() as fourth, pytest.raises(ValueError, match=r"weight \(step 2\)"):
-            fourth.run(batch=x)
+        with pytest.raises(ValueError, match=r"hold weight \(step 2\)"):
+            train(model)
 
 
 def test_more_workers_than_the_job_before_had_join_in_any_order() -> None:
@@ -309,7 +323,6 @@ import json, sys
 import torch
 from torch import nn
 import anabranch as ab
-from anabranch.executor.running import remote
 from anabranch.parameter_server import ParameterClient
 
 rank, ids = ab.job().rank, torch.tensor([[1, 2], [3, 1]])
@@ -331,7 +344,6 @@ torch.distributed.init_process_group("gloo")
 first = executor_of()
 losses = [first.run(batch=ids + rank)["loss"].item() for _ in range(2)]
 first._end(RuntimeError())
-remote._given_back.clear()  # as in another process
 before = there()
 with executor_of() as second:
     try:
@@ -353,6 +365,45 @@ def test_all_workers_are_refused_alike(tmp_path: Path) -> None:
         assert result is not None
         assert "already hold 0.weight (step 2)" in str(result["refused"])
         assert (result["kept"], result["same"]) == (True, True)
+
+
+FROZEN_LATER = """
+import json
+import torch
+from torch import nn
+import anabranch as ab
+
+rank, ids, said = ab.job().rank, torch.tensor([[1, 2], [3, 1]]), []
+torch.distributed.init_process_group("gloo")
+
+
+def train(freeze, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer)
+    with ab.Executor(step, "Hybrid", timeout=20, **options) as executor:
+        freeze(model)
+        executor.run(batch=ids + rank)
+
+
+train(lambda model: None)
+for layer in (0, 2):
+    try:
+        train(lambda model: model[layer].requires_grad_(rank == 0), served="adopt")
+    except (ValueError, ab.BoundaryError) as error:
+        said.append(str(error))
+print(json.dumps({"said": said}))
+"""
+
+
+def test_what_one_worker_freezes_before_the_tables_are_adopted_is_refused_on_all() -> None:
+    for result in LocalJob(2, servers=1).run_source(FROZEN_LATER).check().results:
+        assert result is not None
+        assert [text.partition(" (")[0] for text in result["said"]] == [
+            "0.weight is frozen on some workers and not on others",
+            "2.bias, 2.weight is frozen on some workers and not on others",
+        ]
 
 
 LOOKING = """

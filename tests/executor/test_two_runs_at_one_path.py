@@ -69,6 +69,25 @@ def test_a_run_that_is_continued_is_handed_on(place: str, how: str) -> None:
                 other.save(place)
 
 
+def test_a_run_that_is_continued_is_handed_on_in_its_other_folders(place: str) -> None:
+    """A job keeps its best and its last checkpoint; only the last one is loaded when it goes on."""
+    with executor() as first, executor() as other, executor() as second:
+        run(first, 1)
+        first.save(f"{place}/best")
+        run(first, 1)
+        first.save(f"{place}/last")
+        other.save(f"{place}/others")
+        assert second.resume(place)
+        run(second)
+        second.save(f"{place}/best")
+        with pytest.raises(ab.CheckpointError, match=ANOTHER.format(0)):
+            second.save(f"{place}/others")
+        first.save(f"{place}/last")  # the first still lives, and has saved since: that is not handed on
+        first.save(f"{place}/third")
+        with pytest.raises(ab.CheckpointError, match=ANOTHER.format(2)):
+            second.save(f"{place}/third")
+
+
 def test_a_run_continues_also_where_the_newest_is_damaged(tmp_path: Path) -> None:
     with executor() as first, executor() as second:
         first.save(tmp_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch.overrides import get_testing_overrides, is_tensor_method_or_property
 from torch.testing._internal.generated.annotated_fn_args import annotated_args
 
 import anabranch as ab
-from anabranch.autodiff.moved_parameter import MovedParameter
+from anabranch.autodiff.moved_parameter import MovedParameter, from_within, is_within
 
 ROWS, WIDTH = 5, 5  # square, so that most operators take the table with itself
 IDS = torch.tensor([0, 3, 3])
@@ -294,3 +295,23 @@ def test_load_state_dict_is_refused_before_anything_was_copied(assign: bool) -> 
         executor.run(batch=IDS)
     model.load_state_dict(other.state_dict())
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_what_the_package_itself_may_do_ends_with_the_block_of_each_thread() -> None:
+    """Two Executors that step at once in two threads left placeholders without refusals for good."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with from_within():
+            entered.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert entered.wait(60)
+    assert not is_within()
+    with from_within():
+        leave.set()
+        thread.join()
+        assert is_within()
+    assert not is_within()

@@ -440,11 +440,13 @@ def test_another_order_of_sums_is_not_taken_for_another_result(dtype: torch.dtyp
                 y.sum().backward()
 
 
-def test_a_loss_with_another_result_is_refused_too():
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Identity()], ids=repr)
+def test_a_loss_with_another_result_is_refused_too(layer: nn.Module):
+    """Also in a stage that has no state of its own."""
     factor = of_a_list()
-    refused = pytest.raises(RuntimeError, match="stage 0 returned other values")
-    with Pipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, checkpoint="always") as pipe, refused:
-        pipe.step(torch.ones(4, 2), target=None, loss=lambda y, _: y.sum() * factor())
+    refused = pytest.raises(RuntimeError, match="stage 1 returned other values")
+    with Pipe(nn.Sequential(nn.Linear(2, 2), layer), [1, 1], chunks=2, checkpoint="always") as pipe, refused:
+        pipe.step(torch.ones(4, 2), target=None, loss=lambda y, _: (y * y).sum() * factor())
 
 
 class Once(nn.Module):

@@ -23,6 +23,7 @@ saved the weight.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
@@ -31,7 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Elsewhere", "Move", "MovedParameter", "MovedState", "RowLookups", "Ways", "from_within", "parameters_here"]
+__all__ = [
+    "Elsewhere", "Move", "MovedParameter", "MovedState", "RowLookups", "Ways", "from_within", "is_within",
+    "parameters_here",
+]  # fmt: skip
 
 
 class RowLookups(Protocol):
@@ -145,7 +149,7 @@ class MovedParameter(Elsewhere):
             return _plain(func, types, args, kwargs)
         if torch._guards.TracingContext.try_get() is not None:
             return _plain(func, types, args, kwargs)  # Dynamo itself takes down the layout, for its guards
-        if (func == _set_grad and args[1] is None) or (func == _grad and args[0].stepped_elsewhere):
+        if (func == _set_grad and args[1] is None) or (func == _grad and (args[0].stepped_elsewhere or is_within())):
             return None
         if func == _set_data and getattr(args[1], "lookups", None) is args[0].lookups:
             return None  # itself, as model.to(device) does
@@ -227,14 +231,22 @@ def _among(values: Iterable[Any]) -> Iterator[MovedParameter]:
             yield from _among(value.values() if isinstance(value, Mapping) else value)
 
 
+_of_thread = threading.local()
+
+
 @contextmanager
 def from_within() -> Iterator[None]:
-    """Let the package itself call optimizers and modules: they find no gradient, and may load and save."""
-    before, MovedParameter.stepped_elsewhere = MovedParameter.stepped_elsewhere, True
+    """Let the package itself call optimizers and modules in this thread: they find no gradient, may load and save."""
+    before, _of_thread.is_within = is_within(), True
     try:
         yield
     finally:
-        MovedParameter.stepped_elsewhere = before
+        _of_thread.is_within = before
+
+
+def is_within() -> bool:
+    """Return True in a block of ``from_within``."""
+    return getattr(_of_thread, "is_within", False)
 
 
 def parameters_here(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -272,7 +284,7 @@ class Ways:
 
 
 class Move:
-    """One parameter's move, which begins at once.
+    """One parameter's move; ``give_back`` ends it, whether it has begun, is begun in part, or has not.
 
     Args:
         parameter: a plain ``nn.Parameter``; its numbers have been copied.
@@ -284,17 +296,23 @@ class Move:
     """
 
     def __init__(self, parameter: nn.Parameter, lookups: RowLookups, models: Iterable[nn.Module]) -> None:
-        self.parameter, self.name = parameter, lookups.name
+        self.parameter, self.name, self._lookups = parameter, lookups.name, lookups
         self._ways = Ways(parameter, models)
         self.holders = self._ways.holders
         # More than the parameter and the object just made: another tensor's numbers, too, which are to return there.
         shared = torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
-        self._shared = parameter.data.fill_(float("nan")) if shared else None
+        self._shared = parameter.data if shared else None
+
+    def begin(self) -> None:
+        """Make a placeholder of the parameter."""
+        parameter = self.parameter
+        if self._shared is not None:
+            self._shared.fill_(float("nan"))
         nothing = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
         parameter.grad, parameter.data = None, nothing.expand(parameter.shape)
         torch.autograd.graph.increment_version(parameter)
         self._version = parameter._version
-        parameter.lookups, parameter.__class__ = lookups, MovedParameter  # type: ignore[attr-defined]
+        parameter.lookups, parameter.__class__ = self._lookups, MovedParameter  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Raise ``ValueError`` for what did not pass by ``__torch_function__``; takes a microsecond."""

@@ -150,3 +150,5 @@ def _wait(done: Callable[[float], bool], ranks: Sequence[int], operation: str, t
     except RuntimeError as error:
         meet()
         raise group.explain(error, operation, deadline) from None
+    finally:
+        peers.has_left_work |= group.has_left_work

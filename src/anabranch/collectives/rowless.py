@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost, PipelineError
 from anabranch.liveness.group import Group, rank_names
 
 __all__ = ["Rowless"]
@@ -81,12 +81,13 @@ class Rowless:
 
     def explain(self, error: BaseException, step: int) -> BoundaryError | None:
         """Return the error that names the workers without rows, if a wait for them failed."""
+        of_another = isinstance(error, PeerLost | PipelineError)  # which may itself have ended because of the rows
         if isinstance(error, DeadlineExceeded | PeerLost):
             waited = (error.peer or "").startswith("rank")  # not for a server or an expert
         else:
-            waited = isinstance(error, RuntimeError) and "gloo" in str(error)
+            waited = of_another or (isinstance(error, RuntimeError) and "gloo" in str(error))
         with suppress(RuntimeError):  # the process that held the store has ended
-            if waited and (ranks := self._missed(lost=isinstance(error, PeerLost))):
+            if waited and (ranks := self._missed(lost=of_another)):
                 self._announce_end(ranks)
                 return BoundaryError(
                     f"{rank_names(ranks)} had no rows in this run and did not call the model, whose forward on the "

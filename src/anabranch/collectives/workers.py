@@ -13,12 +13,13 @@ meet those of its forward on a worker that runs none.
 from __future__ import annotations
 
 import atexit
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,12 @@ from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.liveness.group import Group, rank_names
-from anabranch.liveness.meeting import interruptible, meet_peers
+from anabranch.liveness.meeting import end_without_waiting, interruptible, meet_peers
 from anabranch.liveness.peers import Identity, peers_of_job
 
 __all__ = ["Pending", "Workers"]
 
+_IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
 
 
@@ -74,11 +76,13 @@ class Workers(Group):
     Args:
         group: the members; ``None`` is the job's group, initialised from the usual environment if necessary.
         ranks: members without a group of their own, in place of ``group``; only for tensors on the CPU.
+        name: given to those: on each of them, and to no other group.
         device: where the gradients live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
         heartbeat: seconds between two checks of the other ranks.
 
     Attributes:
+        name: what the group is called on each of its ranks, and no other group.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -92,6 +96,7 @@ class Workers(Group):
         group: dist.ProcessGroup | None = None,
         *,
         ranks: Sequence[int] | None = None,
+        name: str = "",
         device: torch.device | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
@@ -111,19 +116,38 @@ class Workers(Group):
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
-        self._name = _name_of(self.ranks)
+        self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
         if self.size > 1:
-            store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
-            if ranks is not None:
-                self._own = self._connect(store)
-            texts = self.all_gather_bytes(self.peers.identity.encode().encode(), operation="meet")
-            identities = [Identity.decode(text.decode()) for text in texts]
-            self.peers.know(dict(zip(self.ranks, identities, strict=True)), heartbeat)
-            self._own = self._own or self._connect(store)
+            if ranks is None:
+                self.peers.know(self._meet(), heartbeat)
+            store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
+            self._own = self._connect(store)
+            self.peers.look_up(self.others, heartbeat)
             self.rowless = Rowless(store, self, timeout)
-        atexit.register(self.close)
+        atexit.register(self._end)
+
+    def _meet(self) -> dict[int, Identity]:
+        """Every rank's identity, by its rank in the job; the first adds what makes the group's name unique.
+
+        A count would not do: where a construction fails on one rank, it has made fewer groups than the others.
+        """
+        text = f"{self.peers.identity.encode()} {uuid.uuid4().hex}".encode()
+        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        group = self._group
+        assert group is not None
+        if group not in _unmet:
+            everyone = mine.new_empty(self.size, len(mine), device=self.device)
+            work = dist.all_gather(list(everyone.unbind(0)), mine.to(self.device), group=group, async_op=True)
+            _unmet[group] = everyone, cast(dist.Work, work)
+        everyone, work = _unmet[group]
+        self.wait_for(work, Deadline.after(self.timeout), "meet", None)
+        del _unmet[group]
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
+        self.name += f"/{texts[0].rpartition(' ')[2]}"
+        return {rank: Identity.decode(text.rpartition(" ")[0]) for rank, text in zip(self.ranks, texts, strict=True)}
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
         """Return a gloo group of the same members; c10d does not know it, so the model's code cannot use it."""
@@ -217,7 +241,7 @@ class Workers(Group):
         facts: dict[str, object] = {"peer": rank_names(self.others), "bytes": nbytes} | (
             {} if step is None else {"step": step}
         )
-        flow: spans.Flow = "meet", f"{self._name}/{number}"
+        flow: spans.Flow = "meet", f"{self.name}/{number}"
         spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
     # Waits and their outcomes.
@@ -246,15 +270,20 @@ class Workers(Group):
         except RuntimeError as error:
             raise self.explain(error, operation, deadline, step=step) from None
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
-            self.leave_work()
+            self.has_left_work = True
             raise
         self.wait_seconds += time.monotonic() - began
+
+    def _end(self) -> None:
+        if self.has_left_work:
+            end_without_waiting()
+        self.close()
 
     def close(self) -> None:
         """Let go of the connections, and destroy the process group if it was initialised here."""
         if self.has_left_work:
             return
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
         if self.rowless is not None:
             self.rowless.close()
         self._group = self._own = None  # their threads end with the last reference, see meeting.py
@@ -270,11 +299,5 @@ class Workers(Group):
         self.close()
 
 
-def _name_of(ranks: Sequence[int]) -> str:
-    """Return a name for a group of these ranks that it has on each of them, and no other group has."""
-    texts = ",".join(map(str, ranks))
-    return f"workers {texts}/{next(_groups.setdefault(texts, itertools.count()))}"
-
-
-# How many groups of the same ranks this process was a member of; the same on all of them.
-_groups: dict[str, Iterator[int]] = {}
+# Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.
+_unmet: WeakKeyDictionary[dist.ProcessGroup, tuple[Tensor, dist.Work]] = WeakKeyDictionary()

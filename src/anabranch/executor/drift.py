@@ -104,14 +104,14 @@ class Drift:
         """
         names = self._parameters()
         states, lines = self._optimizer_states(names)
-        models = self._workers.all_gather_bytes(
-            "\n".join(names.values()).encode(), operation="comparison of parameters"
-        )
+        # With shapes and types, as tensors of others cannot be sent.
+        kinds = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in names.items()]
+        models = self._workers.all_gather_bytes("\n".join(kinds).encode(), operation="comparison of parameters")
         texts = self._workers.all_gather_bytes("\n".join(lines).encode(), operation="comparison of optimizers")
         unlike = _unlike([text.decode().split("\n") for text in texts], self._workers.ranks)
         # A worker's model may have another parameter in place of one: only what all have can be compared.
         owned = [set(filter(None, text.decode().split("\n"))) for text in models]
-        missing = sorted(owned[0].union(*owned) - owned[0].intersection(*owned))
+        missing = sorted({kind.rsplit(" (", 1)[0] for kind in owned[0].union(*owned) - owned[0].intersection(*owned)})
         names = {parameter: name for parameter, name in names.items() if name not in missing}
         # Where no line differs, all workers have the same states.
         compared = {name: parameter.detach() for parameter, name in names.items()}

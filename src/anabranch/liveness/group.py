@@ -146,7 +146,7 @@ class Group:
         self, lost: Mapping[int, str], operation: str, deadline: Deadline, step: int | None, message: str = ""
     ) -> PeerLost:
         if not self._recovers:
-            self.leave_work()
+            self.has_left_work = True
             self.peers.leave_word()
         what = "; ".join(f"rank {rank} is lost: {lost[rank]}" for rank in sorted(lost))
         return PeerLost(
@@ -156,10 +156,6 @@ class Group:
             step=step,
             elapsed=deadline.elapsed(),
         )
-
-    def leave_work(self) -> None:
-        """Note that gloo still works on a wait that is given up: the process will end without waiting for it."""
-        self.has_left_work = self.peers.has_left_work = True
 
 
 def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:

@@ -88,7 +88,7 @@ class Peers:
         membership: the number of the job's membership; always 0 as long as workers cannot leave a job.
         rank: as given.
         identity: this process's.
-        has_left_work: gloo still works on something that was given up, so that the process ends without waiting for it.
+        has_left_work: gloo still waits for a lost rank, so that the process ends without waiting for gloo.
     """
 
     membership = 0

@@ -281,6 +281,10 @@ def join_pipelines(pipe: Pipe, column: Workers | None, timeout: float, heartbeat
     if column is None or column.size == 1:
         return line
     with line:
-        rows = column.all_gather_bytes(msgspec.json.encode(line.ranks), operation="meet")
-        ranks = [rank for row in rows for rank in msgspec.json.decode(row, type=list[int])]
-        return Workers(ranks=ranks, timeout=timeout, heartbeat=heartbeat)
+        if line.size == 1:
+            return column
+        texts = column.all_gather_bytes(msgspec.json.encode((line.name, line.ranks)), operation="meet")
+        rows = [msgspec.json.decode(text, type=tuple[str, list[int]]) for text in texts]
+        ranks = [rank for _, row in rows for rank in row]
+        name = f"{rows[0][0]} and those beside it"
+        return Workers(ranks=ranks, name=name, timeout=timeout, heartbeat=heartbeat)

@@ -18,13 +18,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
-from anabranch.autodiff.moved_parameter import Move, MovedParameter, MovedState, Ways
+from anabranch.autodiff.moved_parameter import Move, MovedState, Ways, is_within
 from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
@@ -54,9 +55,10 @@ _log = logging.getLogger("anabranch.executor")
 Served = Literal["refuse", "adopt", "replace"]
 """What becomes of tables and parameters that servers hold under an executor's names before it has trained."""
 
-# The steps of parameters on servers when an Executor of this process gave them back to a model, by endpoints, name, and
-# its client: another Executor may since have trained others as far.
-_given_back: dict[tuple[tuple[str, ...], str, str], int] = {}
+_Left = dict[tuple[tuple[str, ...], str], tuple[str, int]]
+"""Parameters that an Executor of this process has left on servers and given back, by endpoints and name: the client
+that had joined last, as another one may since have trained others as far, and their step."""
+_left: WeakKeyDictionary[nn.Module, _Left] = WeakKeyDictionary()  # by the modules that hold them
 
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
@@ -184,10 +186,10 @@ class RemotePart:
             everyone = self.gather([[moved.name for moved in self.moved], self.embeddings])
             self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
             self._served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
-            held = self._held() if self._trains else {}
-            self._replaced_later = held.keys() & set(self.embeddings)
-            if self._trains and not held:
-                self._open(held)
+            steps_there = self._on_servers() if self._trains else {}
+            self._replaced_later = steps_there.keys() & set(self.embeddings)
+            if self._trains and not steps_there:
+                self._open(())
             elif self.client.in_process:
                 self._adopt_modules(steps)
             else:
@@ -199,17 +201,28 @@ class RemotePart:
             self.client.close()
             raise
 
-    def _held(self, *, nowhere_else: bool = False) -> dict[str, int]:
-        """Return what the servers hold under this executor's names, and its steps; every worker calls it.
-
-        ``nowhere_else``: but not what an Executor of this process has given back to a model as it is there.
-        """
+    def _on_servers(self) -> dict[str, int]:
+        """Return what the servers hold under this executor's names, and its steps; every worker calls it."""
+        self._before = self.client.joined()
         steps = self.client.steps() if self._worker.rank == 0 else {}
-        if nowhere_else and steps:
-            where, last = self.client.endpoints, self.client.joined()
-            steps = {name: step for name, step in steps.items() if _given_back.get((where, name, last)) != step}
         mine = [[name, str(step)] for name, step in steps.items() if name in self._served]
         return {name: int(step) for name, step in self.gather(mine)[0]}
+
+    def _given_back(self, steps: Mapping[str, int]) -> set[str]:
+        """Return those parameters on the servers that an earlier Executor gave back to these models as they are there.
+
+        Rows of a ``RemoteEmbedding`` are never among them. Every worker calls it.
+        """
+        leads = self._worker.leads  # whose values the servers would get
+        left = {name: _left.get(module, {}).get((self.client.endpoints, name)) for module, name in self._holders()}
+        mine = [name for name, last in left.items() if leads and last == (self._before, steps.get(name))]
+        return {name for (names,) in self.gather([mine]) for name in names}
+
+    def _holders(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the modules that hold parameters which belong on the servers, with their names there."""
+        names = {moved.parameter: moved.name for moved in self.moved}
+        for module in dict.fromkeys(module for model in self._models.values() for module in model.modules()):
+            yield from ((module, names[parameter]) for parameter in module._parameters.values() if parameter in names)
 
     def check_free(self) -> dict[str, int]:
         """Return what the servers hold, to be adopted or replaced; every worker calls it.
@@ -219,16 +232,16 @@ class RemotePart:
         """
         if self.is_open or not self._trains:
             return {}
-        refuses = self._served_choice == "refuse"
-        held = self._held(nowhere_else=refuses)
-        if held and refuses:
-            names = [f"{name} (step {step})" for name, step in sorted(held.items())]
+        steps = self._on_servers()
+        unknown = steps.keys() - self._given_back(steps) if steps and self._served_choice == "refuse" else ()
+        if unknown:
+            names = [f"{name} (step {steps[name]})" for name in sorted(unknown)]
             raise ValueError(
                 f"the servers already hold {listed(names)}, which this Executor was to make; load or "
                 "resume a checkpoint first, which replaces them, or give served='adopt' to train on what is there, or "
                 "served='replace' to begin anew"
             )
-        return held
+        return steps
 
     def open(self, served: Served | None = None) -> None:
         """Move the parameters to the servers if they have not; every worker calls it.
@@ -240,10 +253,8 @@ class RemotePart:
             self._served_choice = served or self._served_choice
             self._open(self.check_free())
 
-    def _open(self, held: Collection[str]) -> None:
-        adopted = held if self._served_choice == "adopt" else ()
-        if self._worker.rank == 0 and not self.client.in_process:
-            self._before = self.client.joined()
+    def _open(self, present: Collection[str]) -> None:
+        adopted = present if self._served_choice == "adopt" else ()
         self.client.join(0, self._worker)
         if self._worker.rank == 0:
             self.client.drop_some(self._served.difference(adopted))
@@ -574,13 +585,17 @@ class RemotePart:
             raise error
 
     def _note_given_back(self) -> None:
-        """Let the next Executor of this process replace what the model has again, unless it changes meanwhile."""
-        if self.is_open and self._worker.rank == 0 and not self.client.in_process:
-            steps, where, last = self.client.steps(), self.client.endpoints, self.client.joined()
-            given_back = steps.keys() & self._served.difference(self.embeddings)
-            # And what an earlier one of this process gave back, under other names, before this one joined.
-            given_back |= {name for name, step in steps.items() if _given_back.get((where, name, self._before)) == step}
-            _given_back.update({(where, name, last): steps[name] for name in given_back})
+        """Let the next Executor of these models replace what they have again, unless it changes meanwhile."""
+        if not self.is_open or not self._worker.leads or self.client.in_process:
+            return
+        steps, where, last = self.client.steps(), self.client.endpoints, self.client.joined()
+        for left in list(_left.values()):  # of other models: as they were there before this one joined
+            for (at, name), (client, step) in left.items():
+                if (at, client, step) == (where, self._before, steps.get(name)) and name not in self._served:
+                    left[at, name] = last, step
+        for module, name in self._holders():
+            if name in steps:
+                _left.setdefault(module, {})[where, name] = last, steps[name]
 
     def _wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
@@ -639,13 +654,13 @@ def _refuse_load(move: Move, module: nn.Module, state: Mapping[str, object], pre
     names = [
         name for name, held in module.named_parameters(prefix[:-1], remove_duplicate=False) if held is move.parameter
     ]
-    if any(name in state for name in names) and not MovedParameter.stepped_elsewhere:
+    if any(name in state for name in names) and not is_within():
         move.refuse("load_state_dict")
 
 
 def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
     """Refuse to use the state of parameters that the servers have."""
-    if not MovedParameter.stepped_elsewhere:
+    if not is_within():
         raise ValueError(
             f"the state of {type(optimizer).__name__} for {', '.join(names)} is on the servers while its Executor is "
             "open, where a change of it here would not arrive; executor.save(path) and executor.load(path) save and "

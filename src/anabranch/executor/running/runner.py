@@ -107,12 +107,14 @@ class StepRunner:
 
     def take_to_servers(self, remote: RemoteWindow) -> None:
         """Run from now on with some of the parameters on servers."""
+        # Frozen here since the Executor was made, a parameter may not be on the other workers: the next run tells them.
+        known = dict(zip((*self._parameters, *self._elsewhere), self._alike, strict=False))
         self.remote, self._layout = remote, None
         self._parameters = list(parameters_here(self.step.model).values())
         here = set(self._parameters)
         self._elsewhere = {moved.parameter: moved.name for moved in remote.part.moved if moved.parameter not in here}
         self._elsewhere |= {module.on_servers: module.name for module in remote.embeddings}
-        self._alike = self._requiring()
+        self._alike = tuple(known.get(p, p.requires_grad) for p in (*self._parameters, *self._elsewhere))
         self.engine.follow_model()
         if self.step.on_gradients is not None and (there := sorted(remote.names)):
             _log.warning(

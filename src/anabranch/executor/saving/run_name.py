@@ -1,8 +1,8 @@
 """``RunName``: the run that a checkpoint belongs to, so that two runs do not save over each other's.
 
 A run is one start of ``anabranch run``, restarts and new members included; else one Executor. It may also save where
-the newest checkpoint is one that it has loaded, which it continues. So the one of two that comes later is refused, also
-if it has loaded what the other has saved over since.
+the newest checkpoint is one that it has loaded, which it continues, or an earlier one of that run. So the one of two
+that comes later is refused, also if it has loaded what the other has saved over since.
 """
 
 from __future__ import annotations
@@ -35,23 +35,37 @@ class RunName:
         self._name = uuid.uuid4().hex if start is None else start + rank
         self._by = f"{Path(sys.argv[0]).name or 'python'}, process {os.getpid()} on {socket.gethostname()}"
         self._loaded: set[int] = set()
+        self._continued: dict[str, int] = {}  # by a run's name, up to when its checkpoints are this one's too
 
     def state(self) -> dict[str, str]:
         """Return the entry of a checkpoint."""
         return {"name": self._name, "by": self._by}
 
-    def take_over(self, written: set[int]) -> None:
-        """Continue the run whose checkpoints, the one that was loaded among them, were ``written`` at these times."""
+    def take_over(self, state: object, written: set[int]) -> None:
+        """Continue the run that saved ``state``.
+
+        Args:
+            state: of the checkpoint that was loaded.
+            written: when the checkpoints in its folder were; what that run saved before then to other folders
+                (``best`` beside ``last``) is continued too.
+        """
         self._loaded |= written
+        self._continued[_run_of(state).get("name", "")] = max(written, default=0)
 
     def check(self, place: Place, newest: Manifest) -> None:
         """Raise ``CheckpointError`` if the ``newest`` checkpoint in ``place`` is neither this run's nor was loaded."""
-        run = newest.state.get("run") if isinstance(newest.state, dict) else None
-        if newest.written in self._loaded or (isinstance(run, dict) and run.get("name") == self._name):
+        run = _run_of(newest.state)
+        name = run.get("name", "")
+        if newest.written in self._loaded or name == self._name or newest.written <= self._continued.get(name, 0):
             return
-        by = f"another run ({run.get('by')})" if isinstance(run, dict) else "something other than an Executor"
+        by = f"another run ({run['by']})" if "by" in run else "something other than an Executor"
         when = datetime.fromtimestamp(newest.written / 1e9).isoformat(" ", "seconds")
         raise CheckpointError(
             f"cannot save to {place}: its newest checkpoint, of step {newest.step}, was saved by {by} at {when} and "
             "would be replaced; save to another folder, call resume or load to continue that run, or move it away"
         )
+
+
+def _run_of(state: object) -> dict[str, str]:
+    run = state.get("run") if isinstance(state, dict) else None
+    return run if isinstance(run, dict) else {}

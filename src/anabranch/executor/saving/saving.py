@@ -395,12 +395,18 @@ class Saver:
         }
 
     def try_encoding(self) -> None:
-        """Raise ``ValueError`` for what the optimizers' groups or the schedulers hold and a checkpoint does not."""
-        state, _ = checkpoint.split({"optimizers": self._optimizer_states({}), "schedulers": self._scheduler_states()})
+        """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
+        tried = {
+            "optimizers": self._optimizer_states({}),
+            "schedulers": self._scheduler_states(),
+            "extra": self._extra(),
+            "objects": {name: target.state_dict() for name, target in self._objects.items()},
+        }
+        state, _ = checkpoint.split(tried)
         try:
             encode(state)
         except ValueError as error:
-            raise ValueError(f"{error}; or give the scheduler or optimizer a state_dict() without it") from None
+            raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
     def _counts(self) -> dict[str, dict[str, object]]:
         """Return what every step has counted."""
@@ -453,7 +459,7 @@ class Saver:
     def _load_newest(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
         chosen: Checkpoint | None = None
-        known: set[int] = set()
+        known: tuple[object, set[int]] | None = None
         answer: dict[str, object] = {}
         if self._rank == 0:
             try:
@@ -464,7 +470,7 @@ class Saver:
                 answer = {"failure": str(error)}
             if chosen is not None:
                 answer = {"path": _name_of(chosen.path), "generation": chosen.generation}
-                known = chosen.written()
+                known = chosen.state, chosen.written()
         answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
         if "failure" in answer:
             raise CheckpointError(cast(str, answer["failure"]))
@@ -475,7 +481,8 @@ class Saver:
                 chosen or checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
             )
         )()
-        self._run.take_over(known)
+        if known is not None:
+            self._run.take_over(*known)
         return True
 
     def _together(self, plan: Callable[[], _T], failed: str = "cannot load the checkpoint, so no rank loads it") -> _T:
@@ -503,6 +510,7 @@ class Saver:
         state = _checked_state(found)
         ranks = cache(partial(self._rank_state, found, state))  # read before anything is changed
         tensors = found.tensors("model")
+        ranks(rows_of(state)[self._row if self._as_many_rows(state) else 0][0])
         same_ranks = (state["workers"], state["stages"]) == (self._size, self._stages)
         if same_ranks:
             tensors |= cast("dict[str, Tensor]", ranks(self._rank)["buffers"])

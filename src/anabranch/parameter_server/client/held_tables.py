@@ -104,10 +104,12 @@ class HeldTables:
                 if self._expected.get(spec.name, spec) != spec:
                     raise SchemaError(f"table {spec.name} is {spec} here, not {self._expected[spec.name]}")
                 self.holdings.setdefault(spec.name, self._holding_of(spec))
-            for parameter in described["dense"]:
-                if parameter["name"] not in self.holdings:
-                    _, parts = self.calls.export(shard, ExportMessage(parameter["name"]))
-                    self.holdings[parameter["name"]] = Holding(None, parts[0].dtype, tuple(parts[0].shape))
+            for name in (parameter["name"] for parameter in described["dense"]):
+                if name in self._expected:
+                    raise SchemaError(f"{name} is a dense parameter here; give the RemoteEmbedding another name")
+                if name not in self.holdings:
+                    _, parts = self.calls.export(shard, ExportMessage(name))
+                    self.holdings[name] = Holding(None, parts[0].dtype, tuple(parts[0].shape))
 
     def home(self, name: str) -> int:
         """Return the shard of a dense parameter."""

@@ -6,7 +6,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,14 @@ class RemoteEmbedding(nn.Module):
             super()._load_from_state_dict(*args)
         finally:
             self._parameters["on_servers"] = switch
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # The only class that all of PyTorch's ways to convert a model keep.
+        self.on_servers.__class__ = nn.Parameter  # type: ignore[assignment]
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        finally:
+            self.on_servers.__class__ = Elsewhere
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

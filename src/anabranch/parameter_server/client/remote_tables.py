@@ -192,7 +192,9 @@ class RemoteTables:
         """Make placeholders of the parameters taken over, in all ``models``; nothing can fail any more."""
         for name, parameter in self._taken.items():
             lookups = RemoteLookups(self._sources[name], parameter.shape, parameter.dtype)
-            self.moves.append(Move(parameter, lookups, models))
+            move = Move(parameter, lookups, models)
+            self.moves.append(move)  # first: an interrupt in the middle of the move is to find it here
+            move.begin()
         self._taken.clear()
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

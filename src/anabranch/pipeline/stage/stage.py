@@ -207,11 +207,12 @@ class StageRun:
 
     def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
         plan = self.plan
+        runs_twice = plan.records and (self.stage.index, i) in plan.recompute
         with ExitStack() as stack:
             stack.enter_context(plan.modes.entered())
             stack.enter_context(_standing_in(self._slots))
             here.hooked = stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
-            if plan.records and (self.stage.index, i) in plan.recompute:
+            if runs_twice:
                 stack.enter_context(here.experts.current(again=again))
             store = SkipStore(self.stage.shared)
             stack.enter_context(using_store(store))
@@ -234,7 +235,7 @@ class StageRun:
             if plan.records and self.stage.index in plan.loose.unchecked:
                 every = (edge for routed in here.edges.values() for edges in routed for edge in edges)
                 plan.loose.check([edge.node for edge in every if edge is not None], self.stage.index)
-            if here.state:
+            if runs_twice:
                 with torch._C.DisableTorchFunction():  # nothing is drawn here, so the mode need not look at each call
                     here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
             return mark_doubled(outputs, watch.tensors())
