@@ -8,16 +8,18 @@ import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
+from anabranch.liveness.group import Group
+from anabranch.liveness.peers import Peers
 from anabranch.observe.metrics import waiting_metric
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.record.spans import LONG, open_spans
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, Verb
-from anabranch.transport.peer_watch import PeerWatch
 from waiting import join, wait_until
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
@@ -25,6 +27,10 @@ SGD = functools.partial(torch.optim.SGD, lr=1.0)
 
 def waits() -> list[dict[str, object]]:
     return [one for one in open_spans() if one["name"] == "wait"]
+
+
+def group_of(ranks: list[int], heartbeat: float) -> Group:
+    return Group(Peers(0, HashStore), ranks, heartbeat)
 
 
 def test_a_wait_for_ranks_is_shown_once_it_is_long_and_not_after_its_end() -> None:
@@ -38,7 +44,7 @@ def test_a_wait_for_ranks_is_shown_once_it_is_long_and_not_after_its_end() -> No
         return False
 
     before = time.monotonic()
-    PeerWatch(lambda ranks: {}, heartbeat=60.0).wait(done, [1, 3], "all_reduce", Deadline.after(50.0))
+    group_of([0, 1, 3], 60.0).wait(done, "all_reduce", Deadline.after(50.0))
     assert not seen[0]
     (wait,) = seen[-1]
     assert before <= wait.pop("since") <= time.monotonic() - LONG  # type: ignore[operator]
@@ -54,7 +60,7 @@ def test_a_wait_that_fails_is_forgotten_too() -> None:
         return False
 
     with pytest.raises(DeadlineExceeded):
-        PeerWatch(lambda ranks: {}, heartbeat=1.0).wait(done, [1], "all_reduce", Deadline.after(60.0, clock))
+        group_of([0, 1], 1.0).wait(done, "all_reduce", Deadline.after(60.0, clock))
     assert open_spans(longer_than=0.0) == []
 
 

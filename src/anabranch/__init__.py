@@ -16,7 +16,7 @@ gives. The packages are floors, imports point down only:
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
-- ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
+- ``tensors``, ``deadline``, ``errors``, ``job``, ``record``: what all of the above speak in.
 """
 
 from __future__ import annotations

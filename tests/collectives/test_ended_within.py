@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from anabranch.collectives.liveness import ended_within
+from anabranch.collectives.messages import ended_within
 
 
 class Work:

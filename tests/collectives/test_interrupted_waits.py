@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 import anabranch as ab
+from anabranch.liveness import meeting
 from anabranch.parameter_server.client.parameter_client import Worker
 from anabranch.record import spans
-from anabranch.transport import peer_watch
 
 what, rank = sys.argv[1], int(os.environ.get("RANK", 0))
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,7 +75,7 @@ if what == "meeting":
             say(record.getMessage())
 
     logging.getLogger("anabranch").addHandler(Handler())
-    peer_watch._SAID_AFTER = 0.0
+    meeting._SAID_AFTER = 0.0
     executor()
 elif what == "all-reduce":
     made = executor()

@@ -122,7 +122,7 @@ def test_a_stopped_rank_is_named_by_its_beats_and_the_others_end(ranks: Ranks) -
         assert facts["peer"] == "rank 1"
         assert facts["step"] == 1
         assert "its process is stopped" in facts["text"]
-        assert facts["elapsed"] < 30.0  # of 60; two beats on a clock of its own: test_process_heartbeats.py
+        assert facts["elapsed"] < 30.0  # of 60; two beats on a clock of its own: test_peers.py
         assert "PeerLost" in stderr
         assert ranks.processes[rank].returncode == 1
 

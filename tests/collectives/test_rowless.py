@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 import anabranch as ab
 from anabranch.collectives.rowless import Rowless
+from anabranch.liveness.group import Group
+from anabranch.liveness.peers import Peers
 from anabranch.testing import LocalJob
 
 JOB = """
@@ -115,9 +117,13 @@ def test_a_worker_without_rows_takes_part_where_the_loss_waits_for_nobody() -> N
     assert in_a_job("not at all") == [{"said": "", "runs": 3}] * 2
 
 
+def rowless(store: dist.Store, rank: int) -> Rowless:
+    return Rowless(store, Group(Peers(rank, lambda: store), [0, 1], heartbeat=0.01), timeout=30.0)
+
+
 def test_only_a_failed_wait_for_a_rank_is_blamed_on_a_worker_without_rows() -> None:
     store = dist.HashStore()
-    first, second = (Rowless(store, rank, [0, 1], timeout=30.0, heartbeat=0.01) for rank in (0, 1))
+    first, second = (rowless(store, rank) for rank in (0, 1))
     waits = [
         ab.DeadlineExceeded("not all ranks arrived", peer="rank 1"),
         RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 27000ms for recv operation"),
@@ -143,7 +149,7 @@ def test_only_a_failed_wait_for_a_rank_is_blamed_on_a_worker_without_rows() -> N
 def test_a_workers_own_waits_see_what_has_ended_only_while_it_has_no_rows() -> None:
     store = dist.HashStore()
     store.set("ended without rows", "yes")
-    one = Rowless(store, 0, [0, 1], timeout=30.0, heartbeat=0.01)
+    one = rowless(store, 0)
     one.check()
     with pytest.raises(ab.DeadlineExceeded), one.here():
         one.check()

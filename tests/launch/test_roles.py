@@ -470,7 +470,7 @@ print(json.dumps(found))
     for role in ("parameters", "expert"):
         peer, seconds = result.results[0][role]  # type: ignore[misc]
         assert peer.endswith(f"{role}-0")
-        assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_process_heartbeats.py"
+        assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_peers.py"
 
 
 def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_path: Path, mark: str) -> None:

@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_found_by_its_heartbeats_and_the_pipe_works_when_it_re
     assert found[0]["peer"] == "rank 1"
     assert "its process is stopped" in found[0]["text"]
     assert found[0]["step"] == 1
-    assert found[0]["seconds"] < 30.0  # of 60; two beats on a clock of its own: test_process_heartbeats.py
+    assert found[0]["seconds"] < 30.0  # of 60; two beats on a clock of its own: test_peers.py
     assert found[1]["type"].endswith("PeerLost")
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from anabranch.autodiff import boundary_exit
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Form, cross
-from anabranch.collectives.liveness import move_message, wait_until_reduced
+from anabranch.collectives.messages import move_message, wait_until_reduced
 from anabranch.errors import CaptureError, ProtocolError
 from anabranch.job import job
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES

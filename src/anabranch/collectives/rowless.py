@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost, PipelineError
-from anabranch.transport.peer_watch import rank_names
+from anabranch.liveness.group import Group, rank_names
 
 __all__ = ["Rowless"]
 
@@ -35,35 +35,32 @@ class Rowless:
 
     Args:
         store: of this group alone.
-        rank: this process's rank in the job.
-        ranks: the group's ranks in the job.
+        group: the workers; they see an end within half a heartbeat.
         timeout: seconds that a wait may last.
-        heartbeat: seconds; an end is seen by the others within half of it.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout: float, heartbeat: float) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self._heartbeat = heartbeat
+    def __init__(self, store: Store, group: Group, timeout: float) -> None:
+        self._store, self._group = store, group
         # Before the workers without rows give up, with the time to look for a rank that is lost.
-        self._limit = timedelta(seconds=max(timeout / 2, min(0.9 * timeout, timeout - 3 * heartbeat)))
+        self._limit = timedelta(seconds=max(timeout / 2, min(0.9 * timeout, timeout - 3 * group.heartbeat)))
         self._is_here = False
         self._groups: tuple[int, list[tuple[dist.ProcessGroupGloo, timedelta]]] = 0, []
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Let the others know that this worker has no rows, until the block ends without an error."""
-        self._store.set(_key(self._rank), "yes")
+        self._store.set(_key(self._group.peers.rank), "yes")
         self._is_here = True
         yield
         self._is_here = False
-        self._store.set(_key(self._rank), "")
+        self._store.set(_key(self._group.peers.rank), "")
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
         """End waits of gloo's groups among these workers in time while the block runs."""
         count = len(dist.distributed_c10d._world.pg_map)
         if count != self._groups[0]:
-            groups = [(group, group.options._timeout) for group in _gloo_among(self._ranks)]
+            groups = [(group, group.options._timeout) for group in _gloo_among(self._group.ranks)]
             self._groups = count, [(group, old) for group, old in groups if old > self._limit]
         for group, _ in self._groups[1]:
             group._set_default_timeout(self._limit)
@@ -80,7 +77,7 @@ class Rowless:
     def check(self) -> None:
         """Raise the error of a run that has ended elsewhere, if this worker is one without rows."""
         if self._is_here and self._store.check([_ENDED]):
-            raise DeadlineExceeded("the others have given up", peer=rank_names(self._ranks), operation="run")
+            raise DeadlineExceeded("the others have given up", peer=rank_names(self._group.ranks), operation="run")
 
     def explain(self, error: BaseException, step: int) -> BoundaryError | None:
         """Return the error that names the workers without rows, if a wait for them failed."""
@@ -106,15 +103,15 @@ class Rowless:
         """Return the ranks without rows; after the loss of a rank only if that is why the run has ended there."""
         if lost and not self._store.check([_ENDED]):
             return []
-        known = [rank for rank in self._ranks if self._store.check([_key(rank)])]
+        known = [rank for rank in self._group.ranks if self._store.check([_key(rank)])]
         return [rank for rank in known if self._store.get(_key(rank)) == b"yes"]
 
     def _announce_end(self, ranks: Sequence[int]) -> None:
         """Tell the others why the run has ended, and give them time to see it: the store may end with this process."""
         self._store.set(_ENDED, "yes")
         self._store.add(_SEEN, 1)
-        until = Deadline.after(2 * self._heartbeat)
-        while self._store.add(_SEEN, 0) < len(self._ranks) and not until.expired():
+        until = Deadline.after(2 * self._group.heartbeat)
+        while self._store.add(_SEEN, 0) < len(self._group.ranks) and not until.expired():
             time.sleep(_PAUSE)
 
 

@@ -13,12 +13,9 @@ meet those of its forward on a worker that runs none.
 from __future__ import annotations
 
 import atexit
-import itertools
-import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -28,23 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from anabranch.collectives.leaving import destroy_group_at_exit
-from anabranch.collectives.liveness import ended_within, job_store
+from anabranch.collectives.messages import ended_within
 from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
+from anabranch.liveness.group import Group, rank_names
+from anabranch.liveness.meeting import end_without_waiting, interruptible, meet_peers
+from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.record import spans
-from anabranch.record.process import process_record
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible, rank_names
-from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
-__all__ = ["Pending", "Workers", "meet_peers"]
+__all__ = ["Pending", "Workers"]
 
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
-_LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
 class Pending:
@@ -76,17 +70,19 @@ class Pending:
             self._workers.crossed(self._began, self._operation, self._step, self._nbytes, self._number)
 
 
-class Workers:
+class Workers(Group):
     """A process group whose waits are bounded and name the missing ranks; a context manager.
 
     Args:
         group: the members; ``None`` is the job's group, initialised from the usual environment if necessary.
+        ranks: members without a group of their own, in place of ``group``; only for tensors on the CPU.
+        name: given to those: on each of them, and to no other group.
         device: where the gradients live: gloo serves CPU, NCCL serves CUDA.
         timeout: seconds that one wait may last.
         heartbeat: seconds between two checks of the other ranks.
 
     Attributes:
-        ranks: the members, by their numbers in the job.
+        name: what the group is called on each of its ranks, and no other group.
         rowless: names the workers that have no rows; ``None`` in a group of one.
 
     Raises:
@@ -99,6 +95,8 @@ class Workers:
         self,
         group: dist.ProcessGroup | None = None,
         *,
+        ranks: Sequence[int] | None = None,
+        name: str = "",
         device: torch.device | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
@@ -110,36 +108,32 @@ class Workers:
             backend = "gloo" if self.on_host else "nccl"
             # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
             meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
-        self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
+        self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None and ranks is None else group
         self.device = torch.device("cpu") if device is None else device
-        self.rank = dist.get_rank(self._group)
-        if self.rank < 0:
+        if dist.get_rank(self._group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only members may use it")
-        self.size = dist.get_world_size(self._group)
-        self.ranks = dist.get_process_group_ranks(self._group)
+        super().__init__(peers_of_job(), ranks or dist.get_process_group_ranks(self._group), heartbeat)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self._started = 0
-        self._name = f"workers {','.join(map(str, self.ranks))}"
-        self._others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
-        self._beats: ProcessHeartbeats | None = None
+        self.name = name or f"workers {','.join(map(str, self.ranks))}"
         self._own: dist.ProcessGroup | None = None
         self.rowless: Rowless | None = None
-        self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
-            self._beats = ProcessHeartbeats(self._meet(), self.ranks[self.rank], store=job_store(), heartbeat=heartbeat)
-            store = PrefixStore(f"anabranch/{self._name}", dist.distributed_c10d._get_default_store())
+            if ranks is None:
+                self.peers.know(self._meet(), heartbeat)
+            store = PrefixStore(f"anabranch/{self.name}", dist.distributed_c10d._get_default_store())
             self._own = self._connect(store)
-            self.rowless = Rowless(store, self.ranks[self.rank], self.ranks, timeout, heartbeat)
-        destroy_group_at_exit()
-        atexit.register(self._exit_without_lost_ranks)
+            self.peers.look_up(self.others, heartbeat)
+            self.rowless = Rowless(store, self, timeout)
+        atexit.register(self._end)
 
     def _meet(self) -> dict[int, Identity]:
         """Every rank's identity, by its rank in the job; the first adds what makes the group's name unique.
 
         A count would not do: where a construction fails on one rank, it has made fewer groups than the others.
         """
-        text = f"{Identity.of_this_process().encode()} {uuid.uuid4().hex}".encode()
+        text = f"{self.peers.identity.encode()} {uuid.uuid4().hex}".encode()
         mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         group = self._group
@@ -152,7 +146,7 @@ class Workers:
         self.wait_for(work, Deadline.after(self.timeout), "meet", None)
         del _unmet[group]
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
-        self._name += f"/{texts[0].rpartition(' ')[2]}"
+        self.name += f"/{texts[0].rpartition(' ')[2]}"
         return {rank: Identity.decode(text.rpartition(" ")[0]) for rank, text in zip(self.ranks, texts, strict=True)}
 
     def _connect(self, store: PrefixStore) -> dist.ProcessGroup:
@@ -161,7 +155,7 @@ class Workers:
         try:
             group = interruptible(partial(dist.ProcessGroupGloo, store, self.rank, self.size, limit))
         except RuntimeError as error:
-            raise self._watch.explain(error, self._others, "meet", deadline) from None
+            raise self.explain(error, "meet", deadline) from None
         return cast(dist.ProcessGroup, group)  # a backend, of which c10d's functions use what a group has, too
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -242,12 +236,12 @@ class Workers:
 
     def crossed(self, began: int, operation: str, step: int | None, nbytes: int, number: int) -> None:
         """Record a collective that is over; one of a single worker crosses nothing."""
-        if not self._others:
+        if not self.others:
             return
-        facts: dict[str, object] = {"peer": rank_names(self._others), "bytes": nbytes} | (
+        facts: dict[str, object] = {"peer": rank_names(self.others), "bytes": nbytes} | (
             {} if step is None else {"step": step}
         )
-        flow: spans.Flow = "meet", f"{self._name}/{number}"
+        flow: spans.Flow = "meet", f"{self.name}/{number}"
         spans.complete(began, operation, "crossing", track="workers", flow=flow, facts=facts)
 
     # Waits and their outcomes.
@@ -258,7 +252,7 @@ class Workers:
         Raises:
             PeerLost: a rank died or froze; names it.
         """
-        self._watch.check(self._others, "wait for the other workers", Deadline.after(self.timeout))
+        self.check("wait for the other workers", Deadline.after(self.timeout))
 
     def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None) -> None:
         """Return when ``work`` is done, or raise the reason why it will not be."""
@@ -270,50 +264,32 @@ class Workers:
             return ended_within(seconds, work)
 
         try:
-            self._watch.wait(done, self._others, operation, deadline, step=step, at_once=not self.on_host)
+            self.wait(done, operation, deadline, step=step, at_once=not self.on_host)
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise self._watch.explain(error, self._others, operation, deadline, step=step) from None
+            raise self.explain(error, operation, deadline, step=step) from None
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
-            self._has_left_work = True
+            self.has_left_work = True
             raise
         self.wait_seconds += time.monotonic() - began
 
-    def _first_of(self, lost: Mapping[int, str], operation: str) -> Mapping[int, str]:
-        """Return those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of
-        it.
-        """
-        own = self.ranks[self.rank]
-        first = lost
-        with suppress(RuntimeError):  # the process that held the store is among the lost
-            store = job_store()
-            if len(lost) > 1:
-                first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
-            store.set(_LOST_TO_ANOTHER.format(own), "yes")
-        first = first or lost
-        spans.mark("workers.lost", ranks=sorted(first), operation=operation)
-        return first
-
-    _has_left_work = False
-
-    def _exit_without_lost_ranks(self) -> None:
-        if self._has_left_work or self._watch.has_lost:
+    def _end(self) -> None:
+        if self.has_left_work:
             end_without_waiting()
         self.close()
 
     def close(self) -> None:
-        """Stop the beats, and destroy the process group if it was initialised here."""
-        if self._beats is not None:
-            self._beats.close()
-        if self._has_left_work or self._watch.has_lost:
+        """Let go of the connections, and destroy the process group if it was initialised here."""
+        if self.has_left_work:
             return
-        atexit.unregister(self._exit_without_lost_ranks)
+        atexit.unregister(self._end)
         if self.rowless is not None:
             self.rowless.close()
-        self._group = self._own = None  # their threads end with the last reference, see leaving.py
+        self._group = self._own = None  # their threads end with the last reference, see meeting.py
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
+            self.peers.close()
             dist.destroy_process_group()
 
     def __enter__(self) -> Workers:
@@ -325,36 +301,3 @@ class Workers:
 
 # Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.
 _unmet: WeakKeyDictionary[dist.ProcessGroup, tuple[Tensor, dist.Work]] = WeakKeyDictionary()
-
-_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-# How often this process has met the others; the same on all of them, as they run the same program.
-_meetings = itertools.count()
-
-
-def meet_peers(backend: str, timeout: timedelta) -> None:
-    """Initialise the job's process group from the environment, as ``init_process_group`` does, under its own keys.
-
-    Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
-    workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
-    now and then find an address that nobody listens at any more.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"anabranch/{attempt}/{next(_meetings)}"
-
-    def meet() -> None:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        if device is not None:
-            torch.cuda.set_device(device)  # a thread's own
-        keys = PrefixStore(prefix, store)
-        dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
-
-    variables = " ".join(f"{name}={os.environ[name]}" for name in _MEETING if name in os.environ)
-    waiting = (
-        f"waiting for the other workers that the environment names, {variables}; if this process is a job of its own, "
-        "unset RANK and WORLD_SIZE"
-    )
-    process_record()
-    with spans.Lasting("connect", "wait"):
-        interruptible(meet, waiting)

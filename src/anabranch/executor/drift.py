@@ -25,9 +25,8 @@ from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
 from anabranch.executor.likeness import optimizer_lines, send_first
 from anabranch.executor.routes import Place, Routes
-from anabranch.executor.running.remote import PushGroup
 from anabranch.executor.steps import Step, TrainStep
-from anabranch.transport.peer_watch import rank_names
+from anabranch.liveness.group import rank_names
 
 __all__ = ["DIGITS", "Drift", "checksum", "digits_differ", "distance"]
 
@@ -53,7 +52,7 @@ class Drift:
     def __init__(
         self,
         workers: Workers,
-        everyone: PushGroup,
+        everyone: Workers,
         steps: Mapping[str, Step],
         routes: Callable[[], Routes],
         every: int,

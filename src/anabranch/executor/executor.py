@@ -40,7 +40,7 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching, rates_of
-from anabranch.executor.pipes import PipelineGrid, check_pipes, seed_pipes
+from anabranch.executor.pipes import check_pipes, join_pipelines, seed_pipes
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
@@ -195,15 +195,14 @@ class Executor:
         self._watching = Watching(check_sinks(sinks), prefixed=len(training) > 1)
         self._parts.callback(self._watching.close)
         try:
-            self._workers = self._join_workers(process_group, timeout, heartbeat)
+            self._workers = self._everyone = self._join_workers(process_group, timeout, heartbeat)
             if self._workers is not None:
                 self._parts.callback(self._workers.close)
-            self._grid = None
+            stages = 1
             if pipe is not None:
-                line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
-                self._grid = PipelineGrid(self._workers, line)
-                self._parts.callback(self._grid.close)
-            everyone = self._grid or self._workers
+                stages = dist.get_world_size(pipe.process_group)
+                self._everyone = join_pipelines(pipe, self._workers, timeout, heartbeat)
+                self._parts.callback(self._everyone.close)
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
                 seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
@@ -221,7 +220,7 @@ class Executor:
             acting = self._workers if together else None
             drift = None
             if acting is not None and check_workers and acting.size > 1:
-                drift = Drift(acting, everyone or acting, self._steps, self.routes, check_workers)
+                drift = Drift(acting, self._everyone or acting, self._steps, self.routes, check_workers)
             self._runners: dict[str, StepRunner] = {}
             self._evaluators: dict[str, Evaluator] = {}
             self._remote: RemotePart | None = None
@@ -230,8 +229,8 @@ class Executor:
                     self._routes,
                     self._steps,
                     self._models,
-                    everyone,
-                    stages=1 if self._grid is None else self._grid.stages,
+                    self._everyone,
+                    stages=stages,
                     consistency=ordering.name,
                     cache=cache,
                     row_compression=row_compression,
@@ -260,7 +259,9 @@ class Executor:
                     upcoming=UpcomingIds() if remote and remote.rows and not isinstance(step.model, Pipe) else None,
                     between=partial(self._ask_for_next, name) if asks_ahead else None,
                 )
-            self._saver = Saver(self._steps, self._runners, everyone, self._batches.loaders, self._remote, state)
+            self._saver = Saver(
+                self._steps, self._runners, self._everyone, stages, self._batches.loaders, self._remote, state
+            )
             self._parts.callback(self._close_saves)
             self._parts.callback(self._close_trace)
             for step in training.values():
@@ -269,10 +270,9 @@ class Executor:
         except BaseException as error:
             self._end(error)
             raise
-        self._rank = rank = job().rank if everyone is None else everyone.rank
-        self._progress = Progress(shown=rank == 0)
+        self._progress = Progress(shown=self._rank == 0)
         record = process_record()
-        self._watching.begin(rank, None if record is None else RunFacts(record, self._crossed, self._loops))
+        self._watching.begin(self._rank, None if record is None else RunFacts(record, self._crossed, self._loops))
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows, self._run_seconds = 0.0, 0.0
@@ -293,12 +293,16 @@ class Executor:
         devices = {_device_of(step.model) for step in self._steps.values()}
         return Workers(group, device=next(iter(devices)), timeout=timeout, heartbeat=heartbeat)
 
+    @property
+    def _rank(self) -> int:
+        return job().rank if self._everyone is None else self._everyone.rank
+
     def _serves_any(self) -> bool:
         """Return True if any part of the model is on the servers, also if it is on another stage's rank."""
-        if self._grid is None:
+        if self._everyone is self._workers or self._everyone is None:
             return self._routes.served
         mine = b"served" if self._routes.served else b""
-        return any(self._grid.all_gather_bytes(mine, operation="meet"))
+        return any(self._everyone.all_gather_bytes(mine, operation="meet"))
 
     def _new_evaluators(self) -> dict[str, Evaluator]:
         steps = self._steps.items()
@@ -850,9 +854,8 @@ class Executor:
         self._check_open()
         if self._trace is not None:
             raise RuntimeError("this executor is already recording a trace; start the next one after its last step")
-        everyone = self._grid or self._workers
         with self._reporting_failures():
-            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=everyone)
+            self._trace = RunTrace(path, steps, operators=operators, first=self.step, everyone=self._everyone)
         return self._recording(self._trace)
 
     @contextmanager

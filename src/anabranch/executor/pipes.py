@@ -59,43 +59,16 @@ def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
             step.model.seed = seed
 
 
-class PipelineGrid:
-    """Parallel pipelines as one sequence of ranks: ``row * stages + stage``.
-
-    Args:
-        column: the ranks that hold this rank's stage; ``None`` if there is one pipeline.
-        line: the ranks of this pipeline.
-    """
-
-    def __init__(self, column: Workers | None, line: Workers) -> None:
-        self._column = column
-        self._line = line
-        self.stages = line.size
-        self.size = line.size * (1 if column is None else column.size)
-        self.rank = line.rank + (0 if column is None else column.rank * line.size)
-
-    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        """Every rank's ``data``, in the order of ranks."""
-        row = self._line.all_gather_bytes(data, operation=operation)
-        if self._column is None:
-            return row
-        rows = self._column.all_gather_bytes(msgspec.msgpack.encode(row), operation=operation)
-        return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
-
-    def gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        """Return the same on rank 0, nothing on the others."""
-        row = self._line.gather_bytes(data, operation=operation)
-        if self._column is None or self._line.rank:
-            return row
-        rows = self._column.gather_bytes(msgspec.msgpack.encode(row), operation=operation)
-        return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
-
-    def check_present(self) -> None:
-        """Raise ``PeerLost`` if a rank of this row or of this column is known to be lost."""
-        self._line.check_present()
-        if self._column is not None:
-            self._column.check_present()
-
-    def close(self) -> None:
-        """End watching the ranks of this pipeline."""
-        self._line.close()
+def join_pipelines(pipe: Pipe, column: Workers | None, timeout: float, heartbeat: float) -> Workers:
+    """Return all ranks of parallel pipelines, one pipeline after the other; ``column`` holds this rank's stage."""
+    line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
+    if column is None or column.size == 1:
+        return line
+    with line:
+        if line.size == 1:
+            return column
+        texts = column.all_gather_bytes(msgspec.json.encode((line.name, line.ranks)), operation="meet")
+        rows = [msgspec.json.decode(text, type=tuple[str, list[int]]) for text in texts]
+        ranks = [rank for _, row in rows for rank in row]
+        name = f"{rows[0][0]} and those beside it"
+        return Workers(ranks=ranks, name=name, timeout=timeout, heartbeat=heartbeat)

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined in C++
 
-from anabranch.collectives.workers import meet_peers
 from anabranch.job import Grid, Job
-from anabranch.transport.peer_watch import interruptible
+from anabranch.liveness.meeting import interruptible, meet_peers
 
 __all__ = ["make_grid"]
 

@@ -36,6 +36,9 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import PipelineError
+from anabranch.liveness.group import Group
+from anabranch.liveness.meeting import end_without_waiting, interruptible
+from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.pipeline.action_runner import ActionFailure, Runner, phase_of
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.communicators import connect
@@ -51,8 +54,6 @@ from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
-from anabranch.transport.peer_watch import PeerWatch, end_without_waiting, interruptible
-from anabranch.transport.process_heartbeats import Identity, ProcessHeartbeats
 
 __all__ = ["RankEngine", "RankTurn"]
 
@@ -116,29 +117,27 @@ class RankEngine:
                 'process_group=dist.new_group(backend="gloo")'
             )
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._names = dist.get_process_group_ranks(group)
+        peers = peers_of_job()
+        self._members = Group(peers, dist.get_process_group_ranks(group), heartbeat, recovers=True)
         self._rank_of = rank_of
         self._timeout = timeout
         self._turns = 0
-        self.peers = [peer for peer in range(self.size) if peer != self.rank]
+        self.peers = [peer for peer in range(self._members.size) if peer != self.rank]
         self.inbox = Inbox(self.peers)
         self._check_alike(likeness)
-        identities = self._meet()
+        identities = [Identity.decode(text) for text in self._gather(peers.identity.encode())]
+        peers.know(dict(zip(self._members.ranks, identities, strict=True)), heartbeat)
         store = dist.distributed_c10d._get_default_store()
         backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         backend = backends.get(device.type, "") if nccl else ""
         ends = connect(self.rank, neighbours, device, backend, self._gather, store, 2 * timeout, _CONNECT_SECONDS)
         self.links = DirectLinks(self.rank, device, ends, self.inbox, 2 * heartbeat)
-        self._beats = ProcessHeartbeats(identities, self._names[self.rank], store=store, heartbeat=heartbeat)
         # Nothing that holds this engine: its threads end when the last reference to it goes.
-        lost = partial(_lost, self.inbox, self._beats, self._names, self.links)
-        self._watch = PeerWatch(lost, heartbeat)
-        unguard = guard(self.links, partial(_by_group, lost, self._names), heartbeat / 2) if ends else None
+        self._noticed = partial(_noticed, self._members, self.inbox, self.links)
+        unguard = guard(self.links, partial(_lost, self._members, self._noticed), heartbeat / 2) if ends else None
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
-        self.name = f"pipe {','.join(map(str, self._names))}/{tag}"
-        on_one_host = len({identity.host for identity in identities.values()}) == 1
+        self.name = f"pipe {','.join(map(str, self._members.ranks))}/{tag}"
+        on_one_host = len({identity.host for identity in identities}) == 1
         sockets = (
             meet(self.rank, self._gather, _CONNECT_SECONDS) if self._everyone(shared_memory and on_one_host) else None
         )
@@ -149,18 +148,21 @@ class RankEngine:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         leave = partial(_exit_without_lost_ranks, self._channel)
-        self._end = weakref.finalize(self, _end, self._channel, self._beats, leave, self.links, unguard)
+        self._end = weakref.finalize(self, _end, self._channel, leave, self.links, unguard)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
-    def _meet(self) -> dict[int, Identity]:
-        texts = self._gather(Identity.of_this_process().encode())
-        return {rank: Identity.decode(text) for rank, text in zip(self._names, texts, strict=True)}
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self._members.rank
 
     def _check_alike(self, likeness: str) -> None:
         digest = hashlib.blake2b(likeness.encode(), digest_size=8).hexdigest()
         told = self._gather(f"{digest} {likeness}".encode()[:_TEXT_BYTES].decode(errors="ignore"))
         if len({text.split(" ")[0] for text in told}) > 1:
-            each = "; ".join(f"rank {r}: {text.split(' ', 1)[1]}" for r, text in zip(self._names, told, strict=True))
+            each = "; ".join(
+                f"rank {r}: {text.split(' ', 1)[1]}" for r, text in zip(self._members.ranks, told, strict=True)
+            )
             raise ValueError(
                 "the ranks make different pipes; use the same layers, balance and schedule on all of them (a balance "
                 f"that each rank measures itself differs: balance='time' is measured on one). {each}"
@@ -169,7 +171,7 @@ class RankEngine:
     def _gather(self, text: str) -> list[str]:
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(text.encode())] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else 0
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        everyone = [torch.empty_like(mine) for _ in range(self._members.size)]
         interruptible(partial(dist.all_gather, everyone, mine, group=self.group))
         return [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
 
@@ -227,7 +229,7 @@ class RankEngine:
 
     def rank_name(self, rank: int) -> int:
         """Return the number in the job of a rank of the group."""
-        return self._names[rank]
+        return self._members.ranks[rank]
 
     def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to ``rank``; ``tensors`` are flat bytes."""
@@ -265,7 +267,7 @@ class RankEngine:
             return False
 
         names = [self.rank_name(rank) for rank in peers]
-        self._watch.wait(done, names, f"pipeline {operation}", deadline, step=step)
+        self._members.wait(done, f"pipeline {operation}", deadline, awaited=names, step=step, noticed=self._noticed)
         self.wait_seconds += monotonic() - began
 
     def _out_of_order(self, peer: int, theirs: str, ours: str) -> RuntimeError:
@@ -284,18 +286,15 @@ class RankEngine:
         self._end()
 
 
-def _lost(
-    inbox: Inbox, beats: ProcessHeartbeats, names: Sequence[int], links: DirectLinks, ranks: Sequence[int]
-) -> dict[int, str]:
-    """Return all ranks that are lost: a turn needs every one of them."""
+def _noticed(members: Group, inbox: Inbox, links: DirectLinks) -> dict[int, str]:
+    """Return the ranks, by their numbers in the job, that are lost by what connections to them say."""
     with inbox.changed:
-        lost = links.lost() | inbox.lost
-    return {names[rank]: why for rank, why in lost.items()} | beats.lost()
+        return {members.ranks[rank]: why for rank, why in (links.lost() | inbox.lost).items()}
 
 
-def _by_group(lost: Callable[[Sequence[int]], Mapping[int, str]], names: Sequence[int]) -> dict[int, str]:
-    """Return all ranks that are lost, by their rank in the group."""
-    return {names.index(rank): why for rank, why in lost(()).items()}
+def _lost(members: Group, noticed: Callable[[], Mapping[int, str]]) -> dict[int, str]:
+    """Return all ranks that are lost, by their rank in the group: a turn needs every one of them."""
+    return {members.ranks.index(rank): why for rank, why in members.lost(noticed).items()}
 
 
 def _exit_without_lost_ranks(channel: Channel) -> None:
@@ -305,20 +304,13 @@ def _exit_without_lost_ranks(channel: Channel) -> None:
         end_without_waiting()
 
 
-def _end(
-    channel: Channel,
-    beats: ProcessHeartbeats,
-    leave: Callable[[], None],
-    links: DirectLinks,
-    unguard: Callable[[], None] | None,
-) -> None:
+def _end(channel: Channel, leave: Callable[[], None], links: DirectLinks, unguard: Callable[[], None] | None) -> None:
     if unguard is not None:
         unguard()
     links.close()
     channel.close()
     if not channel.is_stuck():
         atexit.unregister(leave)
-    beats.close()
 
 
 def _words_of(error: BaseException) -> str:

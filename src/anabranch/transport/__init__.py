@@ -3,8 +3,7 @@
 It is neither a message bus nor a scheduler, and knows no experts or tables, only verbs and a server's handlers for
 them. Open ``client.py`` and ``server/server.py`` first: they draw the life of a request. ``frame.py`` has its layout in
 bytes, ``server/once.py`` makes retries idempotent. ``network`` has the sockets, and the certificates that decide which
-peers may connect. ``process_heartbeats.py`` is separate: it checks whether the ranks of a ``torch.distributed`` job
-are alive.
+peers may connect.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from anabranch.transport.network.memory_network import MemoryTransport
     from anabranch.transport.network.sockets import SocketTransport
     from anabranch.transport.network.streams import Listener, Peer, Stream, Transport
-    from anabranch.transport.process_heartbeats import ProcessHeartbeats
     from anabranch.transport.server.server import Call, Server, ServerStatistics, Verb
 
 __all__ = [
@@ -34,7 +32,6 @@ __all__ = [
     "MemoryTransport",
     "Outcome",
     "Peer",
-    "ProcessHeartbeats",
     "Request",
     "RequestHeader",
     "Server",
@@ -57,7 +54,6 @@ if not TYPE_CHECKING:  # a type checker would accept every name as one of the pa
             "network.certificates",
             "network.streams",
             "frame",
-            "process_heartbeats",
             "network.sockets",
             "network.memory_network",
             "client",

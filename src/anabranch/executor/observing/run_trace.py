@@ -12,34 +12,20 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from anabranch.collectives import Workers
 from anabranch.record import spans
 from anabranch.record.process import process_name
 from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace
 
-__all__ = ["RunTrace", "WorkerGroup", "nested_in"]
+__all__ = ["RunTrace", "nested_in"]
 
 _ROUNDS = 8
 _MARK = "anabranch clock"
-
-
-class WorkerGroup(Protocol):
-    """The workers of a job."""
-
-    rank: int
-
-    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        """Return every rank's ``data``."""
-        ...
-
-    def gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        """Return the same on rank 0, nothing on the others."""
-        ...
 
 
 class RunTrace:
@@ -58,9 +44,7 @@ class RunTrace:
         RuntimeError: a profiler of PyTorch's runs already.
     """
 
-    def __init__(
-        self, path: object, steps: object, *, operators: object, first: int, everyone: WorkerGroup | None
-    ) -> None:
+    def __init__(self, path: object, steps: object, *, operators: object, first: int, everyone: Workers | None) -> None:
         self._everyone = everyone
         self._first = first
         self._profile: profile | None = None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.hooks import before_load, before_state, hooks_of_step
 from anabranch.autodiff.moved_parameter import Move, MovedState, Ways, is_within
 from anabranch.choices import listed
+from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
 from anabranch.executor.loss_module import model_of
@@ -47,7 +48,7 @@ from anabranch.parameter_server.client.warming_caches import compile_cache_kerne
 from anabranch.tables import Cache, Family, ParameterState, RowOptimizer, to_torch
 from anabranch.tensors import Compression
 
-__all__ = ["PushGroup", "RemotePart", "Served", "ServedParameter", "check_served_steps"]
+__all__ = ["RemotePart", "Served", "ServedParameter", "check_served_steps"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -61,24 +62,6 @@ _left: WeakKeyDictionary[nn.Module, _Left] = WeakKeyDictionary()  # by the modul
 
 
 _PATIENCE = 10.0  # heartbeats for a server to answer, where an error ends the Executor
-
-
-class PushGroup(Protocol):
-    """The processes that push together in each step: workers, or all ranks of a grid of pipelines."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number among them."""
-
-    @property
-    def size(self) -> int:
-        """The number of them."""
-
-    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        """Everyone's ``data``, in the order of ranks."""
-
-    def check_present(self) -> None:
-        """Raise ``PeerLost`` if a peer is known to be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +98,8 @@ class RemotePart:
     Args:
         routes: the place of each parameter.
         steps, models: the owners of these parameters.
-        workers: the workers whose steps are ordered with this one's; ``None`` for a single worker.
+        workers: those whose steps are ordered with this one's, all ranks of parallel pipelines; ``None`` for a single
+            worker.
         stages: the number of ranks that hold one model between them; those with neighbouring numbers do.
         consistency: how.
         cache: how looked-up rows are cached here, if at all.
@@ -143,7 +127,7 @@ class RemotePart:
         routes: Routes,
         steps: Mapping[str, Step],
         models: Mapping[str, nn.Module],
-        workers: PushGroup | None,
+        workers: Workers | None,
         *,
         stages: int = 1,
         consistency: str = "bsp",

@@ -43,7 +43,6 @@ from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
 from anabranch.executor.loaders.loading import BoundLoader
-from anabranch.executor.pipes import PipelineGrid
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.running.remote import RemotePart, ServedParameter
 from anabranch.executor.running.runner import StepRunner
@@ -91,6 +90,7 @@ class Saver:
         steps: of the executor.
         runners: of its training steps.
         workers: all ranks.
+        stages: the number of them that hold one model between them.
         loaders: the loaders whose positions are saved.
         remote: the parameters on servers.
         objects: the user's own.
@@ -100,7 +100,8 @@ class Saver:
         self,
         steps: Mapping[str, Step],
         runners: Mapping[str, StepRunner],
-        workers: Workers | PipelineGrid | None,
+        workers: Workers | None,
+        stages: int,
         loaders: Mapping[str, BoundLoader],
         remote: RemotePart | None,
         objects: Mapping[str, HasState] | None = None,
@@ -115,7 +116,7 @@ class Saver:
         self._models = distinct_models(steps)
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
-        self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
+        self._stages = stages
         self._run = RunName(shared=workers is not None)
 
     @property

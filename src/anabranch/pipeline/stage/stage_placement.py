@@ -13,6 +13,7 @@ from torch import nn
 
 from anabranch.autodiff.moved_parameter import Elsewhere, put_elsewhere
 from anabranch.errors import PipelineError
+from anabranch.liveness.meeting import interruptible
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.pipe_call import Tie
 from anabranch.pipeline.ranks import RankEngine
@@ -23,7 +24,6 @@ from anabranch.pipeline.stage.partition import Layer, Route, route_skips, shared
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.stage import OUTSIDE, Stage
 from anabranch.tensors import Structure
-from anabranch.transport.peer_watch import interruptible
 
 _CURE = (
     "call pipe(x) and pipe.step, and save pipe.state_dict() of every rank; compute a term of the loss in a layer that "

@@ -1,0 +1,246 @@
+"""The processes of a job, and which of them are lost.
+
+A frozen peer keeps its sockets open and acknowledges data, so gloo waits for its whole timeout. Ranks therefore
+watch each other outside the collectives::
+
+    a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
+    a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
+                             heartbeats means that the peer is lost
+
+A peer on this host that merely holds its interpreter's lock (a long import, a compilation) counts as running and is
+waited for until the deadline; if it is stopped in two checks, one heartbeat apart, it is lost. Two ranks share a host
+if they have the same kernel boot id and pid namespace; names are not compared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from anabranch.liveness.meeting import destroy_group_at_exit, end_without_waiting
+
+__all__ = ["Identity", "Peers", "job_store", "peers_of_job"]
+
+_STOPPED = frozenset("Tt")
+_GONE = frozenset("ZXx")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process, distinct from any other that ever had its pid: its host, its pid, and its start time."""
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        """Return the identity of the calling process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        pid = os.getpid()
+        return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
+
+    def encode(self) -> str:
+        """Return the identity as a string, for another rank to ``decode``."""
+        return f"{self.host} {self.pid} {self.started}"
+
+    @classmethod
+    def decode(cls, text: str) -> Identity:
+        """Return the identity written by ``encode``."""
+        host, pid, started = text.split(" ")
+        return cls(host, int(pid), started)
+
+
+def _process_status(pid: int) -> tuple[str, str]:
+    """Return the state letter and start time of a process, ``("X", "")`` when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", ""
+    # The command's name is in parentheses and may itself contain spaces and parentheses.
+    fields = text[text.rindex(")") + 2 :].split(" ")
+    return fields[0], fields[19]
+
+
+class Peers:
+    """The processes of a job as one of them sees the others: who they are, and which are lost.
+
+    Args:
+        rank: this process's.
+        store: returns the job's store, where ranks leave their identities, and those with peers on other hosts their
+            beats.
+        clock: seconds that never run backwards.
+
+    Attributes:
+        membership: the number of the job's membership; always 0 as long as workers cannot leave a job.
+        rank: as given.
+        identity: this process's.
+        has_left_work: gloo still waits for a lost rank, so that the process ends without waiting for gloo.
+    """
+
+    membership = 0
+
+    def __init__(self, rank: int, store: Callable[[], Store], clock: Callable[[], float] = monotonic) -> None:
+        self.rank = rank
+        self.identity = Identity.of_this_process()
+        self.has_left_work = False
+        self._store = store
+        self._clock = clock
+        self._identities = {rank: self.identity}
+        self._stopped_since: dict[int, float] = {}
+        self._counters: dict[int, tuple[bytes, float]] = {}
+        self._beats = itertools.count()
+        self._heartbeat = math.inf
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        store().set(self._key("identity", rank), self.identity.encode())
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"anabranch/{self.membership}/{what}/{rank}"
+
+    def know(self, identities: Mapping[int, Identity], heartbeat: float) -> None:
+        """Watch these ranks; if any is on another host, this process beats at least so often from now on."""
+        with self._lock:
+            self._identities |= identities
+            if heartbeat >= self._heartbeat or not self._elsewhere():
+                return
+            self._heartbeat, now = heartbeat, self._clock()
+            # Until now nobody had to beat so often.
+            self._counters = {rank: (counter, now) for rank, (counter, _) in self._counters.items()}
+        self._beat()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="anabranch-beats", daemon=True)
+            self._thread.start()
+        self._woken.set()
+
+    def look_up(self, ranks: Sequence[int], heartbeat: float) -> None:
+        """Watch those of ``ranks`` that have left their identity in the store."""
+        unknown = [rank for rank in ranks if rank not in self._identities]
+        if unknown:
+            store = self._store()
+            there = [rank for rank in unknown if store.check([self._key("identity", rank)])]
+            texts = store.multi_get([self._key("identity", rank) for rank in there]) if there else []
+            self.know(
+                {rank: Identity.decode(text.decode()) for rank, text in zip(there, texts, strict=True)}, heartbeat
+            )
+
+    def lost(self, ranks: Sequence[int], heartbeat: float) -> dict[int, str]:
+        """Return those of ``ranks`` that are known to be lost, each with the reason.
+
+        If one is frozen, only that is reported: those that ended in the meantime may have ended because of it. While a
+        rank is stopped and may or may not have frozen, no rank is reported, for a heartbeat at most.
+        """
+        now, frozen, gone = self._clock(), {}, {}
+        with self._lock:
+            for rank in self._identities.keys() & ranks:
+                who = self._identities[rank]
+                if who.host != self.identity.host:
+                    seen = self._counters.get(rank, (b"", now))[1]
+                    if now - seen > 2 * heartbeat:
+                        frozen[rank] = f"sent no beat for {now - seen:.1f} s"
+                    continue
+                state, started = _process_status(who.pid)
+                if state not in _STOPPED:
+                    self._stopped_since.pop(rank, None)
+                elif now - self._stopped_since.setdefault(rank, now) >= heartbeat:
+                    frozen[rank] = "its process is stopped"
+                if state in _GONE or started != who.started:
+                    gone[rank] = "its process has ended"
+            if frozen or self._stopped_since.keys() & ranks:
+                return frozen
+        return self._not_to_another(gone) if len(gone) > 1 else gone
+
+    def _not_to_another(self, lost: dict[int, str]) -> dict[int, str]:
+        """Return those of ``lost`` that had lost no other themselves, if there are any."""
+        with suppress(RuntimeError):
+            store = self._store()
+            return {r: why for r, why in lost.items() if not store.check([self._key("lost-another", r)])} or lost
+        return lost
+
+    def leave_word(self) -> None:
+        """Tell the others that this process is about to end because it has lost another."""
+        with suppress(RuntimeError):
+            self._store().set(self._key("lost-another", self.rank), "yes")
+
+    def _elsewhere(self) -> list[int]:
+        return [rank for rank, who in self._identities.items() if who.host != self.identity.host]
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._woken.wait(self._heartbeat):
+                try:
+                    self._beat()
+                except (RuntimeError, ValueError):
+                    # The store is gone, and every rank's beats with it: waiting ranks will name the missing ones.
+                    return
+            self._woken.clear()
+
+    def _beat(self) -> None:
+        store = self._store()
+        store.set(self._key("beat", self.rank), str(next(self._beats)))
+        with self._lock:
+            elsewhere = self._elsewhere()
+        beating = [r for r in elsewhere if r in self._counters or store.check([self._key("beat", r)])]
+        counters = store.multi_get([self._key("beat", rank) for rank in beating]) if beating else []
+        now = self._clock()
+        with self._lock:
+            for rank, counter in zip(beating, counters, strict=True):
+                if self._counters.get(rank, (None,))[0] != counter:
+                    self._counters[rank] = (counter, now)
+
+    def close(self) -> None:
+        """Stop beating; the thread has ended when this returns."""
+        self._closed = True
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join(2 * self._heartbeat + 1.0)
+
+    def leave(self) -> None:
+        """End with the interpreter: a thread that is at the store then would abort the process."""
+        if self.has_left_work:
+            end_without_waiting()
+        self.close()
+
+
+def job_store() -> Store:
+    """Return the store that the job's processes met through.
+
+    It is asked for again each time: a reference to it would keep a destroyed group's store alive, with its keys.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+_of_group: tuple[weakref.ref[dist.ProcessGroup], Peers] | None = None
+_lock = threading.Lock()
+
+
+def peers_of_job() -> Peers:
+    """Return the processes of the default process group: one object until another group takes its place."""
+    global _of_group
+    group = dist.group.WORLD
+    assert group is not None
+    with _lock:
+        if _of_group is None or _of_group[0]() is not group:
+            if _of_group is not None:
+                _of_group[1].close()
+                if not _of_group[1].has_left_work:
+                    atexit.unregister(_of_group[1].leave)
+            _of_group = weakref.ref(group), Peers(dist.get_rank(), job_store)
+            destroy_group_at_exit()
+            atexit.register(_of_group[1].leave)
+        return _of_group[1]

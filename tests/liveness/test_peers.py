@@ -1,0 +1,190 @@
+"""Liveness of peers: on this host by /proc, elsewhere by their heartbeats."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from time import monotonic
+
+import pytest
+from torch.distributed import HashStore
+
+from anabranch.liveness.peers import Identity, Peers, _process_status
+from waiting import wait_until
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def identity_of(pid: int) -> Identity:
+    return Identity(Identity.of_this_process().host, pid, _process_status(pid)[1])
+
+
+def watching(
+    identities: Mapping[int, Identity],
+    *,
+    clock: Callable[[], float] = monotonic,
+    store: HashStore | None = None,
+    heartbeat: float = 1.0,
+) -> Peers:
+    """Return the peers of rank 0."""
+    store = store or HashStore()
+    peers = Peers(0, lambda: store, clock)
+    peers.know(identities, heartbeat)
+    return peers
+
+
+def wait_for_state(pid: int, letters: str) -> None:
+    wait_until(lambda: _process_status(pid)[0] in letters)
+
+
+def test_an_identity_survives_its_text() -> None:
+    here = Identity.of_this_process()
+    assert Identity.decode(here.encode()) == here
+    assert here.pid == os.getpid()
+
+
+def test_a_running_peer_is_never_lost(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    peers = watching({1: identity_of(child.pid)}, clock=clock)
+    for clock.now in (0.0, 10.0, 1000.0):
+        assert peers.lost([1], 1.0) == {}
+
+
+def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    peers = watching({1: identity_of(child.pid)}, clock=clock)
+    child.send_signal(signal.SIGSTOP)
+    wait_for_state(child.pid, "Tt")
+    assert peers.lost([1], 1.0) == {}
+    clock.now = 0.9
+    assert peers.lost([1], 1.0) == {}
+    clock.now = 1.0
+    assert peers.lost([1], 1.0) == {1: "its process is stopped"}
+    assert peers.lost([1], 5.0) == {}  # in a group that is more patient
+
+
+def test_a_peer_that_resumes_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    peers = watching({1: identity_of(child.pid)}, clock=clock)
+    child.send_signal(signal.SIGSTOP)
+    wait_for_state(child.pid, "Tt")
+    assert peers.lost([1], 1.0) == {}
+    child.send_signal(signal.SIGCONT)
+    wait_for_state(child.pid, "RS")
+    clock.now = 0.9
+    assert peers.lost([1], 1.0) == {}
+    child.send_signal(signal.SIGSTOP)
+    wait_for_state(child.pid, "Tt")
+    clock.now = 1.1
+    assert peers.lost([1], 1.0) == {}  # stopped anew, for no time at all yet
+
+
+def test_a_dead_peer_is_lost_at_once_even_before_it_is_buried(child: subprocess.Popen[bytes]) -> None:
+    peers = watching({1: identity_of(child.pid)})
+    child.kill()
+    wait_for_state(child.pid, "ZX")
+    assert peers.lost([1], 1.0) == {1: "its process has ended"}
+
+
+def ended() -> Identity:
+    with subprocess.Popen(["true"]) as process:  # has ended, and is no more, when this is left
+        return identity_of(process.pid)
+
+
+def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(child: subprocess.Popen[bytes]) -> None:
+    """It may have ended because it saw the frozen one earlier than this rank."""
+    clock = Clock()
+    peers = watching({1: identity_of(child.pid), 2: ended()}, clock=clock)
+    child.send_signal(signal.SIGSTOP)
+    wait_for_state(child.pid, "Tt")
+    assert peers.lost([1, 2], 1.0) == {}
+    assert peers.lost([2], 1.0) == {2: "its process has ended"}  # in a group without the stopped one
+    clock.now = 1.0
+    assert peers.lost([1, 2], 1.0) == {1: "its process is stopped"}
+    child.send_signal(signal.SIGCONT)
+    wait_for_state(child.pid, "RS")
+    assert peers.lost([1, 2], 1.0) == {2: "its process has ended"}
+
+
+def test_a_peer_that_ended_because_it_lost_another_is_not_named_beside_that() -> None:
+    store, gone = HashStore(), ended()
+    assert set(watching({1: gone, 2: gone}, store=store).lost([1, 2], 1.0)) == {1, 2}
+    Peers(2, lambda: store).leave_word()
+    assert set(watching({1: gone, 2: gone}, store=store).lost([1, 2], 1.0)) == {1}
+    assert set(watching({1: gone, 2: gone}, store=store).lost([2], 1.0)) == {2}
+
+
+def test_another_process_with_the_pid_of_a_dead_peer_is_not_mistaken_for_it(child: subprocess.Popen[bytes]) -> None:
+    earlier = Identity(Identity.of_this_process().host, child.pid, "12345")
+    assert watching({1: earlier}).lost([1], 1.0) == {1: "its process has ended"}
+
+
+def test_a_peer_that_was_not_met_is_looked_up_once_it_is_there(child: subprocess.Popen[bytes]) -> None:
+    store = HashStore()
+    peers = watching({}, store=store)
+    child.kill()
+    wait_for_state(child.pid, "ZX")
+    peers.look_up([1], 1.0)
+    assert peers.lost([1], 1.0) == {}
+    store.set("anabranch/0/identity/1", identity_of(child.pid).encode())
+    peers.look_up([1], 1.0)
+    assert peers.lost([1], 1.0) == {1: "its process has ended"}
+
+
+ELSEWHERE = Identity("another host", 1, "1")
+
+
+def beats(store: HashStore) -> int:
+    return int(store.get("anabranch/0/beat/0"))
+
+
+def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
+    clock, store = Clock(), HashStore()
+    store.set("anabranch/0/beat/1", "0")
+    peers = watching({1: ELSEWHERE}, store=store, heartbeat=0.01, clock=clock)
+    try:
+        clock.now = 0.02
+        assert peers.lost([1], 0.01) == {}
+        store.set("anabranch/0/beat/1", "1")
+        began = beats(store)
+        wait_until(lambda: beats(store) >= began + 2)  # one whole look lies between
+        clock.now = 0.04
+        assert peers.lost([1], 0.01) == {}
+        clock.now = 0.041
+        assert list(peers.lost([1], 0.01)) == [1]
+    finally:
+        peers.close()
+
+
+def test_a_group_with_a_shorter_heartbeat_lets_all_beat_more_often_from_then_on() -> None:
+    clock, store = Clock(), HashStore()
+    store.set("anabranch/0/beat/1", "0")
+    peers = watching({1: ELSEWHERE}, store=store, heartbeat=600.0, clock=clock)
+    try:
+        clock.now = 300.0
+        peers.know({1: ELSEWHERE}, 0.01)
+        assert peers.lost([1], 0.01) == {}  # it need not have beaten so often before
+        began = beats(store)
+        wait_until(lambda: beats(store) >= began + 2)
+        clock.now = 300.03
+        assert list(peers.lost([1], 0.01)) == [1]
+        assert peers.lost([1], 600.0) == {}
+    finally:
+        peers.close()
