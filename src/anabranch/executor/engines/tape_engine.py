@@ -23,6 +23,7 @@ from anabranch.executor.engines.fetching import Fetch
 from anabranch.executor.engines.finite import all_finite, nonfinite_names
 from anabranch.executor.engines.loss_scale import LossScale
 from anabranch.executor.steps import TrainStep
+from anabranch.interrupts import hold_interrupts
 from anabranch.tensors import Structure
 
 __all__ = ["TapeEngine"]
@@ -136,6 +137,7 @@ class TapeEngine:
 
     def update(self) -> None:
         """Step the optimizers."""
+        hold_interrupts()
         began = spans.begin()
         for optimizer in self._step.optimizers:
             optimizer.step()

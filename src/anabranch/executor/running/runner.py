@@ -39,6 +39,7 @@ from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
+from anabranch.interrupts import hold_interrupts, releasing_interrupts
 from anabranch.tensors import Structure
 
 __all__ = ["StepRunner"]
@@ -375,15 +376,16 @@ class StepRunner:
             for parameter, gradient in left:
                 parameter.grad = gradient
             engine = self._engine_that_accumulates()
-        ran = engine.step(batch, fetch)
-        self.runs += 1
-        self._stop_seen = self._wants_to_stop()
-        if ran.nonfinite:
-            self._drop_others(ran.nonfinite)
-            self._pass_over(list(ran.nonfinite))
-            self._raise_nonfinite()
-        else:
-            self._step_schedulers()
+        with releasing_interrupts():
+            ran = engine.step(batch, fetch)
+            self.runs += 1
+            self._stop_seen = self._wants_to_stop()
+            if ran.nonfinite:
+                self._drop_others(ran.nonfinite)
+                self._pass_over(list(ran.nonfinite))
+                self._raise_nonfinite()
+            else:
+                self._step_schedulers()
         return ran
 
     def check_known(self, operation: str) -> None:
@@ -594,9 +596,11 @@ class StepRunner:
             self._alike_at = self.steps
 
     def _update(self) -> None:
-        with from_within():
-            self.engine.update()
-        self._step_schedulers()
+        with releasing_interrupts():
+            hold_interrupts()
+            with from_within():
+                self.engine.update()
+            self._step_schedulers()
 
     def _clip(self, max_norm: float) -> Tensor:
         if self.remote is None:
