@@ -132,8 +132,9 @@ say("came back")
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
-        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("rows beside nccl", [0, 1]), ("message", [0, 1]), ("grid", [0, 1]),
-        ("pipe", [0, 1]), ("pipe made", [0, 1]), ("server", []), ("push", []), ("expert", []), ("experts", []),
+        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("rows beside nccl", [0, 1]), ("message", [0, 1]),
+        ("grid", [0, 1]), ("pipe", [0, 1]), ("pipe made", [0, 1]), ("server", []), ("push", []), ("expert", []),
+        ("experts", []),
     ],
     ids=str,
 )  # fmt: skip
