@@ -77,8 +77,9 @@ if what == "meeting":
     logging.getLogger("anabranch").addHandler(Handler())
     meeting._SAID_AFTER = 0.0
     executor()
-elif what == "all-reduce":
+elif what in ("all-reduce", "rows beside nccl"):
     made = executor()
+    made._workers.on_host = what == "all-reduce"  # as if gradients were on a GPU: rows are exchanged on the host
     if rank:
         away()
     once_it_waits()
@@ -140,8 +141,9 @@ say("came back")
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
-        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("message", [0, 1]), ("grid", [0, 1]),
-        ("pipe", [0, 1]), ("pipe made", [0, 1]), ("server", []), ("push", []), ("expert", []), ("experts", []),
+        ("meeting", [0]), ("meeting", [1]), ("all-reduce", [0, 1]), ("rows beside nccl", [0, 1]), ("message", [0, 1]),
+        ("grid", [0, 1]), ("pipe", [0, 1]), ("pipe made", [0, 1]), ("server", []), ("push", []), ("expert", []),
+        ("experts", []),
     ],
     ids=str,
 )  # fmt: skip

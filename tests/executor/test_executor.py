@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections import UserDict
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch import interrupts
 
 
 class Net(nn.Module):
@@ -416,6 +418,67 @@ def test_layers_that_were_put_into_eval_mode_stay_in_it_and_a_model_in_eval_mode
         model.eval()
         executor.run(batch=torch.ones(2, 4))
         assert (model.training, model[1].training) == (True, True)
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": None}, {"accumulate": 2}], ids=str)
+def test_an_update_that_ctrl_c_meets_is_made_and_counted_first(
+    engine: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was made and not counted would be made again after a resume."""
+
+    def weight_after(interrupted: bool) -> tuple[list[int], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, **options)
+        counts = []
+        set_handler = signal.signal
+
+        def set_handler_and_press(number: int, handler: Any) -> Any:
+            before = set_handler(number, handler)
+            if handler is interrupts._hold:
+                signal.raise_signal(number)
+            return before
+
+        with ab.Executor(step, engine=engine) as executor:
+            while executor.step < 4:
+                count = executor.step
+                with monkeypatch.context() as patched:
+                    if interrupted:
+                        patched.setattr(signal, "signal", set_handler_and_press)
+                    try:
+                        executor.run(batch=torch.randn(2, 3))
+                        assert not interrupted or executor.step == count
+                    except KeyboardInterrupt:
+                        assert executor.step == count + 1
+                counts.append(executor.step)
+        return counts, model.weight.detach().clone()
+
+    plain, interrupted = weight_after(False), weight_after(True)
+    assert plain[0] == interrupted[0]
+    assert torch.equal(plain[1], interrupted[1])
+
+
+def test_a_second_ctrl_c_does_not_wait_for_an_update() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer)
+    with ab.Executor(step, engine="tape") as executor:
+        executor.run(batch=torch.randn(2, 3))
+        reached = []
+
+        def stuck(*_: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("first")
+            signal.raise_signal(signal.SIGINT)
+            reached.append("second")
+
+        optimizer.register_step_post_hook(stuck)
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(batch=torch.randn(2, 3))
+        assert reached == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class Encoding(UserDict[str, Tensor]):

@@ -44,13 +44,13 @@ _BACKEND_GRACE = 60.0
 class Pending:
     """A collective in progress; ``finish`` returns when its tensors hold the result."""
 
-    __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_operation", "_step", "_work", "_workers")
+    __slots__ = ("_began", "_deadline", "_nbytes", "_number", "_on_host", "_operation", "_step", "_work", "_workers")
 
     def __init__(
-        self, began: int, work: dist.Work, workers: Workers, operation: str, step: int | None, nbytes: int
+        self, began: int, work: dist.Work, workers: Workers, operation: str, step: int | None, tensor: Tensor
     ) -> None:
         self._began = began
-        self._nbytes = nbytes
+        self._nbytes, self._on_host = tensor.nbytes, tensor.is_cpu
         self._number = workers.count()
         self._work = work
         self._workers = workers
@@ -65,7 +65,7 @@ class Pending:
             PeerLost: a rank died or froze; names it.
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
-        self._workers.wait_for(self._work, self._deadline, self._operation, self._step)
+        self._workers.wait_for(self._work, self._deadline, self._operation, self._step, on_host=self._on_host)
         if self._began:
             self._workers.crossed(self._began, self._operation, self._step, self._nbytes, self._number)
 
@@ -143,7 +143,7 @@ class Workers(Group):
             work = dist.all_gather(list(everyone.unbind(0)), mine.to(self.device), group=group, async_op=True)
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
-        self.wait_for(work, Deadline.after(self.timeout), "meet", None)
+        self.wait_for(work, Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
         del _unmet[group]
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
         self.name += f"/{texts[0].rpartition(' ')[2]}"
@@ -168,7 +168,7 @@ class Workers(Group):
         self.bytes_sent += tensor.nbytes
         began = spans.begin()
         work = dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
+        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
 
     def start_all_gather(
         self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
@@ -177,14 +177,14 @@ class Workers(Group):
         self.bytes_sent += tensor.nbytes
         began = spans.begin()
         work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group_for(tensor), async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
+        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
 
     def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
         """Start copying rank 0's ``tensor`` over everyone's."""
         self.bytes_sent += tensor.nbytes
         began = spans.begin()
         work = dist.broadcast(tensor, group=self._group_for(tensor), group_src=0, async_op=True)
-        return Pending(began, cast(dist.Work, work), self, operation, step, tensor.nbytes)
+        return Pending(began, cast(dist.Work, work), self, operation, step, tensor)
 
     def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
         """``tensor``, summed in place over the workers."""
@@ -215,7 +215,7 @@ class Workers(Group):
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
         began = spans.begin()
         work = dist.gather(mine, into, group=self._group_for(mine), group_dst=0, async_op=True)
-        Pending(began, cast(dist.Work, work), self, operation, None, mine.nbytes).finish()
+        Pending(began, cast(dist.Work, work), self, operation, None, mine).finish()
         return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
@@ -254,8 +254,11 @@ class Workers(Group):
         """
         self.check("wait for the other workers", Deadline.after(self.timeout))
 
-    def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None) -> None:
-        """Return when ``work`` is done, or raise the reason why it will not be."""
+    def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None, *, on_host: bool) -> None:
+        """Return when ``work`` is done, or raise the reason why it will not be.
+
+        Gloo's, of tensors ``on_host``, is looked at again and again; NCCL's wait is over once it is queued.
+        """
         began = time.monotonic()
 
         def done(seconds: float) -> bool:
@@ -264,7 +267,7 @@ class Workers(Group):
             return ended_within(seconds, work)
 
         try:
-            self.wait(done, operation, deadline, step=step, at_once=not self.on_host)
+            self.wait(done, operation, deadline, step=step, at_once=not on_host)
         except PeerLost:
             raise
         except RuntimeError as error:

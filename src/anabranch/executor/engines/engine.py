@@ -26,6 +26,7 @@ from anabranch.executor.engines.gradients import all_finite, clip_norm, elements
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import Graph
+from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure
 
@@ -243,6 +244,7 @@ class Engine(ABC):
 
     def update(self) -> None:
         """Step the optimizers on the gradients in ``.grad``."""
+        hold_interrupts()
         began = spans.begin()
         for optimizer in self._step.optimizers:
             optimizer.step()

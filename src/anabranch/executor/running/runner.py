@@ -33,6 +33,7 @@ from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
+from anabranch.interrupts import hold_interrupts, releasing_interrupts
 from anabranch.tensors import Structure, count_rows
 
 _log = logging.getLogger("anabranch.executor")
@@ -372,16 +373,17 @@ class StepRunner:
         for parameter, gradient in left:
             parameter.grad = gradient
         engine = self.engine
-        ran = engine.add(batch, rows, fetch) if left else engine.step(batch, rows, fetch)
-        if ran is None:
-            return None
-        self.runs += 1
-        self._stop_seen = engine.stopping
-        if ran.nonfinite:
-            self._pass_over(list(ran.nonfinite))
-            self._raise_nonfinite()
-        else:
-            self._step_schedulers()
+        with releasing_interrupts():
+            ran = engine.add(batch, rows, fetch) if left else engine.step(batch, rows, fetch)
+            if ran is None:
+                return None
+            self.runs += 1
+            self._stop_seen = engine.stopping
+            if ran.nonfinite:
+                self._pass_over(list(ran.nonfinite))
+                self._raise_nonfinite()
+            else:
+                self._step_schedulers()
         return ran
 
     def check_known(self, operation: str) -> None:
@@ -490,9 +492,11 @@ class StepRunner:
         if self.mean_rows is not None and total.rows:
             self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
-            with from_within():
-                self.engine.update()
-            self._step_schedulers()
+            with releasing_interrupts():
+                hold_interrupts()
+                with from_within():
+                    self.engine.update()
+                self._step_schedulers()
 
     def _finish_window(self, fetch: Fetch | None) -> bool:
         """Prepare the window's gradients for the optimizers; return False if they should not step."""

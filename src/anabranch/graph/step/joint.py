@@ -38,6 +38,7 @@ from anabranch.graph.step.step_state import SparseGradients, StepState
 from anabranch.graph.step.update import has_state
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import TraceRecorder, TraceSource
+from anabranch.interrupts import hold_interrupts
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,8 @@ class Joint:
         if self._program is None:
             return self._run_apart(free, later)
         if self._rest is None:
+            if self._step.gate is None:
+                hold_interrupts()  # nothing in the program says when it begins to update
             try:
                 results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
             except _Refused as refused:
@@ -213,10 +216,13 @@ class Joint:
     def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
         """Return True if the optimizers step on the gradients among the ``results``."""
         gate = self._step.gate
-        if gate is None:
-            return True
-        dense = [cast(Tensor, results[name]) for name in self._gradient_names]
-        return gate(dense, self.backward.dense, self.backward.take_sparse(dict(results)) if self._sparse else {}, own)
+        if gate is not None:
+            dense = [cast(Tensor, results[name]) for name in self._gradient_names]
+            sparse = self.backward.take_sparse(dict(results)) if self._sparse else {}
+            if not gate(dense, self.backward.dense, sparse, own):
+                return False
+        hold_interrupts()
+        return True
 
     def run_backward(self, args: Sequence[object]) -> dict[str, object]:
         """Run forward and backward alone; returns the backward graph's results by name."""

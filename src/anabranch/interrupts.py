@@ -1,0 +1,61 @@
+"""Ctrl-C during an optimizer step: the step is made whole and counted, and then interrupted."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["hold_interrupts", "releasing_interrupts"]
+
+_of_program: Callable[[int, FrameType | None], object] | None = None  # its handler, while interrupts are held
+_has_block = False
+_came = False
+
+
+@contextmanager
+def releasing_interrupts() -> Iterator[None]:
+    """Let an interrupt that was held in the block come at its end; outside of such a block none is held.
+
+    A parameter that was changed by a step that nobody counts would be trained twice on one batch after a resume.
+    """
+    global _has_block
+    if threading.current_thread() is not threading.main_thread():  # where Python has signals
+        yield
+        return
+    _has_block = True
+    try:
+        yield
+    finally:
+        _has_block = False
+        _release()
+
+
+def hold_interrupts() -> None:
+    """Hold the first Ctrl-C from now on; a second one ends what may be waiting at once."""
+    global _of_program
+    if not _has_block or _of_program is not None or threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):  # not where the program ignores them
+        _of_program = handler
+        signal.signal(signal.SIGINT, _hold)
+
+
+def _hold(number: int, frame: FrameType | None) -> None:
+    global _came
+    if _came:
+        _release()
+    _came = True
+
+
+def _release() -> None:
+    global _of_program, _came
+    handler, came = _of_program, _came
+    _of_program, _came = None, False
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, None)
