@@ -16,6 +16,7 @@ gives. The packages are floors, imports point down only:
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
+- ``liveness``: the processes of a job, and waits that name who is lost.
 - ``tensors``, ``deadline``, ``errors``, ``job``, ``record``: what all of the above speak in.
 """
 

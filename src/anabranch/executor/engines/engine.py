@@ -1,4 +1,4 @@
-"""``Engine``: computes the gradients of a training step; ``Sink``: takes them somewhere as they become final;
+"""``Engine``: computes the gradients of a training step; ``GradientSink``: takes them somewhere as they become final;
 ``Fetch``: what the caller of a run wants returned.
 
 ::
@@ -165,7 +165,7 @@ def _detached(value: Structure) -> Structure:
     return map_structure(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
-class Sink(Protocol):
+class GradientSink(Protocol):
     """Takes the gradients of some parameters as they become final."""
 
     @property
@@ -217,7 +217,7 @@ class Engine(ABC):
         assert fetch.names is not None
 
     @abstractmethod
-    def attach(self, sinks: Sequence[Sink]) -> None:
+    def attach(self, sinks: Sequence[GradientSink]) -> None:
         """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
 
     @abstractmethod

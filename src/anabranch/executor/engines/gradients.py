@@ -1,4 +1,4 @@
-"""What is done with a step's gradients between backward and the optimizers: checks, clipping, the loss's scale.
+"""Checks, clipping and the loss's scale: functions on a step's gradients, between backward and the optimizers.
 
 Functions on a list of gradients: the tape calls them on what is in ``.grad``, a graph traces ``clip_norm`` and asks
 ``all_finite`` before its update. All of them cost little where there is nothing to do.

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.answers import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engines.engine import Begin, Engine, Fetch, Sink, StepOutput
+from anabranch.executor.engines.engine import Begin, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.engines.gradients import all_finite, clip_norm, nonfinite_names
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.engines.trial import Differs, Snapshot, check_gradients, check_results, repeat
@@ -101,7 +101,7 @@ class GraphEngine(Engine):
         """The graph of the last run."""
         return self._program.graph
 
-    def attach(self, sinks: Sequence[Sink]) -> None:
+    def attach(self, sinks: Sequence[GradientSink]) -> None:
         """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
         self._ready = {name: sink.ready for sink in sinks for name in sink.parameters}
         if self._tape is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.engine import FACTS, Begin, Engine, Fetch, Sink, StepOutput
+from anabranch.executor.engines.engine import FACTS, Begin, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.steps import TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
@@ -34,7 +34,7 @@ class PipeEngine(Engine):
         self._pipe = cast(Pipe, step.model)
         super().__init__(step)
         self._columns = columns
-        self._sinks: Sequence[Sink] = ()
+        self._sinks: Sequence[GradientSink] = ()
         self._asked_to_stop = False
         self.first_looks = self._pipe.process_group is not None  # alike on all stages, whatever each has to sum
         self.reads_again = self._pipe.checkpoint != "never"
@@ -58,7 +58,7 @@ class PipeEngine(Engine):
                 "gradients are split over microbatches and other stages' ranks; use an EvalStep, or pipe.step"
             )
 
-    def attach(self, sinks: Sequence[Sink]) -> None:
+    def attach(self, sinks: Sequence[GradientSink]) -> None:
         """From now on ``differentiate`` passes the gradients of the sinks' parameters on after backward."""
         self._sinks = sinks
 

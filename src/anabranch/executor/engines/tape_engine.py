@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch.autodiff import Callback, GradManager
 from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.roots import run_sweep
-from anabranch.executor.engines.engine import Begin, Engine, Fetch, Sink, StepOutput, loss_and_returned
+from anabranch.executor.engines.engine import Begin, Engine, Fetch, GradientSink, StepOutput, loss_and_returned
 from anabranch.executor.steps import TrainStep
 from anabranch.record import spans
 from anabranch.tensors import Structure
@@ -27,11 +27,11 @@ class TapeEngine(Engine):
     def __init__(self, step: TrainStep) -> None:
         super().__init__(step)
         self._manager = GradManager()
-        self._sinks: Sequence[Sink] = ()
+        self._sinks: Sequence[GradientSink] = ()
         self.siblings = None  # with its tokens a session, for a step without sinks
         self.tokens = sessions.Tokens()
 
-    def attach(self, sinks: Sequence[Sink]) -> None:
+    def attach(self, sinks: Sequence[GradientSink]) -> None:
         """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
         self._sinks, self._manager = sinks, GradManager()
         for sink in sinks:
@@ -116,7 +116,7 @@ class TapeEngine(Engine):
 class _Noting:
     """A sink that copies each gradient before another takes it."""
 
-    def __init__(self, sink: Sink, noted: dict[Tensor, Tensor]) -> None:
+    def __init__(self, sink: GradientSink, noted: dict[Tensor, Tensor]) -> None:
         self.parameters, self._sink, self._noted = sink.parameters, sink, noted
 
     def ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:

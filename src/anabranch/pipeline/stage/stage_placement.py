@@ -121,7 +121,9 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: 
     tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
     for parameter, users in tied:
         lacks = isinstance(parameter, Elsewhere)
-        values = torch.empty(parameter.shape, dtype=parameter.dtype) if lacks else parameter.detach().cpu()
+        values = (
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu") if lacks else parameter.detach().cpu()
+        )
         interruptible(partial(dist.broadcast, values, group=engine.group, group_src=users[0]))
         if engine.rank in users:
             parameter.data.copy_(values)
