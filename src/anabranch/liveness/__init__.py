@@ -4,3 +4,7 @@ Open ``group.py`` first: every wait for other ranks is there. ``peers.py`` knows
 host and by their beats elsewhere; ``meeting.py`` joins and leaves the job. Servers and experts are not peers: their
 clients watch them, see ``transport``.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []

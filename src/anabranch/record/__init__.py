@@ -4,3 +4,7 @@
 ``process.py`` writes both for the launcher, with the process's counts; ``trace.py`` makes one file of what processes
 recorded. ``fault_points.py`` names the places where a test may make the process fail.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []
