@@ -123,10 +123,9 @@ def prints(tree: ast.AST) -> bool:
 
 # Files with tensors that are on PyTorch's default device because they are as if the user had made them.
 ON_DEFAULT_DEVICE = {
+    "autodiff/moved_parameter.py",  # a module's parameter, beside the model's others
     "executor/loaders/positions.py",  # draws the number that a DataLoader draws
     "experts/client/mixture/switch_mixture.py",  # a module's buffer, beside its parameters
-    "experts/client/remote_module.py",  # a module's parameter, beside the model's others
-    "parameter_server/client/remote_embedding.py",  # a module's parameter, beside the model's others
     "tensors/jagged.py",  # a batch from lists
 }
 FACTORIES = {function.__name__ for function in _device_constructors()}

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
@@ -207,6 +208,14 @@ class Elsewhere(nn.Parameter):
         self.refuse("__reduce_ex__")
 
 
+# Dynamo inlines it, but is not to compile it as a frame of its own: there it would take itself for compiling, and the
+# program of a fact ask the parameter again, without end.
+eval_frame.set_code_exec_strategy(
+    Elsewhere.__torch_function__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+)
+
+
 class Switch(Elsewhere):
     """A parameter in place of others whose number is not known here: it is there to be frozen."""
 
@@ -261,8 +270,8 @@ class MovedParameter(Elsewhere):
                 f"numbers are not here for {use!r}; make the model again, and load a checkpoint of it"
             )
         raise ValueError(
-            f"{self.what}, and {use!r} cannot reach its numbers there; {_CURES.get(use, _READS)}, or keep it on the "
-            f"workers: routes={{{name!r}: 'AllReduce'}}"
+            f"{name} is on the servers while its Executor is open, and {use!r} cannot reach its numbers there; "
+            f"{_CURES.get(use, _READS)}, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

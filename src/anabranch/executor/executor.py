@@ -430,18 +430,21 @@ class Executor:
             self._remote.check_fetch(wanted.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            self._inside, took = name, cast("StepTaken | None", None)
-            if isinstance(step, TrainStep):
-                values, took = self._running.train(name, step, batch, wanted)
-            else:
-                values = self._running.evaluate(name, step, batch, wanted)
+            try:
+                self._inside, took = name, cast("StepTaken | None", None)
+                if isinstance(step, TrainStep):
+                    values, took = self._running.train(name, step, batch, wanted)
+                else:
+                    values = self._running.evaluate(name, step, batch, wanted)
+            finally:
+                self._inside = None
         except BaseException as error:
-            # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
+            self._inside = None  # Ctrl-C may have come in the line above
+            # It may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
-            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})

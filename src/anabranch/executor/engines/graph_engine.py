@@ -31,6 +31,7 @@ from anabranch.graph.dynamo.slow_capture import PATIENCE
 from anabranch.graph.step.joint import leave_gradient
 from anabranch.graph.step.lookups import as_sparse_gradient
 from anabranch.graph.step.program import Between, Prepared, SparseGradients
+from anabranch.interrupts import hold_interrupts
 from anabranch.tensors import Structure
 
 __all__ = ["GraphEngine"]
@@ -157,6 +158,7 @@ class GraphEngine:
 
     def update(self) -> None:
         """Step the optimizers on the gradients in ``.grad``."""
+        hold_interrupts()
         with spans.span("optimizer", "compute"):
             self._program.update(*self._gradients())
 

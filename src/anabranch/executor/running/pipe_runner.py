@@ -34,6 +34,7 @@ from anabranch.executor.engines.fetching import FACTS, Fetch
 from anabranch.executor.engines.finite import nonfinite_names
 from anabranch.executor.running.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
+from anabranch.interrupts import hold_interrupts
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
 from anabranch.tensors import Structure, named_parts
@@ -160,6 +161,7 @@ class _ScheduleEngine:
 
     def update(self) -> None:
         """Step the optimizers of this process's stages."""
+        hold_interrupts()
         with spans.span("optimizer", "compute"):
             for optimizer in self._step.optimizers:
                 optimizer.step()

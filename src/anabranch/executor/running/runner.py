@@ -348,11 +348,12 @@ class StepRunner:
     def _window_kept_whole(self) -> Iterator[None]:
         """Discard the open window if the block fails after its run has started, so that no partial sums remain."""
         self._started = False
-        pushes = 0 if self.remote is None else self.remote.part.clock
+        pushes, steps = 0 if self.remote is None else self.remote.part.clock, self.steps
         try:
             yield
         except BaseException as error:
-            if self.remote is not None and self.remote.part.clock != pushes:  # pushed, and not counted as a step
+            # Pushed, and not counted as a step.
+            if self.remote is not None and self.remote.part.clock != pushes and self.steps == steps:
                 self.remote.part.torn = pushes
             if self._started:
                 self._broken = self._workers is not None

@@ -22,6 +22,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
@@ -396,11 +397,15 @@ class Saver:
 
     def try_encoding(self) -> None:
         """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
+        objects: dict[str, object] = {}
+        for name, target in self._objects.items():
+            with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
+                objects[name] = target.state_dict()
         tried = {
             "optimizers": self._optimizer_states({}),
             "schedulers": self._scheduler_states(),
             "extra": self._extra(),
-            "objects": {name: target.state_dict() for name, target in self._objects.items()},
+            "objects": objects,
         }
         state, _ = checkpoint.split(tried)
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.crossings import Effect
+from anabranch.graph.crossings import Effect, crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, Binding, arrange
 from anabranch.graph.graph import Graph
@@ -102,6 +102,7 @@ class Joint:
         self._update_program: Program | None = None
         self._front_outputs: Sequence[str] = ()
         self._own = False
+        self._crosses = False
         self.graph = self.backward.graph
         if key.whole and self._ready():
             self._join()
@@ -182,7 +183,7 @@ class Joint:
             return self._run_apart(free, later)
         results: dict[str, object]
         if self._update_program is None:
-            if self._step.gate is None:
+            if self._step.gate is None and not self._crosses:
                 hold_interrupts()  # nothing in the program says when it begins to update
             try:
                 results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
@@ -335,7 +336,9 @@ class Joint:
         split = step.compile or can_replay(front)
         self._own = _own_memory(front)
         if update is not None:
-            if step.gate is not None and not split:
+            # An interrupt ends a wait for an expert or a server at once.
+            self._crosses = any(crossing_of(node) is not None for node in graph.fx.nodes)
+            if (step.gate is not None or self._crosses) and not split:
                 graph = self._gated(graph)
             joined = merge_duplicates(join(graph, update, keep))
             graph = spread_fused_updates(join_fused_updates(joined))

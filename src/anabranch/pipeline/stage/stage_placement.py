@@ -121,7 +121,9 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: 
     tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
     for parameter, users in tied:
         lacks = isinstance(parameter, Elsewhere)
-        values = torch.empty(parameter.shape, dtype=parameter.dtype) if lacks else parameter.detach().cpu()
+        values = (
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu") if lacks else parameter.detach().cpu()
+        )
         interruptible(partial(dist.broadcast, values, group=engine.group, group_src=users[0]))
         if engine.rank in users:
             parameter.data.copy_(values)
@@ -141,7 +143,8 @@ def leave_to_others(
     for j, layers in enumerate(split):
         place = f"on rank {dist.get_global_rank(group, rank_of[j])}, in stage {j} of its Pipe"
         for parameter in (parameter for layer in layers for parameter in layer.module.parameters()):
-            if parameter in names and not isinstance(parameter, Elsewhere) and parameter.is_floating_point():
+            has_nan = parameter.is_floating_point() or parameter.is_complex()
+            if parameter in names and not isinstance(parameter, Elsewhere) and has_nan:
                 put_elsewhere(parameter, Elsewhere, what=f"{names[parameter]} is {place}", cure=_CURE)
 
 
