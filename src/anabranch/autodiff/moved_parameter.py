@@ -91,9 +91,6 @@ _FACTS = frozenset(
 )  # fmt: skip
 # What follows from the shape alone, as an optimizer's first state.
 _LIKE_IT = frozenset([torch.zeros_like, torch.ones_like, torch.full_like])
-_SHAPE = frozenset(
-    [_reads("shape"), _reads("nbytes"), Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel]
-)
 # A placeholder again: so zero_grad(), state_dict() and `p.grad is None` do as always, and what is done with it is
 # refused.
 _WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
@@ -217,10 +214,7 @@ eval_frame.set_code_exec_strategy(
 
 
 class Switch(Elsewhere):
-    """A parameter in place of others whose number is not known here: it is there to be frozen."""
-
-    facts = Elsewhere.facts - _SHAPE
-    facts_in_order = tuple(facts)
+    """A parameter of no numbers in place of others, which are not known here: it is there to be frozen."""
 
     def __new__(cls, what: str, cure: str, dtype: torch.dtype = torch.float32, *, requires_grad: bool = True) -> Switch:
         """Make it out of no numbers."""
