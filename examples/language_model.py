@@ -365,8 +365,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
     whole = language_model(options.memory_rows, experts)
-    here = [value for name, value in whole.named_parameters() if not name.endswith("weights_there")]
-    parameters = sum(value.numel() for value in here)  # before some move to servers and other stages
+    parameters = sum(value.numel() for value in whole.parameters())  # before some move to servers and other stages
     if experts:
         parameters += experts.count * sum(value.numel() for value in feed_forward().parameters())
     model = split(whole, options, team)

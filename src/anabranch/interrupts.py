@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ def releasing_interrupts() -> Iterator[None]:
     A parameter that was changed by a step that nobody counts would be trained twice on one batch after a resume.
     """
     global _has_block
-    if threading.current_thread() is not threading.main_thread():  # where Python has signals
+    if _has_block or threading.current_thread() is not threading.main_thread():  # where Python has signals
         yield
         return
     _has_block = True
@@ -39,13 +40,15 @@ def hold_interrupts() -> None:
     if not _has_block or _of_program is not None or threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGINT)
-    if callable(handler):  # not where the program ignores them
+    if callable(handler) and handler is not _hold:  # not where the program ignores them
         _of_program = handler
         signal.signal(signal.SIGINT, _hold)
 
 
 def _hold(number: int, frame: FrameType | None) -> None:
     global _came
+    if _of_program is None:  # put back by somebody who had saved it, such as a debugger
+        signal.default_int_handler(number, frame)
     if _came:
         _release()
     _came = True
@@ -53,9 +56,12 @@ def _hold(number: int, frame: FrameType | None) -> None:
 
 def _release() -> None:
     global _of_program, _came
-    handler, came = _of_program, _came
-    _of_program, _came = None, False
-    if handler is not None:
+    handler = _of_program
+    if handler is not None and signal.getsignal(signal.SIGINT) is _hold:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(signal.SIGINT, None)
+    came, _of_program, _came = _came, None, False
+    if handler is not None and came:
+        handler(signal.SIGINT, None)
+
+
+os.register_at_fork(after_in_child=_release)

@@ -420,18 +420,45 @@ def test_layers_that_were_put_into_eval_mode_stay_in_it_and_a_model_in_eval_mode
         assert (model.training, model[1].training) == (True, True)
 
 
+class Largest(nn.Module):
+    """Looks up a row of a sparse table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.argmax(1))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("engine", ["tape", "graph"])
-@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": None}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("make", "mode", "options"),
+    [
+        (lambda: nn.Linear(3, 1), None, {}),
+        (lambda: nn.Linear(3, 1), None, {"skip_nonfinite": None}),
+        (lambda: nn.Linear(3, 1), None, {"accumulate": 2}),
+        (lambda: nn.Linear(3, 1), "PS", {}),
+        (Largest, None, {"clip_grad_norm": 0.1}),
+        (lambda: ab.Pipe(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), [1, 1], chunks=1), None, {}),
+    ],
+    ids=["alone", "unchecked", "accumulated", "PS", "sparse", "pipe"],
+)
 def test_an_update_that_ctrl_c_meets_is_made_and_counted_first(
-    engine: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    engine: Any, make: Any, mode: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that was made and not counted would be made again after a resume."""
 
     def weight_after(interrupted: bool) -> tuple[list[int], Tensor]:
         torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, **options)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: Any, x: Any) -> Tensor:
+            return (model if piped else model(x)).square().mean()  # type: ignore[no-any-return]
+
+        piped = isinstance(model, ab.Pipe)
+        step = ab.TrainStep(model, loss, optimizer, **options)
         counts = []
         set_handler = signal.signal
 
@@ -441,19 +468,20 @@ def test_an_update_that_ctrl_c_meets_is_made_and_counted_first(
                 signal.raise_signal(number)
             return before
 
-        with ab.Executor(step, engine=engine) as executor:
+        with ab.Executor(step, mode, engine=engine) as executor:
             while executor.step < 4:
                 count = executor.step
                 with monkeypatch.context() as patched:
                     if interrupted:
                         patched.setattr(signal, "signal", set_handler_and_press)
                     try:
-                        executor.run(batch=torch.randn(2, 3))
+                        x = torch.randn(2, 3)
+                        executor.run(batch=(x, x) if piped else x)
                         assert not interrupted or executor.step == count
                     except KeyboardInterrupt:
                         assert executor.step == count + 1
                 counts.append(executor.step)
-        return counts, model.weight.detach().clone()
+        return counts, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     plain, interrupted = weight_after(False), weight_after(True)
     assert plain[0] == interrupted[0]

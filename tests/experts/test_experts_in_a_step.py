@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import BoundaryError, DeadlineExceeded, NotFound, PeerLost, RemoteError, SchemaError
 from anabranch.experts.client.finder import FailureBackoff
 from anabranch.testing import FakeClock
@@ -174,12 +175,13 @@ def failing(engine: Engine, grid: Grid, model: nn.Module, batch: tuple[Tensor, T
     with ab.Executor({"train": step_of(model)}, engine=engine) as executor:
         for _ in range(2):
             executor.run("train", batch)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        here = parameters_here(model).values()
+        before = [parameter.detach().clone() for parameter in here]
         for expert in grid.experts.values():
             expert.fault = ValueError("out of order")
         with pytest.raises(Exception, match="out of order") as raised:
             executor.run("train", batch)
-        assert all(map(torch.equal, before, model.parameters()))
+        assert all(map(torch.equal, before, here))
         for expert in grid.experts.values():
             expert.fault = None
         calls = sum(expert.calls for expert in grid.experts.values())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.errors import RemoteError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, Outcome, Request
@@ -78,6 +79,28 @@ def test_dropout_and_batch_norm_are_the_forwards_and_nothing_is_computed_or_sent
     assert there.calls == 3
     for name, value in here.state_dict().items():
         assert torch.equal(value, there.state_dict()[name]), name
+
+
+def test_a_backward_that_would_draw_another_mask_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    backend = backend_of(module, keep=2)
+    with ExpertServer([backend]) as server:
+        expert = RemoteExpert("kept.0", server.endpoint)
+        x = torch.ones(2, 4, requires_grad=True)
+        expert(x).sum().backward()
+        refused = pytest.raises(RemoteError, match=r"kept.0: 1 is Dropout\(p=0.5.*keep_activations=")
+        first = expert(x)
+        second = expert(x)  # for which the first one's are dropped
+        with refused:
+            first.sum().backward()
+        second.sum().backward()
+        assert backend.updates == 2
+        module[1].p = 0.0
+        expert(torch.ones(3, 4)).sum().backward()
+        module[1].p = 0.5
+        expert.eval()
+        expert(torch.ones(3, 4)).sum().backward()
+        assert backend.updates == 4
 
 
 def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -> None:

@@ -44,9 +44,6 @@ def averaged(model: nn.Module) -> None:
 USES: dict[str, Callable[[nn.Module], object]] = {
     "penalty": lambda m: sum(p.square().sum() for p in m.parameters()),
     "norm": lambda m: torch.linalg.vector_norm(torch.stack([p.norm() for p in m.parameters()])),
-    "count": lambda m: sum(p.numel() for p in m.parameters()),
-    "bytes": lambda m: sum(p.nbytes for p in m.parameters()),
-    "size": lambda m: [p.shape for p in m.parameters()],
     "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "ema": ema,
     "AveragedModel": averaged,
@@ -66,6 +63,14 @@ def test_the_use_of_its_numbers_is_refused_by_name_with_a_cure(use: str, remote:
     with pytest.raises(Exception, match=name) as caught:  # Dynamo wraps what it meets while it traces
         USES[use](model)
     assert isinstance(caught.value, ValueError) or use == "compiled"
+
+
+def test_what_is_here_can_be_counted(remote: nn.Module) -> None:
+    """As summaries of a model do before they print it."""
+    model = nn.Sequential(nn.Linear(4, 4), remote)
+    assert sum(p.numel() for p in model.parameters()) == 20
+    assert sum(p.nbytes for p in model.parameters()) == 80
+    assert [len(p) for p in model.parameters()] == [4, 4, 0]
 
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [

@@ -127,7 +127,7 @@ def test_an_executor_trains_a_remote_embedding_on_either_engine(engine: str) -> 
             rows_now = [table(torch.arange(6)[:, None] + 2**53) for table in (model.table, model.bags)]
         for table in (model.table, model.bags):
             table.close()
-        return [*losses, *rows_now, *(p.detach() for p in model.parameters())]
+        return [*losses, *rows_now, *(p.detach() for p in parameters_here(model).values())]
 
     assert all(map(torch.equal, run("tape"), run(engine)))
 
@@ -144,7 +144,8 @@ def test_a_lost_server_ends_a_graph_run_as_it_ends_the_tape_and_the_next_run_wor
         tables.begin(0)
         program.run(ids)
         tables.push()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    here = parameters_here(model).values()
+    before = [parameter.detach().clone() for parameter in here]
     tables.begin(1)
     with pytest.raises(BoundaryError) as on_the_tape:
         loss(model, ids)
@@ -152,7 +153,7 @@ def test_a_lost_server_ends_a_graph_run_as_it_ends_the_tape_and_the_next_run_wor
         program.run(ids)
     client.close()
     assert type(in_the_graph.value) is type(on_the_tape.value)
-    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, before, here))
     with ParameterClient() as client:
         tables = RemoteTables(client)
         tables.adopt_modules(model, optimizer)

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
@@ -90,9 +91,6 @@ _FACTS = frozenset(
 )  # fmt: skip
 # What follows from the shape alone, as an optimizer's first state.
 _LIKE_IT = frozenset([torch.zeros_like, torch.ones_like, torch.full_like])
-_SHAPE = frozenset(
-    [_reads("shape"), _reads("nbytes"), Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel]
-)
 # A placeholder again: so zero_grad(), state_dict() and `p.grad is None` do as always, and what is done with it is
 # refused.
 _WHOLE = frozenset([_data, _grad, Tensor.detach, torch.detach])
@@ -207,11 +205,16 @@ class Elsewhere(nn.Parameter):
         self.refuse("__reduce_ex__")
 
 
-class Switch(Elsewhere):
-    """A parameter in place of others whose number is not known here: it is there to be frozen."""
+# Dynamo inlines it, but is not to compile it as a frame of its own: there it would take itself for compiling, and the
+# program of a fact ask the parameter again, without end.
+eval_frame.set_code_exec_strategy(
+    Elsewhere.__torch_function__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+)
 
-    facts = Elsewhere.facts - _SHAPE
-    facts_in_order = tuple(facts)
+
+class Switch(Elsewhere):
+    """A parameter of no numbers in place of others, which are not known here: it is there to be frozen."""
 
     def __new__(cls, what: str, cure: str, dtype: torch.dtype = torch.float32, *, requires_grad: bool = True) -> Switch:
         """Make it out of no numbers."""
@@ -261,8 +264,8 @@ class MovedParameter(Elsewhere):
                 f"numbers are not here for {use!r}; make the model again, and load a checkpoint of it"
             )
         raise ValueError(
-            f"{self.what}, and {use!r} cannot reach its numbers there; {_CURES.get(use, _READS)}, or keep it on the "
-            f"workers: routes={{{name!r}: 'AllReduce'}}"
+            f"{name} is on the servers while its Executor is open, and {use!r} cannot reach its numbers there; "
+            f"{_CURES.get(use, _READS)}, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -214,8 +214,8 @@ class RemotePart:
         Rows of a ``RemoteEmbedding`` are never among them. Every worker calls it.
         """
         leads = self._worker.leads  # whose values the servers would get
-        left = {name: _left.get(module, {}).get((self.client.endpoints, name)) for module, name in self._holders()}
-        mine = [name for name, last in left.items() if leads and last == (self._before, steps.get(name))]
+        left = [(name, _left.get(module, {}).get((self.client.endpoints, name))) for module, name in self._holders()]
+        mine = [name for name, last in left if leads and last == (self._before, steps.get(name))]
         return {name for (names,) in self.gather([mine]) for name in names}
 
     def _holders(self) -> Iterator[tuple[nn.Module, str]]:
@@ -570,8 +570,8 @@ class RemotePart:
                     if errors and isinstance(errors[-1], BoundaryError):
                         break
             with _collecting(errors):
-                self._give_back(in_haste=failed is not None or any(isinstance(e, BoundaryError) for e in errors))
-                self._note_given_back()
+                if self.is_open:
+                    self._give_back(in_haste=failed is not None or any(isinstance(e, BoundaryError) for e in errors))
             for model in self._models.values():
                 with _collecting(errors):
                     self.tables.release_modules(model)
@@ -587,11 +587,9 @@ class RemotePart:
                 error.add_note("this was seen as the Executor was closed: the model has the values of the servers")
             raise error
 
-    def _note_given_back(self) -> None:
+    def _note_given_back(self, steps: Mapping[str, int], last: str) -> None:
         """Let the next Executor of these models replace what they have again, unless it changes meanwhile."""
-        if not self.is_open or not self._worker.leads or self.client.in_process:
-            return
-        steps, where, last = self.client.steps(), self.client.endpoints, self.client.joined()
+        where = self.client.endpoints
         for left in list(_left.values()):  # of other models: as they were there before this one joined
             for (at, name), (client, step) in left.items():
                 if (at, client, step) == (where, self._before, steps.get(name)) and name not in self._served:
@@ -609,8 +607,6 @@ class RemotePart:
 
     def _give_back(self, *, in_haste: bool) -> None:
         """Give parameters and optimizers the servers' values and states; what cannot be read says so."""
-        if not self.is_open:
-            return
         for moved in self.there:
             moved.optimizer.state.pop(moved.parameter, None)
         moves = {move.parameter: move for move in self.tables.moves}
@@ -627,6 +623,8 @@ class RemotePart:
                     with suppress(BoundaryError):  # the others' pushes of the last run may be on their way
                         self.client.end_by(Deadline.after(patience))
                         self.client.wait_for_turn(self.clock)
+            notes = self._worker.leads and not self.client.in_process
+            read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 kept = self.client.read_kept(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), kept):
@@ -638,6 +636,8 @@ class RemotePart:
                 else:
                     with torch.no_grad():
                         moved.parameter.copy_(values)
+            if read_at is not None:
+                self._note_given_back(*read_at)
         except BaseException as error:
             for move in moves.values():
                 move.lose(f"{type(error).__name__}: {error}")

@@ -346,12 +346,12 @@ class StepRunner:
     def _window_kept_whole(self) -> Iterator[None]:
         """Discard the open window if the block fails after its run has started, so that no partial sums remain."""
         self._started = False
-        pushes = [servers.part.clock for servers in self._servers]
+        pushes, steps = [servers.part.clock for servers in self._servers], self.steps
         try:
             yield
         except BaseException as error:
             for servers, clock in zip(self._servers, pushes, strict=True):
-                if servers.part.clock != clock:  # pushed, and not counted as a step
+                if servers.part.clock != clock and self.steps == steps:  # pushed, and not counted as a step
                     servers.part.torn = clock
             if self._started:
                 self._broken = self._workers is not None

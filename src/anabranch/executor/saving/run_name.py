@@ -48,7 +48,8 @@ class RunName:
                 (``best`` beside ``last``) is continued too.
         """
         self._loaded |= written
-        self._continued[_run_of(state).get("name", "")] = max(written, default=0)
+        if name := _run_of(state).get("name"):
+            self._continued[name] = max(written, default=0)
 
     def check(self, place: Place, newest: Manifest) -> None:
         """Raise ``CheckpointError`` if the ``newest`` checkpoint in ``place`` is neither this run's nor was loaded."""

@@ -22,6 +22,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -733,11 +734,15 @@ def check_encoding(
     steps: Mapping[str, TrainStep], models: Mapping[str, nn.Module], objects: Mapping[str, HasState]
 ) -> None:
     """Raise ``ValueError`` for what a checkpoint cannot hold; an optimizer's own state is not there yet."""
+    states: dict[str, object] = {}
+    for name, target in objects.items():
+        with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
+            states[name] = target.state_dict()
     tried = {
         "optimizers": _optimizer_states(steps, lambda name: names_of(steps[name].model), {}),
         "schedulers": _scheduler_states(steps),
         "extra": {name: value for name, value in _model_state(models) if not isinstance(value, Tensor)},
-        "objects": {name: target.state_dict() for name, target in objects.items()},
+        "objects": states,
     }
     state, _ = checkpoint.split(tried)
     try:

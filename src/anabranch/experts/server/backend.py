@@ -19,6 +19,7 @@ from typing import Literal, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -385,6 +386,8 @@ class ExpertBackend:
             task.seen.note(changes)
         try:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
+                if not all(task.ticket for task in batch):
+                    self._refuse_another_mask()
                 if not batch[0].updates or any(task.ticket for task in batch):
                     return self._backward_tasks(batch, updates=batch[0].updates)
                 with self._masked(batch):
@@ -488,6 +491,16 @@ class ExpertBackend:
                 if moved:
                     self._update(gathered)
         return [answers[id(task)] for task in batch]
+
+    def _refuse_another_mask(self) -> None:
+        """Raise ``ValueError`` where forward would draw another mask of dropout than the one of the output."""
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, _DropoutNd) and layer.training and layer.p > 0:
+                raise ValueError(
+                    f"{self.uid}: {name or 'the module'} is {layer} in training mode, and a backward without kept "
+                    "activations would draw another mask than the forward: serve it with keep_activations= for as many "
+                    "rows as wait for their backward, with p=0, or in eval mode"
+                )
 
     def _find_kept(self, task: Task) -> KeptRows:
         entry = self.kept.get(task.ticket)

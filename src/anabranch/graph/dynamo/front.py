@@ -350,6 +350,7 @@ class InlinedCode:
         self._members: list[object] = []
         self._functions: list[types.FunctionType] = []
         self._codes: list[types.CodeType] = []
+        self._variables: list[tuple[dict[str, object], str, object]] = []  # globals that Dynamo guards elsewhere
 
     def add(
         self, kinds: Iterable[type], functions: Iterable[types.FunctionType], inlined: Collection[types.CodeType]
@@ -375,23 +376,29 @@ class InlinedCode:
         """Return True if the classes still have these methods, and all functions their code."""
         if list(map(_code_of, self._functions)) != self._codes:
             return False
+        if any(names.get(name) is not value for names, name, value in self._variables):
+            return False
         try:
             return list(map(getattr, self._kinds, self._names)) == self._members
         except AttributeError:
             return False
 
     def in_no_module(self) -> types.FunctionType | None:
-        """Return a function whose globals Dynamo looks up, by their names, in another module than its own."""
+        """Return a function with other globals than the module has in which Dynamo looks them up by their names.
+
+        Those that are the same objects there, as in a process that was spawned, are watched.
+        """
+        self._variables = []
         for function in self._functions:
             own = function.__globals__
             module = sys.modules.get(own.get("__name__", ""))
             if module is None or vars(module) is own:
                 continue
             for name in function.__code__.co_names:
-                # What both have imported stays what it is; a number that is equal now may be changed.
-                kept = isinstance(own.get(name), types.ModuleType | type | types.FunctionType)
-                if name in own and not (kept and own[name] is vars(module).get(name)):
-                    return function
+                if name in own:
+                    if own[name] is not getattr(module, name, self):
+                        return function
+                    self._variables.append((own, name, own[name]))
         return None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.crossings import Effect
+from anabranch.graph.crossings import Effect, crossing_of
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, arrange, picker
 from anabranch.graph.graph import Graph
@@ -104,6 +104,7 @@ class Joint:
         self._given: Sequence[str] = ()
         self._yielded: Sequence[str] = ()
         self._own = False
+        self._crosses = False
         self.graph = self.backward.graph
         if key.whole and self._ready():
             self._join()
@@ -200,7 +201,7 @@ class Joint:
         if self._program is None:
             return self._run_apart(free, later)
         if self._rest is None:
-            if self._step.gate is None:
+            if self._step.gate is None and not self._crosses:
                 hold_interrupts()  # nothing in the program says when it begins to update
             try:
                 results: dict[str, object] = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
@@ -349,8 +350,10 @@ class Joint:
             return
         split = step.compile or can_replay(front) or (step.gate is not None and update is None)
         self._own = _own_memory(front)
+        # An interrupt ends a wait for an expert or a server at once.
+        self._crosses = update is not None and any(crossing_of(node) is not None for node in front.fx.nodes)
         # The gate comes before ``between``, whose norm would spread one NaN over all gradients.
-        graph = front if split or step.gate is None else self._gated(front)
+        graph = self._gated(front) if not split and (step.gate is not None or self._crosses) else front
         rest = update
         if between is not None:
             graph = join(graph, between, [name for name in keep if name not in between.outputs])

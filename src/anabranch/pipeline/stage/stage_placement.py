@@ -143,7 +143,8 @@ def leave_to_others(
     for j, layers in enumerate(split):
         place = f"on rank {dist.get_global_rank(group, rank_of[j])}, in stage {j} of its Pipe"
         for parameter in (parameter for layer in layers for parameter in layer.module.parameters()):
-            if parameter in names and not isinstance(parameter, Elsewhere) and parameter.is_floating_point():
+            has_nan = parameter.is_floating_point() or parameter.is_complex()
+            if parameter in names and not isinstance(parameter, Elsewhere) and has_nan:
                 put_elsewhere(parameter, Elsewhere, what=f"{names[parameter]} is {place}", cure=_CURE)
 
 
