@@ -655,7 +655,7 @@ def test_compressed_steps_are_as_near_as_compressed_calls() -> None:
 
 
 def test_training_continues_beside_a_session_and_its_next_step_uses_the_new_weights() -> None:
-    backend = causal_backend()
+    backend = causal_backend(keep_activations=4)
     with served(backend) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(8) as session:
