@@ -39,7 +39,7 @@ from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
-from anabranch.interrupts import hold_interrupts, releasing_interrupts
+from anabranch.interrupts import releasing_interrupts
 from anabranch.tensors import Structure
 
 __all__ = ["StepRunner"]
@@ -598,7 +598,6 @@ class StepRunner:
 
     def _update(self) -> None:
         with releasing_interrupts():
-            hold_interrupts()
             with from_within():
                 self.engine.update()
             self._step_schedulers()
