@@ -45,13 +45,13 @@ class RecordedBoundary:
                 return Crossed(self.function(None, *inputs))
         entry = torch.empty((), requires_grad=True, device="cpu")
         detached = [None if value is None else value.detach() for value in inputs]
-        wanted = [
+        leaves = [
             value.requires_grad_() for value, want in zip(detached, wants, strict=True) if value is not None and want
         ]
         with torch.enable_grad():
             outputs = self.function(entry, *detached)
         places = [index for index, want in enumerate(wants) if want]
-        call = IsolatedCall([entry, *wanted], outputs, [-1, *places], len(inputs))
+        call = IsolatedCall([entry, *leaves], outputs, [-1, *places], len(inputs))
         dead = [index for index, output in enumerate(call.outputs) if output is None]
         return Crossed([output.detach() for output in outputs], call, dead)
 

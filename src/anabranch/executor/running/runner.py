@@ -33,7 +33,7 @@ from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
-from anabranch.interrupts import hold_interrupts, releasing_interrupts
+from anabranch.interrupts import releasing_interrupts
 from anabranch.tensors import Structure, count_rows
 
 _log = logging.getLogger("anabranch.executor")
@@ -493,7 +493,6 @@ class StepRunner:
             self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
             with releasing_interrupts():
-                hold_interrupts()
                 with from_within():
                     self.engine.update()
                 self._step_schedulers()

@@ -79,8 +79,8 @@ def _refuse_duplicates(layers: list[Layer]) -> None:
     for layer in layers:
         for path, child in layer.module.named_modules(prefix=layer.name):
             earlier = first.setdefault(child, path)
-            held = [*(p for p in child._parameters.values() if type(p) is not Switch), *child._buffers]
-            stateful = bool(held) or declaration_of(child) is not None
+            tensors = [*(p for p in child._parameters.values() if type(p) is not Switch), *child._buffers]
+            stateful = bool(tensors) or declaration_of(child) is not None
             if stateful and earlier != path:
                 raise ValueError(
                     f"{earlier!r} and {path!r} are the same {type(child).__name__}, which two stages would run at "
