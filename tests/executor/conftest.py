@@ -1,4 +1,4 @@
-"""Loaders that are closed at a test's end, each fetching ahead however quick it is; and what was captured."""
+"""Loaders that are closed at a test's end; and what was captured."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 from loader_kinds import bound
 
-from anabranch.executor.loaders import loading
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.graph.step import joint as joint_module
-
-
-@pytest.fixture
-def every_fetch_is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_WORTH_A_THREAD", -1.0)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -18,15 +17,15 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.loaders import GlobalBatches
 
 
-def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1, prefetch: bool = True) -> BoundLoader:
-    return BoundLoader(loader, rank=rank, world_size=world_size, prefetch=prefetch)
+def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1) -> BoundLoader:
+    return BoundLoader(loader, worker=lambda: (rank, world_size))
 
 
 def numbers(batch: object) -> list[float]:
@@ -39,7 +38,7 @@ def numbers(batch: object) -> list[float]:
 
 
 def train(batch: object) -> list[float]:
-    """Stands for a step: it draws from every global generator, and takes long enough for a fetch to overlap."""
+    """Stands for a step: it draws from every global generator."""
     draws = [torch.rand(()).item(), random.random(), float(np.random.random())]
     return [*numbers(batch), *draws]
 
@@ -195,11 +194,13 @@ LOADERS: dict[str, Callable[[], Iterable[object]]] = {
     ),
     "noisy": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True),
     "noisy_by_itself": noisy_by_itself,
+    "global": lambda: GlobalBatches(Squares(), 2, seed=3),
     "iterable": lambda: DataLoader(Stream(), batch_size=2),
     "two_workers": lambda: DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=2),
     "two_workers_own_generator": lambda: DataLoader(
         Squares(), batch_size=2, shuffle=True, num_workers=2, generator=seeded()
     ),
+    "two_workers_global": lambda: GlobalBatches(Squares(), 2, seed=3, num_workers=2),
     "two_workers_iterable": lambda: DataLoader(Stream(), batch_size=2, num_workers=1),
 }
 
@@ -210,41 +211,11 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-class WatchedLoader:
-    """Notes which thread does what; ``act(index)`` runs as batch ``index`` is fetched."""
-
-    def __init__(self, count: int = 6, act: Callable[[int], object] | None = None) -> None:
-        self.count, self.act = count, act
-        self.iterated: list[int] = []
-        self.fetched: list[int] = []
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.iterated.append(threading.get_ident())
-        return self.batches()
-
-    def batches(self) -> Iterator[Tensor]:
-        for index in range(self.count):
-            self.fetched.append(threading.get_ident())
-            extra = self.act(index) if self.act else 0
-            yield torch.tensor([float(index), float(extra or 0)])
-
-
 def drain(loader: BoundLoader) -> int:
     count = 0
     while loader.next_batch() is not ENDED:
         count += 1
     return count
-
-
-def strided(rank: int, world_size: int, count: int, batch_size: int = 2, **options: object) -> DataLoader[Tensor]:
-    sampler: DistributedSampler[int] = DistributedSampler(
-        range(count),
-        num_replicas=world_size,
-        rank=rank,
-        seed=7,
-        **options,  # type: ignore[arg-type]
-    )
-    return DataLoader(TensorDataset(torch.arange(count)), batch_size=batch_size, sampler=sampler)
 
 
 class Broken(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -199,39 +198,3 @@ def test_a_worker_with_an_ended_loader_keeps_pushing_nothing() -> None:
     for found in LocalJob(2, servers=2).run_source(UNEQUAL_ON_SERVERS).check().results:
         assert found is not None
         assert found["weights"] == [wanted.tolist()] * 3
-
-
-MAP_STYLE = """
-import json, sys, torch
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
-import anabranch as ab
-
-path, runs, save_after = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-rank, world = ab.job().rank, ab.job().world_size
-data = [{"x": torch.tensor([float(index)])} for index in range(24)]
-sampler = DistributedSampler(data, world, rank, shuffle=True, seed=5)
-loader = DataLoader(data, batch_size=12 // world // 2, sampler=sampler)
-model = nn.Linear(1, 1)
-step = ab.TrainStep(model, lambda m, b: (m(b["x"]).square().mean(), {"x": b["x"]}),
-                    torch.optim.SGD(model.parameters(), lr=1e-4))
-with ab.Executor({"train": step}, comm_mode="AllReduce", dataloaders={"train": loader}) as executor:
-    executor.resume(path)
-    rows = []
-    for run in range(1, runs + 1):
-        rows.append(sorted(executor.run("train")["x"].flatten().tolist()))
-        if run == save_after:
-            executor.save(path)
-print(json.dumps({"rows": rows}))
-"""
-
-
-def test_a_map_style_loader_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
-    def run(workers: int, runs: int, save_after: int) -> list[list[float]]:
-        arguments = [str(tmp_path), str(runs), str(save_after)]
-        results = LocalJob(workers).run_source(MAP_STYLE, *arguments).check().results
-        return [sorted(chain(*(found["rows"][index] for found in results))) for index in range(runs)]
-
-    whole = run(2, runs=4, save_after=2)
-    assert sorted(chain(*whole)) == list(range(24))
-    assert run(1, runs=2, save_after=0) == whole[2:]

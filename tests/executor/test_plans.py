@@ -327,13 +327,23 @@ def distributed() -> DataLoader[Tensor]:
 
 @pytest.mark.parametrize("closed", [False, True], ids=["last batch taken", "end seen"])
 @pytest.mark.parametrize(
-    "make", [Batches, Stateful, shuffled, partial(shuffled, Subclass), drawing, distributed, lambda: [*Batches()]]
+    "make",
+    [
+        Batches,
+        Stateful,
+        shuffled,
+        partial(shuffled, Subclass),
+        drawing,
+        distributed,
+        lambda: [*Batches()],
+        lambda: ab.loaders.GlobalBatches(torch.arange(12).view(6, 2), 2),
+    ],
 )
 def test_behind_an_epochs_last_batch_the_next_epochs_first_is_looked_at(make: Any, closed: bool) -> None:
     taken, looked = [], []
     for looks in (False, True):
         torch.manual_seed(5)
-        loader = BoundLoader(make(), rank=0, world_size=1)
+        loader = BoundLoader(make())
         found = []
         for epoch in range(3):
             found += [loader.next_batch() for _ in range(3 + closed)][:3]
@@ -346,7 +356,7 @@ def test_behind_an_epochs_last_batch_the_next_epochs_first_is_looked_at(make: An
                 pytest.fail("the epoch has ended")
             if epoch == 1:  # from a checkpoint
                 state = loader.state()
-                loader = BoundLoader(make(), rank=0, world_size=1)
+                loader = BoundLoader(make())
                 loader.restore([state])
             loader.start_epoch()
         taken.append(torch.stack([*found, torch.rand(2, 2)]))
@@ -361,7 +371,7 @@ def same(one: object, other: object) -> bool:
 
 
 def test_a_loader_of_one_epoch_has_no_next() -> None:
-    loader = BoundLoader(iter([1]), rank=0, world_size=1)
+    loader = BoundLoader(iter([1]))
     assert (loader.next_batch(), loader.first()) == (1, None)
     assert loader.next_batch() is ENDED
     assert loader.first() is None
@@ -385,7 +395,7 @@ def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays() -> No
             yield number
         raise OSError("the disk")
 
-    loader = BoundLoader(batches(), rank=0, world_size=1)
+    loader = BoundLoader(batches())
     assert (loader.first(), loader.first(), loader.next_batch()) == (0, 0, 0)
     assert loader.first() == 1
     assert loader.next_batch() == 1

@@ -1,9 +1,9 @@
-"""Batches of what is not a table of rows: sampled surroundings of a graph's nodes. Open ``neighbor_sampler.py``.
+"""Loaders that an Executor's steps take their batches from, beside torch's own.
 
-What an executor does with any loader (prefetching, epochs of several workers, positions in checkpoints) is in
-``executor/loaders``.
+What an Executor does with any loader (epochs of several workers, positions in checkpoints) is in ``executor/loaders``.
 """
 
+from anabranch.loaders.global_batches import GlobalBatches
 from anabranch.loaders.neighbor_sampler import NeighborSampler, SampledNodes
 
-__all__ = ["NeighborSampler", "SampledNodes"]
+__all__ = ["GlobalBatches", "NeighborSampler", "SampledNodes"]

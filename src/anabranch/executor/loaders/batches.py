@@ -24,7 +24,7 @@ class Batches:
         workers: the group, in which each worker has its own loaders.
         together: whether the workers run the same steps, so that an epoch ends when every worker's loader has ended;
             else each worker has its own epochs.
-        prefetch: fetch the next batch while a step runs.
+        prefetch: look at the next batch while a step runs, where that draws nothing.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Batches:
         together: bool = True,
         prefetch: bool = True,
     ) -> None:
-        rank, size = (workers.rank, workers.size) if workers else (0, 1)
+        size = 1 if workers is None else workers.size
         self.loaders: dict[str, BoundLoader] = {}
         self.load_seconds = 0.0
         self._shared = together and size > 1
@@ -43,7 +43,11 @@ class Batches:
         self._eval_runs: dict[str, int] = {}
         self._patterns: dict[str, Structure] = {}
         for name, loader in dataloaders.items():
-            self.loaders[name] = BoundLoader(loader, rank=rank, world_size=size, prefetch=prefetch)
+            self.loaders[name] = BoundLoader(
+                loader,
+                worker=lambda: (0, 1) if workers is None else (workers.rank, workers.size),
+                looks_ahead=prefetch,
+            )
         self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
         if workers is not None and size > 1 and self.loaders:
             mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()], device="cpu")
@@ -138,7 +142,7 @@ class Batches:
         ]
 
     def close(self) -> None:
-        """End the loaders' threads."""
+        """Release the loaders' iterators."""
         for loader in self.loaders.values():
             loader.close()
 

@@ -1,48 +1,39 @@
-"""``BoundLoader``: an executor's way to a step's batches, prefetched, and exactly where they were after a restart.
+"""``BoundLoader``: an executor's way to a step's batches, exactly where they were after a restart.
 
-While a step runs, a thread fetches the next batch. It must not be seen in the numbers, so three things are made sure of
-by fetching the first two batches of an epoch in the calling thread and looking what happens:
+============  ======================================  ==========================================================
+kind          which loaders                           position
+============  ======================================  ==========================================================
+``global``    ``GlobalBatches``                       samples of the global order: any number of workers resumes
+``stateful``  others with ``state_dict`` and          their own ``state_dict``
+              ``load_state_dict``
+``counted``   any other iterable                      batches: resuming takes them and throws them away
+============  ======================================  ==========================================================
 
-- Nothing may draw from the process's random number generators while the training step runs, since the order of draws
-  would depend on timing. The first fetch may draw (samplers draw their seed then), the second may not.
-- Nothing may change a batch that was returned: some loaders fill the same memory again and again.
-- ``iter(loader)`` is called in the calling thread always: it draws, and may fork workers.
-
-A loader that fails the first two is fetched in the calling thread for good, and the log says how to cure it. So is one
-whose fetches are over before a thread could hand the batch over, silently and until they take longer.
-
-The position that is saved is that of the batches returned; what was prefetched does not count.
+The last two need as many workers as there were. Everything happens on the thread that trains.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
+import copy
+import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final, cast
+from contextlib import contextmanager
+from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch.utils.data import DataLoader
 
-from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 from anabranch.errors import CheckpointError
-from anabranch.executor.loaders.positions import State, first_of_next_epoch, position_of
-from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
-from anabranch.tensors import Structure, as_tensors, flatten
+from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.loaders import GlobalBatches
+from anabranch.tensors import Structure
 
 __all__ = ["BoundLoader", "ENDED"]
 
 _log = logging.getLogger("anabranch.executor")
 
-_WATCHED = 2  # fetches at the start of an epoch that are made in the calling thread
-# Handing a batch from thread to thread takes 0.06 to 0.2 ms: no gain if fetches take less than this many seconds. The
-# usual time is a running mean, in which one fetch counts a tenth, and no more than the cap: a hiccup of the machine.
-_WORTH_A_THREAD = 3e-4
-_CAP = 1e-3
-_PATIENCE = 60.0  # seconds until a slow loader is logged
+State = dict[str, Any]
 
 
 class _Ended:
@@ -58,14 +49,14 @@ ENDED: Final = _Ended()
 class BoundLoader:
     """Takes batches from a loader, one epoch after the other.
 
-    >>> loader = BoundLoader([1, 2], rank=0, world_size=1)
+    >>> loader = BoundLoader([1, 2])
     >>> loader.next_batch(), loader.next_batch(), loader.next_batch(), loader.next_batch()
     (1, 2, ENDED, ENDED)
     >>> loader.start_epoch()
     >>> loader.next_batch()
     1
     >>> position = loader.state()
-    >>> again = BoundLoader([1, 2], rank=0, world_size=1)
+    >>> again = BoundLoader([1, 2])
     >>> again.restore([position])
     >>> again.next_batch()
     2
@@ -73,39 +64,46 @@ class BoundLoader:
     Args:
         loader: any iterable of batches; an iterator has one epoch. It, its samplers and its dataset, if they have a
             ``set_epoch``, get the number of each epoch after the first.
-        rank: this worker's.
-        world_size: the number of workers.
-        prefetch: fetch the next batch while the step runs.
+        worker: returns this worker's rank and the number of workers.
+        looks_ahead: whether ``peek`` may fetch.
 
     Raises:
         TypeError: ``loader`` cannot be iterated.
     """
 
-    def __init__(self, loader: Iterable[Structure], *, rank: int, world_size: int, prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Structure],
+        *,
+        worker: Callable[[], tuple[int, int]] = lambda: (0, 1),
+        looks_ahead: bool = True,
+    ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"a loader is an iterable of batches, got {type(loader).__name__}; give it __iter__")
-        self._loader = loader
-        self._rank = rank
-        self._world_size = world_size
-        self._position = position_of(loader, world_size)
-        # The batches of a list need no fetching.
-        self._in_memory = isinstance(loader, list | tuple)
-        self._prefetch = prefetch and not self._in_memory
-        self._usual_seconds = 0.0
-        self._thread: ThreadPoolExecutor | None = None
-        self._closed = False
-        self._epoch = 0
+        self._loader: Any = loader
+        self._worker = worker
+        if isinstance(loader, GlobalBatches):
+            loader.bind(worker)
+        stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.kind = "global" if isinstance(loader, GlobalBatches) else "stateful" if stateful else "counted"
+        # Where looking draws from no generator of this process, and runs no code of the user's.
+        self._looks_ahead = looks_ahead and (isinstance(loader, list | tuple) or getattr(loader, "num_workers", 0) > 0)
+        self._epochs = _Epochs(loader)
+        self._generators = _generators(loader)
+        self.epoch = 0
+        self.closed = False
+        self._iterated = False
+        self._iterated_then: bool | None = None  # what it was where the restored position was saved
         self._reset()
 
     def _reset(self) -> None:
         """Between two epochs."""
         self._iterator: Iterator[Structure] | None = None
-        self._pending: Future[Structure] | None = None
-        self._snapshot: State = {}
-        self._at_start: dict[str, object] = {}
-        self._taken = 0
-        self._fetched = 0
-        self._last: Structure = None
+        self._ahead: list[Structure] = []  # the next batch, if it was looked at
+        self._failure: Exception | None = None  # or what the loader raised there
+        self._state_behind: object = None  # the loader's, from before that
+        self._at_start: State = {}
+        self.taken = 0
         self._ended = False
 
     # Taking batches.
@@ -117,47 +115,42 @@ class BoundLoader:
             ValueError: the loader is an iterator and has been read, or this is closed.
             Exception: raised by the loader, unchanged.
         """
-        if self._closed:
+        if self.closed:
             raise ValueError("the loader is closed")
         if self._ended:
             return ENDED
-        iterator = self._begin()
+        looked = bool(self._ahead) or self._failure is not None
+        iterator = self._begun()
         try:
-            batch = self._received() if self._pending is not None else self._timed()
+            batch = self._look() if looked else next(iterator, ENDED)
         except Exception:
-            self._taken += 1  # the loader is past the batch that it could not make
+            self.taken, self._failure = self.taken + 1, None  # the loader is past the batch that it could not make
             raise
+        self._ahead.clear()
         if batch is ENDED:
-            self._end()
+            if self.taken == 0 and self.epoch > 0 and iterator is self._loader:
+                raise ValueError(
+                    f"the loader is an iterator ({type(self._loader).__name__}) and is exhausted: it has one epoch. "
+                    "Pass something that can be iterated again: a list, a DataLoader, a class whose __iter__ starts "
+                    "over"
+                )
+            self._ended, self._iterator = True, None
             return ENDED
-        self._taken += 1
-        if self._prefetch and self._fetched >= _WATCHED and self._usual_seconds > _WORTH_A_THREAD:
-            self._fetch_ahead(iterator)
+        self.taken += 1
         return batch
 
     def peek(self) -> Structure | None:
-        """Return the next batch without consuming it, or ``None`` if fetching it now could change results.
-
-        ``None``, too, until the loader is known to fetch without side effects, and while its thread is fetching.
-        """
-        if self._closed or self._ended or self._iterator is None:
+        """Return the next batch without consuming it, or ``None`` if fetching it now could change results."""
+        if self.closed or self._ended or self._iterator is None or not self._looks_ahead:
             return None
-        if self._pending is None:
-            if not self._in_memory and not (self._prefetch and self._fetched >= _WATCHED):
-                return None
-            self._snapshot = self._position.snapshot()
-            self._pending = Future()
-            try:
-                self._pending.set_result(self._fetch(self._iterator))
-            except Exception as error:  # noqa: BLE001 - it is next_batch's to raise
-                self._pending.set_exception(error)
-        if not self._pending.done() or self._pending.exception(timeout=0) is not None:
+        try:
+            batch = self._look()
+        except Exception:  # noqa: BLE001 - it is next_batch's to raise
             return None
-        batch = self._pending.result(timeout=0)
         return None if batch is ENDED else batch
 
     def first(self) -> Structure | None:
-        """Return the next batch without consuming it, as ``peek`` does, and fetch it now if necessary.
+        """Return the next batch without consuming it, and fetch it now if necessary.
 
         At the end of an epoch it is the next epoch's first, for which the loader is iterated once more; ``None`` if it
         has none.
@@ -165,161 +158,104 @@ class BoundLoader:
         Raises:
             Exception: raised by the loader.
         """
-        if self._closed:
+        if self.closed:
             return None
-        if self._pending is None and not self._ended:
-            self._begin()
-            self._snapshot = self._position.snapshot()
-            fetched: Future[Structure] = Future()
+        batch = ENDED if self._ended else self._look()
+        return self._first_of_next_epoch() if batch is ENDED else batch
+
+    def _look(self) -> Structure:
+        """Fetch the next batch, if it is not there."""
+        if self._failure is not None:
+            raise self._failure
+        iterator = self._begun()
+        if not self._ahead:
+            self._state_behind = self._own_state()
             try:
-                fetched.set_result(self._watched())
-            except Exception as error:  # noqa: BLE001 - it is next_batch's to raise, too
-                fetched.set_exception(error)
-            self._pending = fetched
-        batch = ENDED if self._ended else self._arrived().result(timeout=0)
-        return first_of_next_epoch(self._loader, self._position) if batch is ENDED else batch
+                self._ahead = [next(iterator, ENDED)]
+            except Exception as error:
+                self._failure = error
+                raise
+        return self._ahead[0]
+
+    def _first_of_next_epoch(self) -> Structure | None:
+        random, attributes = random_state(), dict(vars(self))
+        here = {"start": self._before_epoch(), "state": self._own_state()}
+        with self._epochs.unchanged():
+            try:
+                self._epochs.next()
+                return next(self._begin(), None)
+            finally:
+                vars(self).update(attributes)
+                self._put_back(here)
+                restore_random_state(random)
+
+    def _begun(self) -> Iterator[Structure]:
+        return self._begin() if self._iterator is None else self._iterator
 
     def _begin(self) -> Iterator[Structure]:
-        """Begin the epoch, if it has not begun."""
-        if self._iterator is None:
-            self._at_start = random_state()
-            self._iterator = self._position.begin()
+        """Begin the epoch."""
+        self._epochs.begin()
+        self._at_start = {"random": random_state(), **self._before_epoch()}
+        if self._iterated_then not in (None, self._iterated) and getattr(self._loader, "persistent_workers", False):
+            self._draw_as_then()
+        self._iterated, self._iterated_then = True, None
+        self._iterator = iter(self._loader)
         return self._iterator
+
+    def _before_epoch(self) -> State:
+        return {
+            "generators": [generator.get_state() for generator in self._generators],
+            "epochs": self._epochs.begun,
+            "iterated": self._iterated if self._iterated_then is None else self._iterated_then,
+        }
+
+    def _draw_as_then(self) -> None:
+        """Let persistent processes be there, or draw their seed: they do so in the first epoch only."""
+        if not self._iterated:
+            iter(self._loader)  # starts them
+            restore_random_state(self._at_start["random"])
+            self._set_generators(self._at_start)
+        elif isinstance(self._loader, DataLoader):
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
     def start_epoch(self) -> None:
         """Lets the next ``next_batch`` start a new epoch, wherever this one is; nothing if none has begun."""
         if self._iterator is None and not self._ended:
             return
-        self._abandon()
-        self._position.next_epoch()
-        self._epoch += 1
-
-    @property
-    def epoch(self) -> int:
-        """The number of epochs before this one."""
-        return self._epoch
-
-    @property
-    def taken(self) -> int:
-        """The batches that were taken in this epoch."""
-        return self._taken
+        self._reset()
+        self._epochs.next()
+        self.epoch += 1
 
     def length(self) -> int | None:
         """Batches an epoch, ``None`` if the loader does not know."""
         try:
-            return len(self._loader)  # type: ignore[arg-type]
+            return len(self._loader)
         except TypeError:
             return None
 
-    def close(self, timeout: float = 10.0) -> None:
-        """End the thread and release the loader's iterator; log it if this takes longer than ``timeout``."""
-        self._closed = True
-        pending, self._pending = self._pending, None
-        if self._thread is not None:
-            idle = pending is None or bool(wait([pending], timeout).done)
-            if not idle:
-                _log.warning(
-                    "the loader %s has been fetching a batch for over %.0f s; its thread is left running until it "
-                    "returns",
-                    type(self._loader).__name__,
-                    timeout,
-                )
-            self._thread.shutdown(wait=idle, cancel_futures=True)
-            self._thread = None
+    def close(self) -> None:
+        """Release the loader's iterator."""
+        self.closed = True
         self._reset()
-
-    def _end(self) -> None:
-        if self._taken == 0 and self._epoch > 0 and self._iterator is self._loader:
-            raise ValueError(
-                f"the loader is an iterator ({type(self._loader).__name__}) and is exhausted: it has one "
-                "epoch. Pass something that can be iterated again: a list, a DataLoader, a class whose __iter__ starts "
-                "over"
-            )
-        self._ended = True
-        self._iterator = None
-        self._last = None
-
-    def _abandon(self) -> None:
-        if self._pending is not None:
-            with contextlib.suppress(Exception):  # of a discarded batch
-                self._received()
-        self._reset()
-
-    # Fetching.
-
-    def _fetch(self, iterator: Iterator[Structure]) -> Structure:
-        return next(iterator, ENDED)
-
-    def _timed(self) -> Structure:
-        """Return a fetch in the calling thread, which shows whether others are worth a thread."""
-        began = time.monotonic()
-        batch = self._watched()
-        self._usual_seconds += 0.1 * (min(time.monotonic() - began, _CAP) - self._usual_seconds)
-        return batch
-
-    def _watched(self) -> Structure:
-        """Return a fetch in the calling thread; the first ones of an epoch show whether others may go ahead."""
-        assert self._iterator is not None
-        self._fetched += 1
-        if not self._prefetch or self._fetched > _WATCHED:
-            return self._fetch(self._iterator)
-        if self._fetched < _WATCHED:
-            self._last = self._fetch(self._iterator)
-            return self._last
-        random_before, contents_before = random_state(), _contents(self._last)
-        batch = self._fetch(self._iterator)
-        if not same_random_state(random_before, random_state()):
-            self._never_ahead(
-                "draws from the process's random number generators while fetching, which alongside the training step "
-                "would make runs differ. Give its sampler and dataset their own generators "
-                "(generator=torch.Generator(), numpy.random.default_rng(seed)) or use DataLoader workers"
-            )
-        elif not all(map(torch.equal, _contents(self._last), contents_before)):
-            self._never_ahead(
-                "reuses the memory of the previous batch while fetching, which the training step may still be using. "
-                "Let it allocate new memory for each batch"
-            )
-        self._last = None
-        return batch
-
-    def _never_ahead(self, why: str) -> None:
-        self._prefetch = False
-        _log.warning("the batches of the loader %s are not prefetched, since it %s", type(self._loader).__name__, why)
-
-    def _fetch_ahead(self, iterator: Iterator[Structure]) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="anabranch-loader")
-        # Taken here, where nothing else runs on the loader, and valid until this batch is returned.
-        self._snapshot = self._position.snapshot()
-        self._pending = self._thread.submit(_in_modes_of_this_thread(lambda: self._fetch(iterator)))
-
-    def _received(self) -> Structure:
-        """Return the prefetched batch. Without a deadline, because the caller's own code is awaited."""
-        pending, self._pending = self._arrived(), None
-        return pending.result(timeout=0)
-
-    def _arrived(self) -> Future[Structure]:
-        assert self._pending is not None
-        waited = 0.0
-        while not wait([self._pending], _PATIENCE).done:
-            waited += _PATIENCE
-            _log.warning("the loader %s has been fetching for %.0f s", type(self._loader).__name__, waited)
-        return self._pending
 
     # The position.
 
-    def state(self) -> dict[str, object]:
-        """Return the loader's position, prefetched batches not counted: nested values and tensors that a checkpoint
-        keeps.
-        """
+    def _own_state(self) -> object:
+        # Before the first epoch no state has to be kept, and some loaders start their workers when asked for it.
+        if self.kind == "counted" or (self.kind == "stateful" and not self._iterated):
+            return None
+        return copy.deepcopy(self._loader.state_dict())
+
+    def state(self) -> State:
+        """Return the loader's position, a batch that was only looked at not counted, as a checkpoint keeps it."""
         begun = self._iterator is not None
-        snapshot = self._position.snapshot() if self._pending is None else self._snapshot
         return {
-            "kind": self._position.kind,
+            "kind": self.kind,
             "phase": "ended" if self._ended else "begun" if begun else "fresh",
-            "epoch": self._epoch,
-            "random_at_start": self._at_start,
-            "position": self._position.state(self._taken, snapshot),
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "start": self._at_start if begun else self._before_epoch(),
+            "state": self._state_behind if self._ahead or self._failure else self._own_state(),
         }
 
     def check(self, states: Sequence[object]) -> State:
@@ -328,18 +264,36 @@ class BoundLoader:
         Raises:
             CheckpointError: the loader is of another kind or order, or cannot continue with another number of workers.
         """
-        saved = [cast("dict[str, object]", state) for state in states]
-        kinds = {state["kind"] for state in saved}
-        if kinds != {self._position.kind}:
+        saved = cast("Sequence[State]", states)
+        rank, size = self._worker()
+        kind, name = saved[0]["kind"], type(self._loader).__name__
+        if kind != self.kind:
             raise CheckpointError(
-                f"the checkpoint's loader stores its position as {sorted(map(str, kinds))}, but this one "
-                f"({type(self._loader).__name__}) as {self._position.kind!r}; load with the kind of loader that was "
-                "saved"
+                f"the checkpoint's loader stores its position as {kind!r}, but this one ({name}) as {self.kind!r}; "
+                "load with the kind of loader that was saved"
             )
-        if len({state["epoch"] for state in saved}) > 1:
-            raise CheckpointError("the checkpoint's workers were in different epochs of the loader")
-        positions = [cast(State, state["position"]) for state in saved]
-        return self._position.check(positions, self._rank, between=_between(saved))
+        own = saved[rank % len(saved)]
+        begun = [state for state in saved if state["phase"] == "begun"]
+        alike = len({state["epoch"] for state in saved}) == 1
+        if len(saved) != size and kind == "global" and begun:
+            own = begun[0]
+            alike = alike and all(state["state"] == own["state"] for state in begun)
+        elif len(saved) != size and (
+            begun or (kind == "stateful" and any(state["state"] is not None for state in saved))
+        ):
+            raise CheckpointError(
+                f"the checkpoint has positions of the loader {name} for {len(saved)} workers, and this job has {size}; "
+                f"load with {len(saved)} workers, or read the data by ab.loaders.GlobalBatches, which any number "
+                "resumes"
+            )
+        if len(saved) != size and not alike:
+            raise CheckpointError(
+                f"the {len(saved)} workers of the checkpoint were not at the same batch of the loader {name}, since "
+                f"they did not wait for each other; load with {len(saved)} workers"
+            )
+        if kind == "global":
+            self._loader.check(own["state"])
+        return own
 
     def restore(self, states: Sequence[object]) -> None:
         """Resume at the position of the workers whose ``state()`` these are, in the order of their ranks.
@@ -350,48 +304,92 @@ class BoundLoader:
             CheckpointError: as ``check`` does, or the data has become fewer; the loader may have been read then.
         """
         chosen = self.check(states)
-        saved = [cast("dict[str, object]", state) for state in states]
-        mine = saved[self._rank % len(saved)]
-        as_many = len(saved) == self._world_size
-        self._abandon()
-        self._epoch = cast(int, mine["epoch"])
-        if mine["phase"] == "begun" or not (as_many or _between(saved)):
-            self._resume(chosen, cast("dict[str, object]", mine["random_at_start"]) if as_many else None)
-        else:
-            self._position.ready(chosen)
-            self._ended = mine["phase"] == "ended"
-
-    def _resume(self, position: State, random_at_start: dict[str, object] | None) -> None:
+        self._reset()
+        self.epoch = chosen["epoch"]
         now = random_state()
         try:
-            if random_at_start is not None:
-                restore_random_state(random_at_start)
-            self._at_start = random_state()
-            self._iterator = self._position.resume(position)
+            self._put_back(chosen)
+            if chosen["phase"] == "begun":
+                restore_random_state(chosen["start"]["random"])
+                self._resume(chosen)
+            self._ended = chosen["phase"] == "ended"
         finally:
             restore_random_state(now)
 
+    def _put_back(self, state: State) -> None:
+        """Set samplers, generators and the loader itself to ``state``."""
+        self._epochs.restore(state["start"]["epochs"])
+        self._set_generators(state["start"])
+        self._iterated_then = state["start"]["iterated"]
+        if state["state"] is not None:
+            self._loader.load_state_dict(state["state"])
+            self._iterated = True
 
-def _between(saved: Sequence[dict[str, object]]) -> bool:
-    """Return True if all workers were between two epochs."""
-    return all(state["phase"] != "begun" for state in saved)
+    def _set_generators(self, start: State) -> None:
+        for generator, before in zip(self._generators, start["generators"], strict=False):
+            generator.set_state(before)
+
+    def _resume(self, state: State) -> None:
+        """Begin the epoch in which ``state`` was, behind the batches that had been taken."""
+        iterator = self._begin()
+        self._at_start, self.taken = state["start"], state["taken"]
+        if self.kind != "counted" or not self.taken:
+            return
+        name = type(self._loader).__name__
+        _log.info("the loader %s has no state_dict: skipping the %d batches that were read", name, self.taken)
+        drawn = sum(1 for _ in itertools.islice(iterator, self.taken))
+        if drawn < self.taken:
+            raise CheckpointError(
+                f"the loader {name} was at batch {self.taken} of its epoch when saved and yields {drawn} now; load "
+                "with the same data"
+            )
 
 
-def _in_modes_of_this_thread(function: Callable[[], Structure]) -> Callable[[], Structure]:
-    """Return ``function`` for another thread, under this thread's settings: PyTorch keeps them per thread."""
-    context, modes, streams = contextvars.copy_context(), ThreadModes.take(), current_streams()
+class _Epochs:
+    """Everything of a loader with ``set_epoch``: a ``DistributedSampler``, a dataset of Hugging Face's."""
 
-    def run() -> Structure:
-        with modes.entered(), on_streams(streams):
-            return context.run(function)
+    def __init__(self, loader: object) -> None:
+        parts = [*_samplers(loader), loader]
+        while (inner := getattr(parts[-1], "dataset", None)) is not None:  # also what a Subset is of
+            parts.append(inner)
+        self._parts: list[Any] = [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        self.begun = [0] * len(self._parts)  # the numbers as this epoch began
+        self.begun = self._now()
 
-    return run
+    def _now(self) -> list[int]:
+        numbers = [getattr(part, "epoch", None) for part in self._parts]
+        return [now if isinstance(now, int) else epoch for now, epoch in zip(numbers, self.begun, strict=True)]
+
+    def begin(self) -> None:
+        self.begun = self._now()
+
+    def next(self) -> None:
+        # A script that sets it itself, between two epochs, has the last word.
+        self.restore([epoch + (epoch == begun) for epoch, begun in zip(self._now(), self.begun, strict=True)])
+
+    def restore(self, epochs: Sequence[int]) -> None:
+        self.begun = list(epochs)
+        for part, epoch in zip(self._parts, epochs, strict=False):
+            part.set_epoch(epoch)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        begun, now = self.begun, self._now()
+        try:
+            yield
+        finally:
+            self.restore(now)
+            self.begun = begun
 
 
-def _contents(batch: Structure) -> list[Tensor]:
-    """Copy of the bytes of a batch, to see later whether they have changed."""
-    return [
-        leaf.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        for leaf in flatten(as_tensors(batch))[0]
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta
-    ]
+def _samplers(loader: object) -> list[object]:
+    """Return the samplers of a ``DataLoader`` from the outermost to the one that decides the order."""
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    return [sampler for sampler in (batches, inner) if sampler is not None]
+
+
+def _generators(loader: object) -> list[torch.Generator]:
+    """Return the own generators of a ``DataLoader`` and its samplers."""
+    generators = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
+    return list(dict.fromkeys(one for one in generators if isinstance(one, torch.Generator)))

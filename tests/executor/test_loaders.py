@@ -1,0 +1,362 @@
+"""Batches of a bound loader are those of a plain loop, also behind a restart, which refuses another's position."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from loader_kinds import (
+    LOADERS,
+    Broken,
+    Squares,
+    Stateful,
+    Stream,
+    bound,
+    drain,
+    numbers,
+    plain,
+    seed_all,
+    seeded,
+    take,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from anabranch import checkpoint
+from anabranch.errors import CheckpointError
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
+from anabranch.loaders import GlobalBatches
+
+
+def slow_if(slow: bool, *values: object) -> ParameterSet:
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
+
+
+# Forks of a large process, which take their time: one kind in each of the two tests is quick.
+@pytest.mark.parametrize("kind", [slow_if("workers" in kind and kind != "two_workers", kind) for kind in LOADERS])
+def test_batches_and_random_draws_are_those_of_a_plain_loop(kind: str, opened: Callable[..., BoundLoader]) -> None:
+    seed_all(0)
+    expected = plain(LOADERS[kind](), 14)
+    end = random_state()
+    seed_all(0)
+    assert take(opened(LOADERS[kind]()), 14) == expected
+    assert same_random_state(random_state(), end)
+
+
+def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
+    """Their states as they come back from a checkpoint."""
+    state, tensors = checkpoint.split([loader.state() for loader in loaders])
+    checkpoint.write(path, {"rank0": tensors}, state, step=0)
+    read = checkpoint.read(path)
+    joined = checkpoint.join(read.state, read.tensors("rank0"))
+    assert isinstance(joined, list)
+    return joined
+
+
+@pytest.mark.quick_cases(30)
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    # Where in an epoch it stops is the same to forked workers.
+    [
+        slow_if("workers" in kind and kind != "two_workers_iterable", kind, steps)
+        for kind in LOADERS
+        for steps in ([3] if "workers" in kind else [0, 1, 3, 6, 9])
+    ],
+)
+def test_a_restart_resumes_with_the_next_batch(
+    kind: str, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
+) -> None:
+    seed_all(0)
+    first = opened(LOADERS[kind]())
+    take(first, steps)
+    state, draws = saved(tmp_path, [first]), random_state()
+    expected = take(first, 12)
+    end = random_state()
+    seed_all(1)
+    again = opened(LOADERS[kind]())
+    before = random_state()
+    again.restore(state)
+    assert same_random_state(random_state(), before)
+    restore_random_state(draws)
+    assert take(again, 12) == expected
+    assert same_random_state(random_state(), end)
+
+
+def persistent(own: bool) -> DataLoader[Tensor]:
+    generator = seeded() if own else None
+    return DataLoader(
+        Squares(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True, generator=generator
+    )
+
+
+@pytest.mark.parametrize("steps", [5, slow_if(True, 0), slow_if(True, 2), slow_if(True, 4), slow_if(True, 9)])
+@pytest.mark.parametrize("own", [False, slow_if(True, True)])
+def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
+    own: bool, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
+) -> None:
+    """A restart drew it again in a later epoch: in another order, so some samples came twice and others not at all."""
+    seed_all(0)
+    expected = plain(persistent(own), 12)
+    seed_all(0)
+    first = opened(persistent(own))
+    assert take(first, steps) == expected[:steps]
+    state, draws = saved(tmp_path / "first", [first]), random_state()
+    again = opened(persistent(own))
+    again.restore(state)
+    restore_random_state(draws)
+    assert take(again, 10 - steps) == expected[steps:10]
+    state, draws = saved(tmp_path / "second", [again]), random_state()
+    once_more = opened(persistent(own))
+    once_more.restore(state)
+    restore_random_state(draws)
+    assert take(once_more, 2) == expected[10:]
+
+
+def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened(persistent(own=True))
+    state = loader.state()
+    expected = [step[:-3] for step in take(loader, 5)]
+    loader.restore([state])
+    assert [step[:-3] for step in take(loader, 5)] == expected
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own_generator", "stateful", "plain", "distributed", "global"])
+def test_a_restart_of_a_restart_resumes_too(kind: str, opened: Callable[..., BoundLoader], tmp_path: Path) -> None:
+    seed_all(0)
+    expected = plain(LOADERS[kind](), 12)
+    seed_all(0)
+    steps: list[list[float]] = []
+    loader = opened(LOADERS[kind]())
+    for turn in range(6):
+        steps += take(loader, 2)
+        state, draws = saved(tmp_path / str(turn), [loader]), random_state()
+        loader = opened(LOADERS[kind]())
+        loader.restore(state)
+        restore_random_state(draws)
+    assert steps == expected
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stateful", "list", "distributed", "global"])
+def test_a_restart_between_two_epochs_starts_the_second(
+    kind: str, opened: Callable[..., BoundLoader], tmp_path: Path
+) -> None:
+    seed_all(0)
+    loader = opened(LOADERS[kind]())
+    drain(loader)
+    state, draws = saved(tmp_path, [loader]), random_state()
+    loader.start_epoch()
+    expected = take(loader, 4)
+    again = opened(LOADERS[kind]())
+    again.restore(state)
+    restore_random_state(draws)
+    assert again.next_batch() is ENDED
+    again.start_epoch()
+    assert take(again, 4) == expected
+
+
+def test_loading_takes_the_position_of_a_loader_that_is_elsewhere(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened(DataLoader(Squares(), batch_size=2))
+    take(loader, 2)
+    state = loader.state()
+    expected = take(loader, 2)
+    loader.restore([state])
+    assert [step[:2] for step in take(loader, 2)] == [step[:2] for step in expected]
+
+
+def test_skipped_batches_are_said_and_global_ones_are_not_loaded(
+    opened: Callable[..., BoundLoader], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for make in (lambda data: DataLoader(data, batch_size=2), lambda data: GlobalBatches(data, 2)):
+        first = opened(make(Squares()))
+        take(first, 4)
+        again = opened(make(data := Squares()))
+        again.restore([first.state()])
+        take(again, 1)
+        assert len(data.loaded) == (10 if again.kind == "counted" else 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the loader DataLoader has no state_dict: skipping the 4 batches that were read"
+    ]
+
+
+def test_a_batch_that_could_not_be_made_counts_as_read(opened: Callable[..., BoundLoader]) -> None:
+    def fail(samples: list[Tensor]) -> Tensor:
+        if samples[0] == 16:
+            raise Broken
+        return torch.stack(samples)
+
+    loader = opened(DataLoader(Squares(), batch_size=2, collate_fn=fail))
+    take(loader, 2)
+    with pytest.raises(Broken):
+        loader.next_batch()
+    assert numbers(loader.next_batch()) == [36, 49]
+
+
+@pytest.mark.parametrize("kind", ["list", "plain", "stateful", "iterable", "shuffled", "pairs"])
+def test_another_number_of_workers_is_refused_within_an_epoch_and_taken_between_two(
+    kind: str, opened: Callable[..., BoundLoader]
+) -> None:
+    first = [opened(LOADERS[kind](), rank=rank, world_size=2) for rank in range(2)]
+    second = opened(LOADERS[kind]())
+    second.restore([loader.state() for loader in first])
+    assert second.next_batch() is not ENDED
+    for loader in first:
+        loader.next_batch()
+    with pytest.raises(CheckpointError, match="load with 2 workers, or read the data by ab.loaders.GlobalBatches"):
+        second.restore([loader.state() for loader in first])
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ("list", "global", r"position as 'counted', but this one \(GlobalBatches\) as 'global'"),
+        ("stateful", "shuffled", r"position as 'stateful', but this one \(DataLoader\) as 'counted'"),
+    ],
+)
+def test_a_position_of_another_loader_is_refused(
+    then: str, now: str, message: str, opened: Callable[..., BoundLoader]
+) -> None:
+    first = opened(LOADERS[then]())
+    first.next_batch()
+    with pytest.raises(CheckpointError, match=message):
+        opened(LOADERS[now]()).restore([first.state()])
+
+
+def test_a_loader_that_has_become_shorter_is_refused(opened: Callable[..., BoundLoader]) -> None:
+    first = opened([1, 2, 3, 4])
+    take(first, 3)
+    with pytest.raises(CheckpointError, match="was at batch 3 of its epoch when saved and yields 2 now"):
+        opened([1, 2]).restore([first.state()])
+
+
+# Looking ahead.
+
+
+def test_no_thread_is_started_and_nothing_is_loaded_before_it_is_asked_for(opened: Callable[..., BoundLoader]) -> None:
+    before, data = threading.active_count(), Squares()
+    loader = opened(DataLoader(data, batch_size=2))
+    for batches in range(1, 4):
+        loader.next_batch()
+        assert loader.peek() is None
+        assert len(data.loaded) == 2 * batches
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", ["list", "two_workers_iterable", slow_if(True, "two_workers_global")])
+def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
+    kind: str, opened: Callable[..., BoundLoader]
+) -> None:
+    loader = opened(LOADERS[kind]())
+    assert loader.peek() is None  # the epoch has not begun
+    loader.next_batch()
+    position = loader.state()
+    ahead = loader.peek()
+    assert ahead is loader.peek()
+    assert ahead is not None
+    assert {**loader.state(), "start": 0} == {**position, "start": 0}
+    assert loader.next_batch() is ahead
+    again = opened(LOADERS[kind]())
+    again.restore([position])
+    assert numbers(again.next_batch()) == numbers(ahead)
+    drain(loader)
+    assert loader.peek() is None
+
+
+def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable[..., BoundLoader]) -> None:
+    def fail(samples: list[Tensor]) -> Tensor:
+        if samples[0] == 4:
+            raise Broken
+        return torch.stack(samples)
+
+    loader = opened(DataLoader(Squares(), batch_size=2, num_workers=1, collate_fn=fail))
+    assert numbers(loader.next_batch()) == [0, 1]
+    assert loader.peek() is None
+    with pytest.raises(Broken):
+        loader.next_batch()
+    assert numbers(loader.next_batch()) == [16, 25]
+
+
+# Epochs.
+
+
+def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened([1])
+    assert loader.next_batch() == 1
+    assert [loader.next_batch() for _ in range(3)] == [ENDED] * 3
+    assert repr(ENDED) == "ENDED"
+    loader.start_epoch()
+    loader.start_epoch()
+    assert loader.next_batch() == 1
+
+
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(
+    batches: int, opened: Callable[..., BoundLoader]
+) -> None:
+    loader = opened(iter(range(batches)))
+    assert drain(loader) == batches
+    loader.start_epoch()
+    with pytest.raises(ValueError, match="is an iterator .* and is exhausted: it has one epoch"):
+        loader.next_batch()
+
+
+def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
+    opened: Callable[..., BoundLoader],
+) -> None:
+    class Reader:
+        def __iter__(self) -> Reader:
+            self.left = 3
+            return self
+
+        def __next__(self) -> int:
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return self.left
+
+    loader = opened(Reader())
+    for _ in range(3):
+        assert drain(loader) == 3
+        loader.start_epoch()
+
+
+def test_samplers_get_the_epoch_counted_from_the_script_s_last(opened: Callable[..., BoundLoader]) -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(range(6), num_replicas=1, rank=0, seed=7)
+    source = DataLoader(Squares(6), batch_size=2, sampler=sampler)
+    sampler.set_epoch(4)
+    loader = opened(source)
+    orders = []
+    for _ in range(2):
+        orders.append([numbers(batch) for batch in iter(loader.next_batch, ENDED)])
+        loader.start_epoch()
+    expected = []
+    for epoch in (4, 5):
+        sampler.set_epoch(epoch)
+        expected.append([numbers(batch) for batch in source])
+    assert orders == expected
+
+
+def test_length_is_the_loaders_or_none(opened: Callable[..., BoundLoader]) -> None:
+    assert opened([1, 2]).length() == 2
+    assert opened(GlobalBatches(Squares(), 2)).length() == 6
+    assert opened(DataLoader(Stream(), batch_size=2)).length() is None
+
+
+def test_a_loader_that_cannot_be_iterated_is_refused() -> None:
+    with pytest.raises(TypeError, match="a loader is an iterable of batches, got int"):
+        bound(3)  # type: ignore[arg-type]
+
+
+def test_a_closed_loader_gives_no_batch(opened: Callable[..., BoundLoader]) -> None:
+    loader = opened(Stateful())
+    take(loader, 3)
+    loader.close()
+    loader.close()
+    with pytest.raises(ValueError, match="the loader is closed"):
+        loader.next_batch()

@@ -1,0 +1,210 @@
+"""GlobalBatches: the same samples in each step on any number of workers, also behind a resume in an epoch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from anabranch.errors import CheckpointError
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.executor.randomness import random_state, same_random_state
+from anabranch.loaders import GlobalBatches
+from anabranch.testing import LocalJob
+
+COUNT, BATCH = 23, 5  # the last batch has 3 samples: fewer than four workers
+
+
+def workers_of(size: int, **options: Any) -> list[BoundLoader]:
+    def bound(rank: int) -> BoundLoader:
+        return BoundLoader(GlobalBatches(range(COUNT), BATCH, **options), worker=lambda: (rank, size))
+
+    return [bound(rank) for rank in range(size)]
+
+
+def steps_of(workers: list[BoundLoader], most: int = 1000) -> list[list[int]]:
+    """The samples of each step of the epoch, of all workers together."""
+    steps: list[list[int]] = []
+    while len(steps) < most:
+        batches = [worker.next_batch() for worker in workers]
+        if all(batch is ENDED for batch in batches):
+            break
+        steps.append(sorted(i for batch in batches if isinstance(batch, Tensor) for i in batch.tolist()))
+    return steps
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_every_number_of_workers_takes_the_same_steps(shuffle: bool, drop_last: bool) -> None:
+    epochs = []
+    for size in (1, 2, 3, 4):
+        workers = workers_of(size, shuffle=shuffle, drop_last=drop_last, seed=7)
+        assert {worker.length() for worker in workers} == {4 if drop_last else 5}
+        epochs.append([])
+        for _ in range(3):
+            epochs[-1].append(steps_of(workers))
+            for worker in workers:
+                worker.start_epoch()
+    assert epochs == [epochs[0]] * 4
+    for steps in epochs[0]:
+        samples = [sample for step in steps for sample in step]
+        assert len(set(samples)) == len(samples) == (20 if drop_last else COUNT)
+    assert (epochs[0][0] != epochs[0][1]) == shuffle
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("taken", [0, 2, 5, 7])  # 5: a whole epoch, of which the end was not seen
+def test_another_number_of_workers_goes_on_within_an_epoch(before: int, after: int, taken: int) -> None:
+    def epochs(workers: list[BoundLoader], steps: int) -> list[list[int]]:
+        done: list[list[int]] = []
+        while len(done) < steps:
+            more = steps_of(workers, steps - len(done))
+            done += more
+            if len(done) < steps:
+                for worker in workers:
+                    worker.start_epoch()
+        return done
+
+    expected = epochs(workers_of(1), 12)
+    first = workers_of(before)
+    assert epochs(first, taken) == expected[:taken]
+    states = json.loads(json.dumps([{**worker.state(), "start": None} for worker in first]))
+    states = [{**state, "start": worker.state()["start"]} for state, worker in zip(states, first, strict=True)]
+    second = workers_of(after)
+    for worker in second:
+        worker.restore(states)
+    assert epochs(second, 12 - taken) == expected[taken:]
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_workers_may_change_between_two_batches(num_workers: int) -> None:
+    at = (0, 1)
+    loader = GlobalBatches(range(COUNT), BATCH, shuffle=False, num_workers=num_workers)
+    loader.bind(lambda: at)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1, 2, 3, 4]
+    at = (1, 2)
+    assert next(batches).tolist() == [6, 8]
+    assert next(batches).tolist() == [11, 13]
+    at = (2, 3)
+    assert [batch.tolist() for batch in batches] == [[17], [22]]
+
+
+class Drawing(Dataset[int]):
+    """Draws for each sample, where it is loaded."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 30, ()))
+
+
+def test_order_and_loading_processes_draw_nothing_from_this_process() -> None:
+    before = random_state()
+    first = [batch.tolist() for batch in GlobalBatches(Drawing(), BATCH, num_workers=1)]
+    assert same_random_state(random_state(), before)
+    torch.manual_seed(99)
+    loader = GlobalBatches(Drawing(), BATCH, num_workers=1)
+    assert [batch.tolist() for batch in loader] == first
+    assert [batch.tolist() for batch in loader] != first  # of the next epoch
+
+
+def test_an_iteration_that_was_left_begins_again_and_a_loaded_position_goes_on() -> None:
+    loader = GlobalBatches(range(COUNT), BATCH, shuffle=False)
+    for _ in zip(range(2), loader, strict=False):
+        pass
+    position = loader.state_dict()
+    assert position == {"epoch": 0, "samples": 10, "seed": 0, "shuffle": False, "length": COUNT}
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3, 4]
+    loader.load_state_dict(position)
+    assert loader.state_dict() == position
+    assert next(iter(loader)).tolist() == [10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"shuffle": False}])
+def test_a_position_in_another_order_is_refused(options: dict[str, Any]) -> None:
+    state = GlobalBatches(range(COUNT), BATCH).state_dict()
+    name = next(iter(options))
+    with pytest.raises(CheckpointError, match=f"has {name}=.*but this one has {options[name]}"):
+        GlobalBatches(range(COUNT), BATCH, **options).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="has length=23, but this one has 22"):
+        GlobalBatches(range(22), BATCH).load_state_dict(state)
+
+
+def test_workers_that_do_not_wait_for_each_other_resume_only_in_the_same_number() -> None:
+    first = workers_of(2)
+    first[0].next_batch()
+    first[0].next_batch()
+    first[1].next_batch()
+    states = [worker.state() for worker in first]
+    with pytest.raises(CheckpointError, match="not at the same batch of the loader GlobalBatches.*load with 2 workers"):
+        workers_of(3)[0].restore(states)
+    again = workers_of(2)
+    for worker in again:
+        worker.restore(states)
+    assert [again[0].taken, again[1].taken] == [2, 1]
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="batch_size=2 is of all 3 workers"):
+        BoundLoader(GlobalBatches(range(9), 2), worker=lambda: (0, 3))
+    with pytest.raises(ValueError, match="batch_size is at least 1, got 0"):
+        GlobalBatches(range(9), 0)
+    with pytest.raises(TypeError, match="seed is a whole number, got 1.5"):
+        GlobalBatches(range(9), 2, seed=1.5)  # type: ignore[arg-type]
+    for name in ("sampler", "batch_sampler", "generator"):
+        with pytest.raises(TypeError, match=f"{name} is not taken"):
+            GlobalBatches(range(9), 2, **{name: None})
+    with pytest.raises(TypeError, match="a Endless has no order of its own"):
+        GlobalBatches(Endless(), 2)
+
+
+TRAINS = """
+import json, sys, torch
+from torch import nn
+
+path, runs = sys.argv[1], int(sys.argv[2])
+generator = torch.Generator().manual_seed(0)
+data = torch.utils.data.TensorDataset(*(torch.randn(23, size, generator=generator).double() for size in (4, 1)))
+loader = ab.loaders.GlobalBatches(data, 5)
+torch.manual_seed(0)
+model = nn.Linear(4, 1).double()
+adam = torch.optim.Adam(model.parameters(), lr=0.1)
+step = ab.TrainStep(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), adam)
+with ab.Executor(step, dataloaders={"default": loader}) as executor:
+    executor.resume(path)
+    for _ in range(runs):
+        executor.run()
+    executor.save(path)
+print(json.dumps({"weight": model.weight.tolist(), "step": executor.step}))
+"""
+
+
+@pytest.mark.slow
+def test_parameters_do_not_depend_on_the_number_of_workers_and_their_changes(tmp_path: Path) -> None:
+    expected = LocalJob(1).run_source(TRAINS, str(tmp_path / "alone"), "13").check().results[0]
+    for sizes in ((4,), (2, 3, 1, 4)):
+        for number, size in enumerate(sizes):
+            runs = 13 if len(sizes) == 1 else (3, 4, 3, 3)[number]
+            results = LocalJob(size).run_source(TRAINS, str(tmp_path / str(sizes)), str(runs)).check().results
+        assert results[0]["step"] == 13
+        torch.testing.assert_close(
+            torch.tensor(results[0]["weight"]).double(),
+            torch.tensor(expected["weight"]).double(),
+            rtol=1e-12,
+            atol=1e-12,
+        )
