@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sysconfig
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 CONTEXT = 256
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -97,14 +96,6 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         start = self._starts[index]
         return self._text[start : start + CONTEXT + 1].long()
-
-
-def shared_out(
-    windows: Windows, batch: int, rank: int, workers: int, collate: Callable[[list[Tensor]], Any] | None = None
-) -> DataLoader[Any]:
-    """Return this worker's windows of every batch: the whole batch is the same for any number of workers."""
-    sampler: DistributedSampler[Tensor] = DistributedSampler(windows, num_replicas=workers, rank=rank, shuffle=False)
-    return DataLoader(windows, batch_size=batch // workers, sampler=sampler, collate_fn=collate)
 
 
 def windows_in_order(text: bytes, rows: int = 16) -> list[Tensor]:

@@ -45,7 +45,7 @@ import torch
 from _experts import Experts, uids_of
 from _report import BITS, Curve, Screen
 from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_sigterm, team_of
-from _text import CONTEXT, Windows, shared_out, standard_library, text_of, windows_in_order
+from _text import CONTEXT, Windows, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -378,7 +378,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             {"train": train, "validate": ab.EvalStep(model, predicted)},
             comm_mode=team.comm_mode,
             engine=options.engine,
-            dataloaders={"train": shared_out(windows, batch, team.rank, team.workers, collate)},
+            dataloaders={"train": ab.loaders.GlobalBatches(windows, batch, shuffle=False, collate_fn=collate)},
             process_group=team.grid.data_group if team.grid else None,
         ) as executor,
         model if isinstance(model, ab.Pipe) else nullcontext(),

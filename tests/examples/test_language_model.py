@@ -370,20 +370,6 @@ def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path)
 # Parts.
 
 
-@pytest.mark.parametrize("workers", [2, 3, 6])
-def test_a_step_has_the_same_windows_whatever_the_number_of_workers(workers):
-    import _text
-
-    windows = _text.Windows(bytes(range(256)) * 8, 24, seed=1)
-    alone = list(_text.shared_out(windows, 6, rank=0, workers=1))
-    shares = [list(_text.shared_out(windows, 6, rank=rank, workers=workers)) for rank in range(workers)]
-    assert len(alone) == 4
-    for step, batch in enumerate(alone):
-        assert batch.shape == (6, _text.CONTEXT + 1)
-        together = torch.cat([share[step] for share in shares])
-        assert sorted(batch.tolist()) == sorted(together.tolist())
-
-
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 256 * 16, 256 * 33 + 5])
 def test_measuring_predicts_every_byte_once(length):
     import _text
