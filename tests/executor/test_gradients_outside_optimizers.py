@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import anabranch as ab
-from anabranch.executor.engines.trial import Snapshot
 
 Change = Callable[[int, Any, Optimizer], None]
 
@@ -136,26 +135,6 @@ def test_clipping_uses_the_accumulated_gradient(engine: Any) -> None:
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
 
 
-def test_a_comparison_does_not_write_into_gradients_that_came_during_the_step() -> None:
-    """On several workers a collective is at work on them by then."""
-    model = model_of()
-    kept = torch.ones(2)
-    model[2].bias.grad = kept
-    before = Snapshot(model, [])
-    arrived = torch.ones(5, 4)
-    model[0].weight.grad = arrived
-    kept.add_(1)
-    after = Snapshot(model, (), before)
-    arrived.mul_(2)  # the collective ends
-    before.restore()
-    assert kept.tolist() == [1, 1]
-    after.restore()
-    assert model[0].weight.grad is arrived
-    assert bool((arrived == 2).all())
-    assert model[2].bias.grad is kept
-    assert kept.tolist() == [2, 2]
-
-
 def test_a_kept_gradient_stays_the_tensor_that_it_was() -> None:
     model = model_of()
     step = ab.TrainStep(model, loss_of, SGD(model[0].parameters(), lr=0.1))
@@ -216,14 +195,3 @@ def test_an_optimizer_that_raises_leaves_gradients_and_the_python_effects_of_for
                 assert torch.equal(one, two)
                 assert one.grad is not None
                 assert same(one.grad, two.grad)
-
-
-def test_gradients_that_an_optimizer_keeps_are_added_to_by_the_tape() -> None:
-    class Keeping(SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            super().zero_grad(set_to_none=False)
-
-    model = model_of()
-    with ab.Executor(ab.TrainStep(model, loss_of, Keeping(model.parameters(), lr=0.1)), engine="graph") as executor:
-        for index in range(4):
-            executor.run(batch=batch_of(index))

@@ -259,7 +259,7 @@ class LosesGradients(nn.Module):
 @pytest.mark.parametrize(
     ("make", "factor", "says"),
     [
-        (lambda: nn.Linear(3, 2), 2.0, "the loss"),
+        (lambda: nn.Linear(3, 2), 2.0, "the result 'loss'"),
         (LosesGradients, 1.0, r"the gradient of 'first\.\w+', which the graph does not compute"),
     ],
 )

@@ -26,11 +26,10 @@ from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.executor.arguments import check_arguments, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
-from anabranch.executor.drift import Drift
 from anabranch.executor.engines.choice import check_engine, engine_for
 from anabranch.executor.engines.engine import Fetch
 from anabranch.executor.engines.evaluator import Evaluator
-from anabranch.executor.likeness import check_alike, share_parameters
+from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.loss_module import model_of
@@ -220,7 +219,7 @@ class Executor:
             acting = self._workers if together else None
             drift = None
             if acting is not None and check_workers and acting.size > 1:
-                drift = Drift(acting, self._everyone or acting, self._steps, self.routes, check_workers)
+                drift = Drift(acting, self._everyone or acting, self._steps, self._routes, check_workers)
             self._runners: dict[str, StepRunner] = {}
             self._evaluators: dict[str, Evaluator] = {}
             self._remote: RemotePart | None = None

@@ -10,7 +10,6 @@ from anabranch.choices import choice
 from anabranch.executor.engines.engine import Engine
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine
-from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 
@@ -53,11 +52,4 @@ def engine_for(name: str, step: TrainStep, engine: EngineName, compile: bool, wo
         if engine == "graph":
             _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
         return PipeEngine(step, workers)
-    if engine == "tape":
-        return TapeEngine(step)
-    exact = not compile and step.activation_budget is None
-    if not exact:
-        # Inductor's kernels round differently, and the tape would not fit the budget.
-        reason = "compile=True rounds differently" if compile else "the tape would not fit activation_budget"
-        _log.info("the first batches of step %r as a graph are not compared with the tape: %s", name, reason)
-    return GraphEngine(step, compile=compile, compares=exact, name=name)
+    return Engine(step) if engine == "tape" else GraphEngine(step, compile=compile, name=name)

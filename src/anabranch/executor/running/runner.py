@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError
-from anabranch.executor.drift import Drift
+from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
+from anabranch.executor.likeness import Drift
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.running.remote_window import RemoteWindow
 from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
@@ -71,8 +71,6 @@ class StepRunner:
         self._rowless = None if self._workers is None else self._workers.rowless
         self._drift = drift
         self._alike_at = 0  # the step at which the parameters were last seen to be the same on all workers
-        self._digits: list[float] = []
-        self._differing_at: int | None = None
         self.runs = 0
         self.steps = 0
         self._in_window = 0
@@ -293,10 +291,7 @@ class StepRunner:
             servers.start_run(weight, factor)
         stopping = self.engine.stopping
         call = 31 * self._calls + self._number  # of this step: no near call of another step has the same, modulo 1024
-        numbers = self._digits
-        share = header(
-            loss, weight, call, self._device, active=active, stopping=stopping, refrozen=refrozen, digits=numbers
-        )
+        share = header(loss, weight, call, self._device, active=active, stopping=stopping, refrozen=refrozen)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(factor, last=last, header=share, step=self.runs)
@@ -308,11 +303,6 @@ class StepRunner:
         if total.refrozen:
             self._compare_frozen()
         self._stop_seen = self._stop_seen or total.stopping > 0
-        if self._digits and self._drift is not None:
-            if self._drift.differs_anywhere(total.differing):
-                self._differing_at = self.steps
-            else:
-                self._alike_at = self.steps
         self._end_run(total, fetch)
 
     def compare_workers(self) -> None:
@@ -373,8 +363,12 @@ class StepRunner:
         for parameter, gradient in left:
             parameter.grad = gradient
         engine = self.engine
+        if left and engine.name != "tape":
+            raise CaptureError(
+                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
+            )
         with releasing_interrupts():
-            ran = engine.add(batch, rows, fetch) if left else engine.step(batch, rows, fetch)
+            ran = engine.step(batch, rows, fetch)
             if ran is None:
                 return None
             self.runs += 1
@@ -403,8 +397,6 @@ class StepRunner:
         self.check_known("run")
         self._meet_rows(rows)
         self._clear_for_run()
-        due = self._drift is not None and self.steps - self._alike_at >= self._drift.every
-        self._digits = self._drift.digits() if due and self._drift is not None else []
 
     def _clear_for_run(self) -> None:
         """Start a window if none is open, and clear the gradients of the last run."""
@@ -576,10 +568,8 @@ class StepRunner:
     def _raise_at_end(self) -> None:
         """Raise the error of the run, once every worker has ended it in the same way."""
         self._raise_nonfinite()
-        step, self._differing_at = self._differing_at, None
-        if step is not None and self._drift is not None:
-            self._drift.settle(self._alike_at, step)
-            self._alike_at = self.steps
+        if self._drift is not None and self.steps - self._alike_at >= self._drift.every:
+            self.compare_workers()
 
     def _step_schedulers(self) -> None:
         for scheduler in self.step.schedulers:

@@ -6,8 +6,7 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
-      1 if it has rows, 1 if other parameters than before are frozen here,
-      the digits of a checksum of the parameters and their squares, where they are compared ]
+      1 if it has rows, 1 if other parameters than before are frozen here ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
 workers are in the same one: a worker that caught its own error loss and continued is in another.
@@ -16,7 +15,7 @@ workers are in the same one: a worker that caught its own error loss and continu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +23,8 @@ from torch import Tensor
 
 from anabranch.collectives import Workers
 from anabranch.errors import BoundaryError
-from anabranch.executor.drift import DIGITS, digits_differ
 
-HEADER_SIZE = 8 + DIGITS
+HEADER_SIZE = 8
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
@@ -37,7 +35,6 @@ class Total:
     """Totals of a run over all workers.
 
     Attributes:
-        differing: whether the checksums of the parameters are not all equal.
         rows: the weight of the run.
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
@@ -46,7 +43,6 @@ class Total:
         refrozen: how many have frozen or unfrozen parameters since the last window.
     """
 
-    differing: bool
     rows: float
     loss: float
     active: int
@@ -64,14 +60,13 @@ def header(
     active: bool,
     stopping: bool,
     refrozen: bool = False,
-    digits: Sequence[float] = (),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
     share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS]
-    share += [float(rows > 0), float(refrozen), *(digits or [0.0] * DIGITS)]
+    share += [float(rows > 0), float(refrozen)]
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
         values[_LOSS] = loss.detach() * rows
@@ -107,7 +102,7 @@ class Totals:
         Raises:
             BoundaryError: the workers are not all in the same run.
         """
-        high, low, loss, active, stopping, runs, with_rows, refrozen, *digits = self._arrived().tolist()
+        high, low, loss, active, stopping, runs, with_rows, refrozen = self._arrived().tolist()
         if runs != self._size * (self._run % _RUNS):
             raise BoundaryError(
                 "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
@@ -117,4 +112,4 @@ class Totals:
                 step=self._run,
             )
         counts = map(int, (active, stopping, with_rows, refrozen))
-        return Total(digits_differ(digits, self._size), high * _PART + low, loss, *counts)
+        return Total(high * _PART + low, loss, *counts)
