@@ -621,7 +621,7 @@ class Executor:
     def stopping(self) -> bool:
         """True behind the optimizer step after which all workers stop, if one had asked; the same on all workers."""
         runners = self._runners.values()
-        return any(runner.stop_requested for runner in runners) and not any(runner.in_window for runner in runners)
+        return any(runner.stop_seen for runner in runners) and not any(runner.in_window for runner in runners)
 
     # Checkpoints.
 
