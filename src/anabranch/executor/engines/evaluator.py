@@ -48,6 +48,11 @@ class Evaluator:
         """The graph of the last run, if it was one."""
         return None if self._program is None else self._program.graph
 
+    def follow_move(self) -> None:
+        """Run from now on with some of the parameters on servers, if any are."""
+        if self._program is not None:
+            self._program.follow_model()
+
     def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         """Return the result of the step's ``outputs``, in eval mode and without gradients; modes are restored after.
 

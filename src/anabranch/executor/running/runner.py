@@ -99,12 +99,12 @@ class StepRunner:
         self._parameters: list[Tensor] = []
         self._elsewhere: dict[Tensor, str] = {}
         self._alike: tuple[bool, ...] = ()  # which require a gradient, on all workers
-        self.take_to_servers()
+        self.follow_move()
         first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._device = first.device
 
-    def take_to_servers(self) -> None:
+    def follow_move(self) -> None:
         """Run from now on with some of the parameters on servers, if any are."""
         # Frozen here since the Executor was made, a parameter may not be on the other workers: the next run tells them.
         known = dict(zip((*self._parameters, *self._elsewhere), self._alike, strict=False))
