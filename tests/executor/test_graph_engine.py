@@ -134,14 +134,6 @@ def run_as_graphs(steps: dict[str, tuple[ab.TrainStep, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_all_run_on_two_workers_with_the_results_of_the_tape() -> None:
-    result = LocalJob(2, timeout=600).run(JOB, str(ROOT), "models").check()
-    for found in result.results:
-        assert found["models"] == dict.fromkeys(found["models"], True)
-        assert len(found["models"]) == 7
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives the C++ compiler paths with a space unquoted")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
@@ -371,7 +363,7 @@ def test_a_number_that_changes_every_step_is_an_input_of_one_graph(captures: lis
 
 def test_workers_train_as_on_the_tape_send_during_backward_and_may_talk_by_themselves() -> None:
     """Three things that a job finds out in one start; ``graph_engine_job.py`` says each."""
-    result = LocalJob(2).run(JOB, str(ROOT), "unequal", "order", "collectives").check()
+    result = LocalJob(2).run(JOB, "unequal", "order", "collectives").check()
     for found in result.results:
         assert found["unequal"]
         log = found["order"]["log"]

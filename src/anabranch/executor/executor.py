@@ -6,6 +6,7 @@ The file is long because it is the whole public interface, mostly docstrings: ea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ from anabranch.tensors import Compression, Structure, as_tensors, check_compress
 __all__ = ["CommMode", "Executor"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("anabranch")
 
 _Took: TypeAlias = tuple[float, tuple[float, ...], Mapping[str, Tensor]]
 """An optimizer step that was taken: the batch's rows, the learning rates, and its numbers for sinks."""
@@ -251,6 +253,8 @@ class Executor:
                 runs_on: Engine
                 if isinstance(step.model, Pipe):
                     runs_on = PipeEngine(step, columns=1 if acting is None else acting.size)
+                    if engine == "graph":
+                        _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
                 else:
                     graph = engine == "graph"
                     runs_on = GraphEngine(step, compile=compile, name=name) if graph else Engine(step)

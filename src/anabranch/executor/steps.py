@@ -216,7 +216,8 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
 
 def _bytes(name: str, given: object) -> int:
     """Return a size given as a number, or as a string such as ``"512MiB"``."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", str(given))
+    text = str(given) if isinstance(given, int | str) else ""
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", text)
     unit = 1024 if parts is not None and parts[3] == "iB" else 1000
     size = 0 if parts is None else int(float(parts[1]) * unit ** " KMGT".index((parts[2] or " ").upper()))
     if size < 1:
