@@ -14,29 +14,6 @@ from anabranch.collectives import GradientBuckets
 from anabranch.record.spans import heard
 
 
-def models() -> dict[str, bool]:
-    """Each model on both engines, on unequal shards: whether the bits are the same."""
-    import language_model
-
-    from models import CASES
-
-    def run(name: str, engine: str) -> list[Tensor]:
-        torch.manual_seed(ab.job().rank)
-        if name == "language_model":
-            step = language_model.training_step(language_model.language_model(64), 3)
-            batch: object = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
-        else:
-            step, batch = CASES[name].step(), CASES[name].batch()
-            batch = tuple(part[: len(part) - 2 * ab.job().rank] for part in batch)
-        with ab.Executor(step, comm_mode="AllReduce", engine=engine) as executor:
-            losses = [executor.run(batch=batch)["loss"] for _ in range(3)]
-            assert executor.engine() == engine
-            return [*losses, *step.model.state_dict().values()]
-
-    names = (*CASES, "language_model")
-    return {name: all(map(torch.equal, run(name, "graph"), run(name, "tape"))) for name in names}
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,10 +112,8 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
-    root = sys.argv[1]
-    sys.path += [f"{root}/benchmarks", f"{root}/examples"]
-    parts = {"models": models, "unequal": unequal, "order": order, "collectives": collectives}
-    result = {what: parts[what]() for what in sys.argv[2:]}
+    parts = {"unequal": unequal, "order": order, "collectives": collectives}
+    result = {what: parts[what]() for what in sys.argv[1:]}
     torch.distributed.destroy_process_group()
     print(json.dumps(result))
 

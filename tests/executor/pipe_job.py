@@ -276,7 +276,7 @@ def places() -> dict:
     for words, options in {
         "use consistency='bsp', or a Pipe in one process": {"comm_mode": "PS", "consistency": "ssp:1"},
         "routes= names '9.weight'": {"comm_mode": "PS", "routes": {"9.weight": "AllReduce"}},
-        "ranks share this parameter": {"comm_mode": "AllReduce", "routes": {"1.weight": "PS", "6.weight": "PS"}},
+        "shared by stages on several ranks": {"comm_mode": "AllReduce", "routes": {"1.weight": "PS", "6.weight": "PS"}},
     }.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             again(**options)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
-from anabranch.tensors import KeyedJagged, as_tensors, count_rows, flatten, map_structure, paths
+from anabranch.tensors import KeyedJagged, as_tensors, count_rows
 
 
 @dataclasses.dataclass
@@ -136,39 +134,6 @@ def test_what_a_container_holds_besides_its_tensors_is_kept() -> None:
     moved = as_tensors(Derived(torch.ones(2), torch.ones(2)), device)
     assert (moved.rows, moved.note) == (2, "kept")
     assert as_tensors(Plain(torch.ones(2), None), device).name == "kept"
-
-
-def test_a_treedef_keeps_no_tensor_and_equals_that_of_another_batch() -> None:
-    batch = Plain(torch.ones(2), {"deep": Encoding(a=torch.ones(2))})
-    leaves, treedef = flatten(batch)
-    assert paths(batch) == ["x", "y.deep.a", "name"]
-    assert flatten(Plain(1, {"deep": Encoding("other", a=2)}, "b"))[1] == treedef
-    alive = weakref.ref(batch.x)
-    del batch, leaves
-    assert alive() is None
-
-
-def test_a_class_is_opened_wherever_it_is_seen_first() -> None:
-    @dataclasses.dataclass
-    class New:
-        x: object
-
-    assert map_structure(lambda leaf: -leaf, [New(1), 2, New((3,))]) == [New(-1), -2, New((-3,))]
-
-    @dataclasses.dataclass
-    class Newer:
-        x: object
-
-    assert flatten([Newer(New(1)), Newer(2)])[0] == [1, 2]
-    whole, _ = flatten([Newer(1)], lambda node: isinstance(node, Newer))
-    assert whole == [Newer(1)]
-
-
-def test_two_threads_open_a_new_class_at_once() -> None:
-    for _ in range(20):
-        new = dataclasses.make_dataclass("New", ["x"])
-        with ThreadPoolExecutor(4) as pool:
-            assert [*pool.map(lambda batch: flatten(batch)[0], [[new(1)]] * 4)] == [[1]] * 4
 
 
 def test_ragged_features_have_rows_in_a_dataclass_and_as_torchrecs() -> None:

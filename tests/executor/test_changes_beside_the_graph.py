@@ -31,21 +31,8 @@ def groups_exchange_their_parameters(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, mean_square, optimizer, change)
 
 
-def a_place_in_a_group_gets_another_parameter(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = two_layers()
-    own = list(model.parameters())
-    optimizer = torch.optim.Adam(own[:2], lr=0.05)
-
-    def change(k: int) -> None:
-        optimizer.param_groups[0]["params"][0] = own[2 * (k % 2)]
-
-    return TrainingCase(model, mean_square, optimizer, change)
-
-
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("build", [groups_exchange_their_parameters, a_place_in_a_group_gets_another_parameter])
-def test_an_optimizer_that_holds_other_parameters_steps_on_those(build: Build) -> None:
-    assert check(build, "graph").engines[4] == "graph"
+def test_an_optimizer_that_holds_other_parameters_steps_on_those() -> None:
+    assert check(groups_exchange_their_parameters, "graph").engines[4] == "graph"
 
 
 # What a step is.
@@ -61,8 +48,6 @@ def test_a_step_is_fixed_once_it_is_made() -> None:
         for name in vars(step):
             with pytest.raises(AttributeError, match=f"{name!r} of a {type(step).__name__} .* make a new"):
                 setattr(step, name, getattr(step, name))
-            with pytest.raises(AttributeError, match="make a new"):
-                delattr(step, name)
     assert train.optimizers == (optimizer,)
     assert train.schedulers == ()
 
@@ -116,58 +101,13 @@ def the_loss_sets_the_learning_rate(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, loss, optimizer)
 
 
-def the_loss_sets_a_number_of_the_group_now_and_then(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = Counts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = optimizer.param_groups[0]
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        group["weight_decay"] = 0.3 if x.shape[0] == 5 else 0.0
-        return mean_square(model, x)
-
-    return TrainingCase(model, loss, optimizer, batch=batch_of_two_sizes)
-
-
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "build",
     [
         an_optimizer_reads_what_forward_wrote,
         the_loss_sets_the_learning_rate,
-        the_loss_sets_a_number_of_the_group_now_and_then,
     ],
 )
 def test_optimizers_read_values_that_forward_has_written_in_this_step(build: Build) -> None:
     assert "graph" in check(build, "graph").engines
-
-
-# Parameters that are exchanged for others in place.
-
-
-@pytest.mark.quick_cases(1)
-def test_parameters_may_be_swapped_after_a_capture() -> None:
-    """``swap_tensors`` refuses tensors that somebody has weak references to, or views of."""
-
-    def run(engine: Any) -> tuple[list[Tensor], list[str]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        train = ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01))
-        steps = {"train": train, "evaluate": ab.EvalStep(model, lambda model, x: {"y": model(x)})}
-        found, engines = [], []
-        with ab.Executor(steps, engine=engine) as executor:
-            for i in range(8):
-                if i in (4, 6):
-                    torch.__future__.set_swap_module_params_on_conversion(True)
-                    try:
-                        model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
-                    finally:
-                        torch.__future__.set_swap_module_params_on_conversion(False)
-                x = torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i
-                found += [executor.run("train", x)["loss"], executor.run("evaluate", x)["y"]]
-                engines.append(executor.engine("train"))
-        return found, engines
-
-    expected, _ = run("tape")
-    found, engines = run("graph")
-    assert all(map(torch.equal, found, expected))
-    assert engines[3:5] == ["graph", "graph"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.testing import LocalJob
 
 
 class Model(nn.Module):
@@ -167,18 +166,6 @@ def test_neither_loading_nor_saving_nor_a_step_passed_over_is_a_change(tmp_path:
         assert [executor.run("train", IDS)["loss"] for _ in range(2)] == expected
 
 
-def test_a_change_is_not_left_out_of_a_checkpoint(tmp_path: Path) -> None:
-    model = Model()
-    with executor_of(model) as executor:
-        executor.run("train", IDS)
-        kept = model.head.bias.detach().clone()
-        model.head.bias.data.zero_()
-        with pytest.raises(ab.LostUpdate, match=r"head\.bias"):
-            executor.save(tmp_path)
-        model.head.bias.data.copy_(kept)
-        executor.save(tmp_path)
-
-
 def test_a_change_after_the_last_step_is_an_error_of_close_which_closes_all_the_same() -> None:
     model, plain = Model(), Model()
     with executor_of(plain) as executor:
@@ -190,72 +177,3 @@ def test_a_change_after_the_last_step_is_an_error_of_close_which_closes_all_the_
         executor.close()
     assert "the model has the values of the servers" in caught.value.__notes__[0]
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-def test_the_state_of_an_optimizer_that_the_servers_have_is_neither_saved_nor_loaded_here(mode: str) -> None:
-    model, plain = Model(), Model()
-    optimizer, other = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, plain))
-    with ab.Executor(ab.TrainStep(model, loss_of, optimizer), mode) as executor:
-        executor.run(batch=IDS)
-        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(other.state_dict())):
-            with pytest.raises(
-                ValueError, match=r"state of Adam for table\.weight.*executor\.save.*routes={'table\.weight'"
-            ):
-                use()
-        executor.run(batch=IDS)
-    with ab.Executor(ab.TrainStep(plain, loss_of, other)) as executor:
-        for _ in range(2):
-            executor.run(batch=IDS)
-    here = optimizer.state_dict()["state"]
-    for number, state in other.state_dict()["state"].items():
-        for key, value in state.items():
-            torch.testing.assert_close(here[number][key], value, rtol=1e-5, atol=1e-7)
-
-
-CLAMPING = """
-import json
-import torch
-from torch import nn
-import anabranch as ab
-
-torch.manual_seed(0)
-model = nn.Linear(2, 2)
-step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-try:
-    with ab.Executor(step, "PS", timeout=30) as executor:
-        for _ in range(3):
-            executor.run(batch=torch.ones(2, 2))
-            model.bias.data.clamp_(-0.01, 0.01)
-except ab.LostUpdate as error:
-    print(json.dumps({"error": str(error)[:24], "steps": executor.step}))
-"""
-
-
-@pytest.mark.slow
-def test_all_workers_are_notified() -> None:
-    found = LocalJob(2, servers=1).run_source(CLAMPING).check().results
-    assert list(found[:2]) == [{"error": "bias was changed by hand", "steps": 1}] * 2
-
-
-def test_an_interrupt_in_a_push_requires_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    with executor_of(model) as executor:
-        executor.run("train", IDS)
-        executor.save(tmp_path)
-        expected = [executor.run("train", IDS)["loss"] for _ in range(2)]
-        assert executor._remote is not None
-        with monkeypatch.context() as patch:
-            send = executor._remote.client.push_many
-
-            def interrupted(*args: Any, **keywords: Any) -> None:
-                send(*args, **keywords)
-                raise KeyboardInterrupt
-
-            patch.setattr(executor._remote.client, "push_many", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                executor.run("train", IDS)
-        with pytest.raises(ab.BoundaryError, match=r"interrupted or not answered.*executor\.load"):
-            executor.run("train", IDS)
-        executor.load(tmp_path)
-        assert [executor.run("train", IDS)["loss"] for _ in range(2)] == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ FORMS = {
     "one element": lambda loss, logits: loss.reshape(1),
     "pair": lambda loss, logits: (loss, {"logits": logits}),
     "dict": lambda loss, logits: {"loss": loss, "logits": logits, "note": "kept out", "hidden": None},
-    "ordered": lambda loss, logits: OrderedDict(logits=logits, loss=loss),
     "user": lambda loss, logits: UserDict({"loss": loss, "logits": logits}),
     "object": Output,
     "named": Named,
@@ -66,7 +65,7 @@ def test_a_loss_may_return(form: str, engine: Any) -> None:
             expected.backward()
             reference.step()
             assert torch.equal(found["loss"], expected.detach())
-            if form in ("pair", "dict", "ordered", "user"):
+            if form in ("pair", "dict", "user"):
                 assert found.keys() == {"loss", "logits"}
                 assert torch.equal(found["logits"], logits.detach())
             else:

@@ -233,24 +233,6 @@ def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error
         executor_of(model, adam(model), "Hybrid")
 
 
-def test_reading_back_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, in however many requests: each has the time that is left of the whole."""
-    model = Model()
-    executor = executor_of(model, adam(model), "Hybrid", timeout=60.0)
-    calls = executor._remote.client._calls  # type: ignore[union-attr]
-    left: list[float] = []
-    pull = executor._remote.client.pull_many  # type: ignore[union-attr]
-
-    def slow(*args: Any, **options: Any) -> Any:
-        left.append(calls.timeout)
-        return pull(*args, **options)
-
-    monkeypatch.setattr(executor._remote.client, "pull_many", slow)  # type: ignore[union-attr]
-    executor.close()
-    assert len(left) == 2
-    assert 60.0 > left[0] > left[1] > 0.0
-
-
 def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     optimizer = adam(model)
@@ -408,26 +390,6 @@ def test_a_remote_embedding_keeps_its_rows_after_its_executor(
         for one in (model, copied, again):
             one.ids.close()
             one.table.close()
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad])
-def test_a_second_executor_goes_on_with_the_rows_of_the_first(optimizer: Any) -> None:
-    model, whole = Users(), Users()
-    first = adam(whole)
-    with executor_of(whole, first, "Hybrid") as executor:
-        losses = [executor.run(batch=SMALL)["loss"] for _ in range(2)]
-        third = executor.run(batch=SMALL)["loss"]
-    mine = adam(model)
-    with executor_of(model, mine, "Hybrid") as executor:
-        assert [executor.run(batch=SMALL)["loss"] for _ in range(2)] == losses
-        expected = executor.state_dict()
-    with executor_of(
-        model, mine if optimizer is torch.optim.Adam else optimizer(model.parameters()), "Hybrid"
-    ) as executor:
-        found = executor.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-        assert executor.run(batch=SMALL)["loss"] == third
-        assert not torch.equal(executor.state_dict()["ids.weight"], expected["ids.weight"])
 
 
 def test_a_module_pickled_within_its_executor_says_that_its_rows_are_not_with_it() -> None:

@@ -85,22 +85,6 @@ def test_parameters_of_the_loss_are_trained_as_by_the_plain_loop(engine: str) ->
     assert_same(state_of(model, loss), state)
 
 
-def test_its_gradients_can_be_fetched_and_clipped() -> None:
-    given = batches(1)
-    model, loss, optimizer = made()
-    loss.eval()
-    plainly = loss(model, given[0])
-    wanted = torch.autograd.grad(plainly, [*model.parameters(), *loss.parameters()])
-    loss.train()
-    loss.drop.p = 0.0
-    norm = torch.sqrt(sum((gradient.square().sum() for gradient in wanted), start=torch.zeros((), dtype=torch.float64)))
-    with ab.Executor(ab.TrainStep(model, loss, optimizer, clip_grad_norm=0.1)) as executor:
-        found = executor.run(batch=given[0], fetch=["loss.logs.grad", "grad_norm", "loss.head"])
-    torch.testing.assert_close(found["grad_norm"], norm)
-    torch.testing.assert_close(found["loss.logs.grad"], wanted[2] * (0.1 / (norm + 1e-6)))
-    assert found["loss.head"].shape == (8, 1)
-
-
 def test_a_method_of_a_module_is_accepted_as_a_loss() -> None:
     given = batches(3)
     wanted, _ = plain(given)

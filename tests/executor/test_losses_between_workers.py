@@ -51,68 +51,6 @@ def test_a_loss_that_sums_over_workers_with_unequal_shards_is_the_whole_batchs(
             assert worst <= 1e-12, tried
 
 
-SEEDS = """
-import json, sys
-import torch
-from torch import nn
-import anabranch as ab
-
-rank = ab.job().rank
-torch.manual_seed(0)
-SIZES = [(4, 4), (4, 4), (2, 6), (4, 4), (2, 2), (2, 2), (0, 2), (2, 2)]
-
-
-def seeds_of(sizes, path=None, resume=False, make=lambda: nn.Linear(3, 2), **options):
-    '''The gradients of the loss from which the backwards of this worker start.'''
-    seeds, model = [], make()
-    total = torch.sum if options.get("reduction") == "sum" else torch.mean
-
-    def loss(model, batch):
-        value = total(model(batch).float().square())
-        value.register_hook(lambda gradient: seeds.append(gradient.item()))
-        return value
-
-    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-    with ab.Executor(step, "AllReduce", engine="tape", timeout=60) as executor:
-        if resume:
-            executor.load(path)
-        for rows in sizes:
-            executor.run(batch=torch.ones(rows[rank % len(rows)], 3))
-        if path and not resume:
-            executor.save(path)
-    return seeds
-
-
-found = {
-    "mean": seeds_of(SIZES, sys.argv[1]),
-    "resumed": seeds_of([(1, 1)], sys.argv[1], resume=True),
-    "sum": seeds_of(SIZES, reduction="sum"),
-    "accumulated": seeds_of([(4, 4), (2, 6), (1, 3), (4, 4)], accumulate=2),
-    "float16": seeds_of([(4, 4), (2, 6)], precision="float16"),
-}
-print(json.dumps(found))
-"""
-
-
-def test_backward_starts_from_the_rows_over_the_mean_rows_of_the_run_before(tmp_path: Path) -> None:
-    first, second = LocalJob(2).run_source(SEEDS, str(tmp_path / "run")).check().results
-    assert first is not None
-    assert second is not None
-    # The seventh run of rank 0 has no rows; the mean is over the workers that have some.
-    assert first["mean"] == [1.0, 1.0, 0.5, 1.0, 0.5, 1.0, 1.0]
-    assert second["mean"] == [1.0, 1.0, 1.5, 1.0, 0.5, 1.0, 1.0, 1.0]
-    assert first["resumed"] == second["resumed"] == [0.5]
-    assert set(first["sum"]) == set(second["sum"]) == {1.0}
-    assert (first["accumulated"], second["accumulated"]) == ([1.0, 0.5, 0.25, 1.0], [1.0, 1.5, 0.75, 1.0])
-    assert (first["float16"], second["float16"]) == ([65536.0, 32768.0], [65536.0, 98304.0])
-
-
-def test_a_single_worker_always_starts_from_one(tmp_path: Path) -> None:
-    (found,) = LocalJob(1).run_source(SEEDS, str(tmp_path / "run")).check().results
-    assert found is not None
-    assert {*found["mean"], *found["accumulated"]} == {1.0}
-
-
 PIPE = """
 import json
 import torch

@@ -44,22 +44,6 @@ def views_of_one_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, loss, sgd(model), batch=batch)
 
 
-def an_input_is_written_to_before_its_backward(patch: pytest.MonkeyPatch) -> TrainingCase:
-    """Autograd raises for it."""
-
-    def batch(i: int) -> tuple[Tensor, Tensor]:
-        x = rows(i)
-        return x, x.view(3, 4) if i == 5 else x.clone()
-
-    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        first = model(batch[1])
-        batch[0].mul_(2.0)
-        return (first + model(batch[1])).square().mean()  # type: ignore[no-any-return]
-
-    model = linear(4, 4)
-    return TrainingCase(model, loss, sgd(model), batch=batch)
-
-
 def buffers_are_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
     model = Buffers()
 
@@ -86,63 +70,12 @@ def a_view_of_a_buffer(patch: pytest.MonkeyPatch) -> TrainingCase:
     return TrainingCase(model, loss, sgd(model), change)
 
 
-def a_buffer_of_other_strides(patch: pytest.MonkeyPatch) -> TrainingCase:
-    """Columns of what is written to."""
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.register_buffer("written", torch.zeros(4, 4))
-    model.register_buffer("read", torch.zeros(8, 4)[::2])
-
-    def change(k: int) -> None:
-        base = torch.zeros(8, 4)
-        model.written.data, model.read.data = base[4:], base[::2]
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            model.written.add_(0.1)
-        return (model(x).sum() + model.read.sin()).square().mean()  # type: ignore[no-any-return]
-
-    return TrainingCase(model, loss, sgd(model), change)
-
-
-def large() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """Parameters so large that fused updates run in the middle of backward."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
-    return model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-
-
-def wide(i: int) -> Tensor:
-    return torch.randn(8, 256, generator=torch.Generator().manual_seed(i))
-
-
-def large_parameters_are_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model, optimizer = large()
-
-    def change(k: int) -> None:
-        model[2].weight.data = model[0].weight.data if k == 1 else model[0].weight.data.clone()
-
-    return TrainingCase(model, mean_square, optimizer, change, batch=wide)
-
-
-def a_batch_is_a_view_of_a_large_parameter(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model, optimizer = large()
-
-    def batch(i: int) -> Tensor:
-        return model[2].weight.data[:8] if i in (5, 7) else wide(i)
-
-    return TrainingCase(model, mean_square, optimizer, batch=batch)
-
-
-@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     "build",
     [
         views_of_one_batch,
-        an_input_is_written_to_before_its_backward,
         buffers_are_tied,
         a_view_of_a_buffer,
-        a_buffer_of_other_strides,
-        large_parameters_are_tied,
-        a_batch_is_a_view_of_a_large_parameter,
     ],
 )
 def test_memory_that_is_shared_from_some_step_on(build: Build) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from anabranch.executor.engines.engine import Fetch
-from anabranch.executor.engines.graph_engine import GraphEngine
-from anabranch.executor.engines.tape_engine import TapeEngine
+from anabranch.executor.engines.engine import Engine
 
 SGD = torch.optim.SGD
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -108,17 +105,6 @@ def test_a_buffer_that_is_changed_before_backward_is_refused_at_every_step() -> 
     expect_the_plain_loop(ChangesWhatIsSaved, square, case, 6, [0, 1, 2])
 
 
-def test_a_switch_that_backward_refuses_is_refused_at_every_step() -> None:
-    def case(i: int, model: Any) -> Tensor:
-        model[0].scale_grad_by_freq = 3 <= i < 5
-        return torch.randint(0, 10, (5, 2))
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
-
-    expect_the_plain_loop(make, square, case, 6, [3, 4])
-
-
 def test_an_exception_that_the_loss_raises_at_times_is_the_users_own() -> None:
     class Raising(nn.Linear):
         error: Exception | None = None
@@ -135,59 +121,25 @@ def test_an_exception_that_the_loss_raises_at_times_is_the_users_own() -> None:
     expect_the_plain_loop(lambda: Raising(4, 3), loss, case, 6, [2, 3])
 
 
-def test_a_batch_that_an_operation_refuses_is_the_users_own_mistake() -> None:
-    def case(i: int, model: Any) -> Tensor:
-        return torch.randn(5, 3 if i in (1, 4) else 4)
-
-    expect_the_plain_loop(lambda: nn.Linear(4, 3), square, case, 6, [1, 4])
-
-
-def test_a_capture_names_the_line_that_would_raise() -> None:
-    mine = ValueError("mine")
-
-    def raising(x: Tensor) -> Tensor:
-        if mine is not None:
-            raise mine
-        return x
-
-    with pytest.raises(ab.CaptureError, match=r"test_mistakes_\w+\.py:\d+: the function cannot be a graph"):
-        ab.capture(raising, torch.ones(3))
-
-
 def test_an_interrupt_beside_a_new_graph_costs_one_step_and_no_second_capture(
     captures: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(4, 3)
     step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
-    real = TapeEngine.step
+    real = Engine.step
     with ab.Executor(step, engine="graph") as executor:
 
         def interrupted(*args: Any, **kwargs: Any) -> Any:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(TapeEngine, "step", interrupted)
+        monkeypatch.setattr(Engine, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             executor.run(batch=torch.ones(5, 4))
-        monkeypatch.setattr(TapeEngine, "step", real)
+        monkeypatch.setattr(Engine, "step", real)
         losses = [float(executor.run(batch=torch.ones(5, 4))["loss"]) for _ in range(3)]  # type: ignore[arg-type]
         assert losses == sorted(losses, reverse=True)
         assert executor.engine() == "graph"
     assert len(captures) == 1
-
-
-def test_gradients_for_other_workers_are_of_a_compared_graph_too() -> None:
-    model = ChangesWhatIsSaved()
-    step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
-    one = GraphEngine(step)
-    passed = SimpleNamespace(parameters=dict(model.named_parameters()), ready=lambda parameter, gradient: gradient)
-    one.attach([passed])
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            one.differentiate(torch.ones(5, 4), 5.0, Fetch([], model), lambda loss: None)
-    model.changes = False
-    for _ in range(2):
-        one.differentiate(torch.ones(5, 4), 5.0, Fetch([], model), lambda loss: None)
-    assert one.name == "graph"
 
 
 class AsksWhetherItIsCompiled(nn.Linear):
@@ -206,7 +158,7 @@ def test_an_evaluation_as_another_graph_is_compared_as_the_first_was() -> None:
         assert executor.engine() == "graph"
         model.asks = True
         assert torch.equal(executor.run(batch=x)["y"], model(x))  # type: ignore[arg-type]
-        with pytest.raises(ab.CaptureError, match="results are not bitwise those of eager mode"):
+        with pytest.raises(ab.CaptureError, match="the graph was not bitwise equal to the tape, .* the result 'y'"):
             executor.run(batch=x)
 
 
@@ -246,17 +198,3 @@ def test_a_gradient_that_only_the_graph_has_is_a_difference() -> None:
         with pytest.raises(ab.CaptureError, match="which parameters have a gradient"):
             executor.run(batch=x)
     assert torch.equal(model.block.weight, weight)
-
-
-def test_a_number_that_is_a_size_may_change_again_and_again() -> None:
-    shape = SimpleNamespace(columns=4)
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        y = model(x)
-        return (y.view(-1, shape.columns).exp().sum(1) + y.reshape(shape.columns, -1).mean()).mean()
-
-    def case(i: int, model: Any) -> Tensor:
-        shape.columns = (4, 4, 4, 6, 3, 2, 4, 6)[i]
-        return torch.ones(6, 4)
-
-    expect_the_plain_loop(lambda: nn.Linear(4, 4), loss, case, 8, [])

@@ -59,15 +59,6 @@ def test_steps_that_are_not_finite_are_passed_over(comm_mode: str, clip: Any, ac
         torch.testing.assert_close(found[name], value)
 
 
-def test_a_graph_with_a_nonfinite_first_batch_continues() -> None:
-    model = Model()
-    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), skip_nonfinite=True)
-    with ab.Executor(step, comm_mode="PS", engine="graph") as executor:
-        for index in range(4):
-            executor.run(batch=batch_of(index, bad=index == 0))
-        assert (executor.step, executor.engine()) == (3, "graph")
-
-
 def test_dense_gradients_that_are_not_finite_keep_rows_from_being_pushed() -> None:
     model = Model()
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -185,14 +176,3 @@ def test_all_workers_pass_over_the_same_steps() -> None:
     assert one["raised"] == "the gradients of table.weight, head.weight, head.bias"
     assert one["steps"] == 2
     assert one["pipe"] == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [({"precision": "float16"}, "use precision='bfloat16'"), ({"clip_grad_value": 0.1}, "use clip_grad_norm")],
-)
-def test_updates_unsupported_by_servers_are_refused(options: dict[str, Any], text: str) -> None:
-    model = Model()
-    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), **options)
-    with pytest.raises(ValueError, match=text):
-        ab.Executor(step, comm_mode="PS")

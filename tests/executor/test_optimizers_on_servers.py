@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import anabranch as ab
 
@@ -73,17 +71,9 @@ def replace_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> 
 STATE_CHANGES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], object]] = {
     "clear": lambda optimizer, parameter: optimizer.state.clear(),
     "replace": replace_state,
-    "pop": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
     "set": lambda optimizer, parameter: optimizer.state.update({parameter: {"step": torch.tensor(0.0)}}),
     "zero": lambda optimizer, parameter: optimizer.state[parameter]["exp_avg"].zero_(),
-    "loop": lambda optimizer, parameter: [
-        value.zero_() for kept in optimizer.state.values() for value in kept.values()
-    ],
     "look": lambda optimizer, parameter: "exp_avg" in optimizer.state[parameter],
-    "copy": lambda optimizer, parameter: {**optimizer.state[parameter]},
-    "merge": lambda optimizer, parameter: optimizer.state[parameter] | {},
-    "truth": lambda optimizer, parameter: bool(optimizer.state[parameter]),
-    "set a moment": lambda optimizer, parameter: optimizer.state[parameter].update(exp_avg=torch.zeros(8, 3)),
 }
 
 
@@ -137,18 +127,6 @@ def test_state_of_layers_on_the_workers_may_be_reset_and_a_load_keeps_the_refusa
     assert_equal(model, plain)
 
 
-def test_where_the_servers_are_gone_nothing_stays_in_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    optimizer = adam(model)
-    executor = opened(model, optimizer, "Hybrid")
-    executor.run(batch=BATCHES[0])
-    assert executor._remote is not None
-    monkeypatch.setattr(executor._remote.client, "check_joined", lambda **_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        executor.close()
-    assert set(optimizer.state) == set(model.head.parameters())
-
-
 # Hooks.
 
 
@@ -162,15 +140,6 @@ def patch(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return lambda: vars(optimizer).pop("step", None)
 
 
-def patch_under_a_scheduler(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def stepping(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return type(self).step(self, closure)
-
-    optimizer.step = stepping.__get__(optimizer)  # type: ignore[method-assign]
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return lambda: vars(optimizer).pop("step", None)
-
-
 def noise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -179,12 +148,9 @@ def noise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 HOOKS: dict[str, tuple[Callable[[torch.optim.Optimizer], Callable[[], Any]], str]] = {
-    "pre": (lambda optimizer: optimizer.register_step_pre_hook(noise).remove, "noise"),
     "post": (lambda optimizer: optimizer.register_step_post_hook(noise).remove, "noise"),
     "every pre": (lambda optimizer: register_optimizer_step_pre_hook(noise).remove, "noise"),
-    "every post": (lambda optimizer: register_optimizer_step_post_hook(noise).remove, "noise"),
     "patched": (patch, "stepping"),
-    "patched under a scheduler": (patch_under_a_scheduler, "stepping"),
 }
 
 
@@ -220,34 +186,6 @@ def test_a_hook_runs_where_all_that_its_optimizer_has_is_on_the_workers() -> Non
         optimizer.register_step_pre_hook(noise)
         with opened(one, optimizer, mode, **options) as executor:
             executor.run(batch=BATCHES[0])
-    assert_equal(model, plain)
-
-
-def test_a_hook_of_an_optimizer_without_tables_runs_beside_one_with() -> None:
-    model, plain = Net(), Net()
-    for one, mode in ((model, "Hybrid"), (plain, None)):
-        tables, dense = torch.optim.SGD([one.table.weight], lr=0.1), torch.optim.SGD(one.head.parameters(), lr=0.1)
-        dense.register_step_pre_hook(noise)
-        with ab.Executor(ab.TrainStep(one, loss_of, [tables, dense]), mode) as executor:
-            executor.run(batch=BATCHES[0])
-    assert_equal(model, plain)
-
-
-def test_schedulers_of_torch_are_no_hooks() -> None:
-    model, plain = Net(), Net()
-    for one, mode in ((model, "PS"), (plain, None)):
-        optimizer = adam(one)
-        schedulers = [
-            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-            torch.optim.lr_scheduler.SequentialLR(
-                optimizer,
-                [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 1)],
-                milestones=[1],
-            ),
-        ]
-        with ab.Executor(ab.TrainStep(one, loss_of, optimizer, scheduler=schedulers[0]), mode) as executor:
-            for batch in BATCHES:
-                executor.run(batch=batch)
     assert_equal(model, plain)
 
 
@@ -289,24 +227,6 @@ def test_a_change_of_groups_counts_as_in_the_plain_program_or_is_refused(kind: s
     if not refused:
         run_around(plain, other, None, lambda: change(other, plain.table.weight))
         assert_equal(model, plain)
-
-
-@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
-def test_a_table_frozen_for_a_while_is_not_moved_meanwhile(mode: str) -> None:
-    model, plain = Net(), Net()
-    for one, where in ((model, mode), (plain, None)):
-        with opened(one, adam(one), where) as executor:
-            for number, batch in enumerate(BATCHES):
-                one.table.weight.requires_grad_(number != 1)
-                executor.run(batch=batch)
-    assert_equal(model, plain)
-
-
-def test_an_optimizer_put_into_the_step_later_is_refused() -> None:
-    model = Net()
-    step = ab.TrainStep(model, loss_of, adam(model))
-    with ab.Executor(step, "Hybrid"), pytest.raises(AttributeError, match="optimizers"):
-        step.optimizers = (torch.optim.Adam(model.parameters(), lr=0.5),)
 
 
 # Sparse gradients.
@@ -406,55 +326,6 @@ def test_a_remote_embedding_is_frozen_and_thawed_as_an_embedding(
         torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", [None, "sum"])
-def test_a_frozen_remote_embedding_by_itself_gives_constants_and_its_weights_a_gradient(mode: Any) -> None:
-    table = ab.RemoteEmbedding("t", 8, 3, mode=mode, init=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
-    args = (torch.tensor([1, 3]), *(() if mode is None else (torch.tensor([0, 1]),)))
-    table.requires_grad_(False)
-    assert not table(*args).requires_grad
-    if mode is not None:
-        weights = torch.ones(2, requires_grad=True)
-        table(*args, weights).sum().backward()
-        assert torch.equal(weights.grad, torch.full((2,), 1.5))  # type: ignore[arg-type]
-    assert bool((table(*args) == 0.5).all())
-    table.requires_grad_(True)
-    table(*args).sum().backward()
-    assert bool((table(*args) == 0.0).all())
-    table.close()
-
-
-def test_freezing_belongs_to_the_module_and_goes_with_a_copy_and_a_pickle_but_not_with_the_state() -> None:
-    table = remote_table().requires_grad_(False)
-    for one in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
-        assert type(one.on_servers) is type(table.on_servers)
-        assert not one.on_servers.requires_grad
-        assert one.requires_grad_(True).on_servers.requires_grad
-    assert not table.on_servers.requires_grad
-    assert not table.state_dict()
-    assert not table.load_state_dict({}).missing_keys
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        table.load_state_dict({"weight": torch.ones(8, 3)})
-
-
-class Adds(nn.Module):
-    """Rows of a table, added to what came before, with the ids handed on."""
-
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, given: Any) -> tuple[Tensor, Tensor]:
-        ids, rows = given if isinstance(given, tuple) else (given, 0)
-        return ids, self.table(ids) + rows
-
-
-def test_stages_of_a_pipe_may_share_a_remote_embedding() -> None:
-    table = ab.RemoteEmbedding("t", 8, 3, init=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
-    pipe = ab.Pipe(nn.Sequential(Adds(table), Adds(table)), balance=[1, 1], chunks=2)
-    assert bool((pipe(BATCHES[0])[1] == 1.0).all())
-    table.close()
-
-
 def test_a_resume_freezes_what_was_frozen(tmp_path: Path) -> None:
     for number in range(2):
         model = Remote(remote_table())
@@ -508,17 +379,6 @@ def test_an_interrupt_behind_the_push_says_that_the_tables_are_ahead(
     assert "table.weight" in said
     assert "step 2 " in said
     assert "executor.load" in said
-
-
-def test_an_error_before_the_push_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run_around(model, adam(model), "Hybrid", interrupt)
-    assert not getattr(caught.value, "__notes__", [])
-    monkeypatch.setattr("anabranch.executor.running.remote.RemotePart._mark_states", lambda part: interrupt())
-    with pytest.raises(KeyboardInterrupt) as caught:
-        opened(model, adam(model), "Hybrid")
-    assert not getattr(caught.value, "__notes__", [])
 
 
 # A backward by hand.

@@ -145,31 +145,6 @@ def test_the_gradient_of_a_parameter_on_servers_cannot_be_fetched() -> None:
         assert executor.run(batch=batches()[0], fetch=["head.weight.grad"])["head.weight.grad"].shape == (1, 4)
 
 
-def test_the_model_is_whole_again_when_servers_in_this_process_end() -> None:
-    model = trained("PS")
-    plain = trained(None)
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6), name
-    model = trained("Hybrid", model=model)  # and may move there again
-    for one, other in zip(model.parameters(), trained(None, model=plain).parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_table_that_is_frozen_meanwhile_does_not_move() -> None:
-    model = new_model()
-    look = ab.EvalStep(model, lambda m, ids: {"rows": m.table(ids)})
-    weight = model.table.weight
-    with ab.Executor({"train": step_of(model), "look": look}, "Hybrid") as executor:
-        executor.run("train", batches()[0])
-        before = executor.run("look", torch.arange(ROWS))["rows"]
-        weight.requires_grad_(False)
-        executor.run("train", batches()[1])
-        assert torch.equal(executor.run("look", torch.arange(ROWS))["rows"], before)
-        weight.requires_grad_(True)
-        executor.run("train", batches()[2])
-        assert not torch.equal(executor.run("look", torch.arange(ROWS))["rows"], before)
-
-
 # Caches.
 
 
@@ -352,21 +327,6 @@ def test_an_id_out_of_range_is_named_and_changes_nothing(mode: str) -> None:
         assert torch.equal(executor.run("look", torch.arange(4))["rows"], before)
         executor.run("train", torch.tensor([1, 2]))
         assert executor.statistics().steps == 2
-
-
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing() -> None:
-    model = new_model()
-    with ab.Executor(step_of(model), "PS") as executor:
-        executor.run(batch=batches()[0])
-        before = executor._remote.read()  # type: ignore[union-attr]
-        bad = batches()[1]
-        bad["y"][0] = float("nan")
-        with pytest.raises(ab.NonFinite, match="NaN or Inf"):
-            executor.run(batch=bad)
-        after = executor._remote.read()  # type: ignore[union-attr]
-        for parameter, kept in before.items():
-            assert torch.equal(after[parameter].values, kept.values)
-        executor.run(batch=batches()[2])
 
 
 def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
-from anabranch.testing import LocalJob, MemoryTransport
+from anabranch.testing import LocalJob
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
@@ -158,38 +156,6 @@ def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None)
         assert rows_there(executor) == (4, 0)
 
 
-def test_looks_at_a_collection_of_bags_are_as_of_now() -> None:
-    """It reads its tables together, before their lookups; a load in between leaves nothing of what was read."""
-    torch.manual_seed(0)
-    bags = ab.EmbeddingBagCollection({name: nn.EmbeddingBag(ROWS, 2, mode="sum") for name in ("user", "seen")})
-    model = nn.ModuleDict({"bags": bags, "head": nn.Linear(4, 1)})
-    batch = ab.KeyedJagged.from_lists({"user": [[7], [8]], "seen": [[1, 2, 3], []]})
-
-    def out(model: nn.Module, batch: ab.KeyedJagged) -> Tensor:
-        return model["head"](torch.cat(list(model["bags"](batch).values()), 1)).square().mean()  # type: ignore[index]
-
-    losses = []
-    step = ab.TrainStep(model, out, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, "Hybrid") as executor:
-        for _ in range(3):
-            by_hand = [out(model, batch).item() for _ in range(2)]
-            losses.append(executor.run(batch=batch)["loss"].item())
-            assert by_hand == [losses[-1]] * 2
-    assert len(set(losses)) == 3
-
-
-def test_what_a_run_has_read_is_not_what_a_checkpoint_brought(tmp_path: Any) -> None:
-    model = Model("rows")
-    with ab.Executor(step_of(model), "Hybrid", cache=ab.Cache(capacity=ROWS)) as executor:
-        executor.run(batch=BATCHES[0])
-        executor.save(tmp_path)
-        wanted = looks(model)
-        executor.run(batch=BATCHES[0])
-        assert not torch.equal(looks(model)[0], wanted[0])
-        executor.load(tmp_path)
-        assert all(map(torch.equal, looks(model), wanted))
-
-
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
 def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missing(
     consistency: str, monkeypatch: pytest.MonkeyPatch
@@ -219,22 +185,6 @@ def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missi
         remote._as_of = 1  # as if another worker had been two steps behind when they were read
         executor.run("train", torch.ones(3, 2))
         assert steps == [*([3] if waits else []), 4 if merges else 0]
-
-
-def test_an_answer_says_how_far_all_workers_are() -> None:
-    network, none = MemoryTransport(), torch.empty(0, dtype=torch.int64)
-    with ParameterServer(transport=network) as server, contextlib.ExitStack() as stack:
-        one, other = (
-            stack.enter_context(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2, "ssp:4")))
-            for rank in range(2)
-        )
-        one.init("w", (2,))
-        seen = []
-        for client, step in ((one, 0), (one, 1), (other, 0), (other, 1)):
-            client.push_many({}, step=step)
-            one.pull_many({"w": none}, step=0)
-            seen.append(one.pushed)
-        assert seen == [0, 0, 1, 2]
 
 
 # Asking ahead.

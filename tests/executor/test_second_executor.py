@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.launch import launch
-from anabranch.parameter_server import ParameterServer, Worker
-from anabranch.testing import LocalJob, MemoryTransport
-from programs import Programs
+from anabranch.parameter_server import ParameterServer
+from anabranch.testing import LocalJob
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
 BATCH = {"ids": IDS, "y": Y}
@@ -220,26 +218,6 @@ def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_t
         training.close()
 
 
-def test_a_table_of_another_shape_is_not_read(servers: str) -> None:
-    model = Model()
-    model.user = ab.RemoteEmbedding("user", 6, 3)
-    step = ab.EvalStep(model, lambda m, b: {"out": m.user(b["ids"])})
-    with ab.Executor(step, "Hybrid") as looking, pytest.raises(ab.SchemaError, match="table user"):
-        looking.run(batch=BATCH)
-
-
-@pytest.mark.parametrize("shape", [(3,), (6, 2)])
-def test_a_dense_parameter_is_not_read_as_a_table(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ParameterServer() as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        with ab.ParameterClient() as client:
-            client.init("user", shape)
-        step = ab.EvalStep(Model(), lambda m, b: {"out": m.user(b["ids"])})
-        refused = pytest.raises(ab.SchemaError, match="user is a dense parameter here; give the RemoteEmbedding")
-        with ab.Executor(step, "Hybrid") as looking, refused:
-            looking.run(batch=BATCH)
-
-
 def test_what_an_executor_has_given_back_the_next_one_of_the_same_model_may_replace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,14 +257,6 @@ def test_what_an_executor_has_given_back_the_next_one_of_the_same_model_may_repl
             client.push("weight", torch.ones(1, 2))
         with pytest.raises(ValueError, match=r"hold weight \(step 2\)"):
             train(model)
-
-
-def test_more_workers_than_the_job_before_had_join_in_any_order() -> None:
-    network = MemoryTransport()
-    with ParameterServer(transport=network) as server:
-        for worker in (Worker(0, 1), Worker(1, 2), Worker(0, 2)):
-            with ab.ParameterClient([server.endpoint], transport=network, worker=worker):
-                pass
 
 
 def test_two_open_executors_cannot_train_one_remote_embedding() -> None:
@@ -406,34 +376,6 @@ def test_what_one_worker_freezes_before_the_tables_are_adopted_is_refused_on_all
         ]
 
 
-LOOKING = """
-import sys
-import torch
-from torch import nn
-import anabranch as ab
-
-model = ab.RemoteEmbedding("user", 6, 2, init=0.5)
-with ab.Executor(ab.EvalStep(model, lambda m, ids: {"rows": m(ids)}), "Hybrid") as looking:
-    for _ in sys.stdin:
-        print(looking.run(batch=torch.arange(6))["rows"].tolist(), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_second_process_looks_on_while_a_job_trains(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ParameterServer() as server:
-        monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
-        with executor_of(Model()) as training, programs.start(LOOKING) as looking:
-            for _ in range(3):
-                training.run("train", BATCH)
-                looking.stdin.write("look\n")
-                looking.stdin.flush()
-                assert looking.stdout.readline() == f"{there()['user'].tolist()}\n"
-            training.run("train", BATCH)
-            looking.stdin.close()
-            assert looking.wait() == 0
-
-
 @pytest.mark.slow
 def test_what_a_durable_server_has_restored_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with durable(tmp_path, monkeypatch), executor_of(Model()) as executor:
@@ -451,26 +393,3 @@ def durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with ParameterServer(durability="log", checkpoint_dir=folder) as server:
         monkeypatch.setenv("ANABRANCH_SERVERS", server.endpoint)
         yield
-
-
-RESTARTED = """
-import os
-import torch
-from torch import nn
-import anabranch as ab
-
-model = nn.Embedding(6, 2)
-step = ab.TrainStep(model, lambda m, ids: m(ids).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-with ab.Executor(step, "Hybrid") as executor:
-    for _ in range(2):
-        executor.run(batch=torch.tensor([1]))
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(3)
-"""
-
-
-@pytest.mark.slow
-def test_a_job_that_its_launcher_restarts_begins_anew_on_its_own_servers(tmp_path: Path) -> None:
-    script = tmp_path / "restarted.py"
-    script.write_text(RESTARTED)
-    assert launch(script, servers=1, durability="log", log_dir=tmp_path, max_restarts=1).exit_code == 0

@@ -41,13 +41,3 @@ def test_a_slow_capture_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "'critic'" in said[0].getMessage()
     assert "Sequential, 3 modules, 4 parameters" in said[0].getMessage()
     assert Passed.asked == [5.0]
-
-
-def test_a_quick_capture_logs_nothing_and_leaves_no_thread(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slow_capture, "PATIENCE", 600.0)
-    told: list[int] = []
-    with slow_capture.log_if_slow(lambda: told.append(1)):
-        pass
-    assert not told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
 import pytest
@@ -69,15 +68,6 @@ def test_ids_that_admission_leaves_out_and_tables_without_capacity_are_not_at_an
         assert 0 < executor._remote.client.statistics()[0].tables["users"].rows < 100  # type: ignore[union-attr]
 
 
-def test_gradients_that_wait_are_counted_when_they_are_pushed() -> None:
-    model = Users(capacity=2)
-    cache = ab.Cache(capacity=99, pull_bound=9, push_bound=9)
-    with executor_of(model, cache=cache) as executor, warnings.catch_warnings(action="ignore"):
-        for _ in range(2):
-            executor.run(batch=torch.tensor([1, 2, 3]))
-    assert counts(executor)[0] >= 1
-
-
 def test_the_shards_of_a_table_count_together_and_one_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """The capacity is divided between them, and ids are not spread quite evenly."""
     with contextlib.ExitStack() as stack:
@@ -91,22 +81,6 @@ def test_the_shards_of_a_table_count_together_and_one_warning_is_given(monkeypat
             untrained = int((model(ids)[:, 0] == 0).sum())
             assert untrained > 0
             assert counts(executor) == (2 * untrained, 0)
-
-
-def test_servers_that_are_gone_leave_the_last_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Users(capacity=2)
-    with executor_of(model) as executor:
-        with pytest.warns(RuntimeWarning, match="no room"):
-            executor.run(batch=torch.tensor([1, 2, 3]))
-        assert counts(executor) == (1, 0)
-        assert executor._remote is not None
-
-        def gone() -> None:
-            raise ab.PeerLost("gone")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(executor._remote.client, "statistics", gone)
-            assert counts(executor) == (1, 0)
 
 
 TWO = """

@@ -58,38 +58,6 @@ def test_a_step_that_is_not_finite_raises_and_updates_nothing(engine: Any) -> No
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
 
 
-class Breaks(nn.Module):
-    """Two layers, of which the gradient of one can become NaN alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 1), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, by: Tensor) -> Tensor:
-        return self.one(x) + self.other(x * by).clamp(max=0.0)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_error_names_the_gradients_that_were_not_finite_before_clipping(engine: Any) -> None:
-    torch.manual_seed(0)
-    model = Breaks()
-    step = ab.TrainStep(
-        model,
-        lambda model, batch: model(batch["x"], batch["by"]).clamp(max=1e4).sum(),
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        clip_grad_norm=1.0,
-    )
-    x = torch.ones(3, 4)
-    with ab.Executor(step, engine=engine) as executor:
-        for _ in range(3):
-            executor.run(batch={"x": x, "by": torch.ones(())})
-        before = state_of(model)
-        with pytest.raises(ab.NonFinite, match=r"gradients of other\.weight hold"):
-            executor.run(batch={"x": x, "by": torch.tensor(float("nan"))})
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        assert executor.engine() == engine
-
-
 def test_a_gradient_that_is_not_finite_is_named_though_the_loss_is() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -215,26 +183,6 @@ def test_bfloat16_computes_under_autocast(engine: Any) -> None:
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
 
 
-def test_the_loss_scale_is_saved(tmp_path: Any) -> None:
-    def executor_of(seed: int) -> ab.Executor:
-        model = model_of(seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        return ab.Executor(ab.TrainStep(model, loss_of, optimizer, precision="float16"))
-
-    overflowing = {"x": torch.ones(2, 4), "y": torch.full((2, 1), 1e3)}
-    with executor_of(0) as executor, executor_of(1) as other:
-        for _ in range(3):
-            executor.run(batch=overflowing)
-        executor.save(tmp_path)
-        other.load(tmp_path)
-        runs = [other.run(batch=overflowing) for _ in range(20)]
-        assert runs
-        assert executor.statistics().skipped_steps == 3
-        again = [executor.run(batch=overflowing) for _ in range(20)]
-        assert [run["loss"] for run in runs] == [run["loss"] for run in again]
-        assert executor.statistics().skipped_steps - 3 == other.statistics().skipped_steps
-
-
 # Callbacks, norms
 
 
@@ -269,20 +217,6 @@ def test_on_gradients_sees_averaged_gradients_before_clipping_and_may_change_the
             for one, two in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, two)
         assert len(seen) == 4
-
-
-def test_on_gradients_may_replace_nonfinite_gradients() -> None:
-    model = model_of()
-
-    def mend(gradients: dict[str, Tensor]) -> None:
-        for gradient in gradients.values():
-            gradient.nan_to_num_(0.0)
-
-    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), on_gradients=mend)
-    with ab.Executor(step) as executor:
-        executor.run(batch=batch_of(0, bad=True))
-        assert executor.step == 1
-    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 @pytest.mark.quick_cases(2)
@@ -351,25 +285,6 @@ def test_a_short_window_at_the_end_of_an_epoch(tmp_path: Any, flush: Any, sized:
             torch.testing.assert_close(one, two)
 
 
-def test_an_epoch_resumes_at_the_saved_position(tmp_path: Any) -> None:
-    def executor_of(seed: int) -> ab.Executor:
-        model = model_of(seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = ab.TrainStep(model, loss_of, optimizer, accumulate=2)
-        return ab.Executor({"train": step}, dataloaders={"train": SizedLoader()})
-
-    with executor_of(0) as executor, executor_of(1) as other:
-        for _ in range(2):
-            executor.run("train")
-        executor.save(tmp_path)
-        other.load(tmp_path)
-        steps = []
-        for _ in range(4):
-            other.run("train")
-            steps.append(other.step)
-        assert steps == [1, 2, 3, 3]
-
-
 # Mistakes
 
 
@@ -380,7 +295,6 @@ def test_an_epoch_resumes_at_the_saved_position(tmp_path: Any) -> None:
         ({"skip_nonfinite": "yes"}, TypeError, "skip_nonfinite is True, False, or None"),
         ({"clip_grad_value": 0}, ValueError, "clip_grad_value is a finite number above 0"),
         ({"clip_grad_value": 1.0, "clip_grad_norm": 1.0}, ValueError, "both given"),
-        ({"on_gradients": 3}, TypeError, "on_gradients is called as"),
         ({"flush": "yes"}, ValueError, "flush is 'keep', 'step' or 'drop', got 'yes'"),
     ],
 )
@@ -432,19 +346,3 @@ def test_fetching_the_norm_changes_nothing_where_gradients_add_up() -> None:
             reference.step()
             assert index % 2 == 0 or torch.equal(found["grad_norm"], norm)
             assert_same(model, plain)
-
-
-def test_a_batch_of_a_failed_step_counts_in_its_epoch() -> None:
-    model = model_of()
-    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, flush="step")
-    batches = [batch_of(index, bad=index == 1) for index in range(5)]
-    with ab.Executor({"train": step}, dataloaders={"train": batches}) as executor:
-        steps = []
-        for index in range(5):
-            if index == 1:
-                with pytest.raises(ab.NonFinite):
-                    executor.run("train")
-            else:
-                executor.run("train")
-            steps.append(executor.step)
-    assert steps == [0, 0, 0, 1, 2]

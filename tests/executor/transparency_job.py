@@ -1,4 +1,7 @@
-"""Run by every worker of a job: W workers on unequal shards against one plain loop on the whole batch."""
+"""Run by every worker of a job: W workers on unequal shards against one plain loop on the whole batch.
+
+A case may name a device. PyTorch's default device may be another, where nothing of the library's own belongs.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,15 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def batch_of(step: int, rows: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    return {
-        "ids": torch.randint(0, 50, (rows, 3), generator=generator),
-        "x": torch.randn(rows, 6, generator=generator, dtype=torch.float64),
-        "y": torch.randint(0, 3, (rows,), generator=generator),
-    }
+def batch_of(case: dict, step: int, rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator("cpu").manual_seed(1000 + step)
+    with torch.device("cpu"):
+        batch = {
+            "ids": torch.randint(0, 50, (rows, 3), generator=generator),
+            "x": torch.randn(rows, 6, generator=generator, dtype=torch.float64),
+            "y": torch.randint(0, 3, (rows,), generator=generator),
+        }
+    return {name: value.to(case.get("device", "cpu")) for name, value in batch.items()}
 
 
 def loss_of(reduction: str):
@@ -86,7 +91,8 @@ def schedulers_of(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.l
 
 def new_model(case: dict, seed: int) -> Model:
     torch.manual_seed(seed)
-    return Model(bool(case["sparse"]), case.get("rare", True)).double()
+    with torch.device("cpu"):
+        return Model(bool(case["sparse"]), case.get("rare", True)).double().to(case.get("device", "cpu"))
 
 
 def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
@@ -97,7 +103,7 @@ def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
     losses = []
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
-        parts = [batch_of(step * accumulate + part, rows + part) for part in range(accumulate)]
+        parts = [batch_of(case, step * accumulate + part, rows + part) for part in range(accumulate)]
         total = sum(len(part["y"]) for part in parts) if case["reduction"] == "mean" else 1
         for part in parts:
             loss = loss_of(case["reduction"])(model, part)
@@ -146,7 +152,7 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
         served="replace",
     ) as executor:
         for run in range(STEPS * accumulate):
-            whole = batch_of(run, rows + run % accumulate)
+            whole = batch_of(case, run, rows + run % accumulate)
             count = len(whole["y"])
             sizes = [count // world] * world
             sizes[run % world] += count - sum(sizes)
@@ -156,7 +162,7 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
                 sizes[(run + 1) % world] += 2
             losses.append(executor.run(batch=shard(whole, sizes, rank))["loss"].item())
         assert executor.statistics().steps == STEPS
-        found = {"table.weight": executor.run("look", torch.arange(50))["rows"]}
+        found = {"table.weight": executor.run("look", torch.arange(50, device=case.get("device", "cpu")))["rows"]}
     return {**found, **dict(model.named_parameters())}, losses
 
 
@@ -165,7 +171,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def main() -> None:
-    torch.distributed.init_process_group("gloo")
+    torch.set_default_device(sys.argv[2] if len(sys.argv) > 2 else None)
+    torch.distributed.init_process_group("gloo")  # which also sums CUDA tensors, even of ranks that share a GPU
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cases = json.loads(sys.argv[1])
     results = []

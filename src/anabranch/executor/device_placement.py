@@ -42,19 +42,18 @@ class DevicePlacement:
     ) -> None:
         self._optimizers = list(optimizers)
         self._undo = ExitStack()
-        self._wanted = wanted = {name: torch.device(device) for name, device in devices.items()}
+        self._devices = {name: torch.device(device) for name, device in devices.items()}
         known = [dict(model.named_modules()) for model in models]
-        for name in wanted:
+        for name in self._devices:
             if not name or not any(name in modules for modules in known):
                 others = ", ".join(sorted(filter(None, set().union(*known))))
-                known_ones = f"the modules are: {others}" if others else "it has none; use model.to(device)"
-                raise ValueError(f"devices= names {name!r}; {known_ones}")
+                raise ValueError(f"devices= names {name!r}; the modules are: {others or 'none; use model.to(device)'}")
+        placed: set[nn.Module] = set()
         for model in models:
             self._check_shared(model)
-        placed: set[nn.Module] = set()
         for model, modules in zip(models, known, strict=True):
-            home = self.home(model, wanted)
-            for name in wanted:
+            home = self.home(model, devices)
+            for name in self._devices:
                 if name in modules and modules[name] not in placed:
                     placed.add(modules[name])
                     self._place(name, modules, home)
@@ -71,28 +70,26 @@ class DevicePlacement:
 
     def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
         """Move the contents of the module of this name, without other placed modules inside it."""
-        device = self._wanted[name]
+        device = self._devices[name]
         for inner, module in modules.items():
             if self._prefix(f"{inner}.") == name:
-                before = next(
-                    (t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None),
-                    device,
-                )
+                tensors = (*module._parameters.values(), *module._buffers.values())
+                before = next((tensor.device for tensor in tensors if tensor is not None), device)
                 _move(module, device)
                 self._undo.callback(_move, module, before)
         outer = self._prefix(name)
-        around = home if outer is None else self._wanted[outer]
+        around = home if outer is None else self._devices[outer]
         self._undo.enter_context(move_at_edges(modules[name], device, around))
 
     def _prefix(self, name: str) -> str | None:
         """Return the nearest placed module that the module or parameter of this name is in."""
-        return max((prefix for prefix in self._wanted if name.startswith(f"{prefix}.")), key=len, default=None)
+        return max((prefix for prefix in self._devices if name.startswith(f"{prefix}.")), key=len, default=None)
 
     def _check_shared(self, model: nn.Module) -> None:
         places: dict[nn.Parameter, tuple[str, torch.device | None]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             prefix = self._prefix(name)
-            device = None if prefix is None else self._wanted[prefix]
+            device = None if prefix is None else self._devices[prefix]
             other, there = places.setdefault(parameter, (name, device))
             if there != device:
                 raise ValueError(

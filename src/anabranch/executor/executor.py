@@ -6,6 +6,7 @@ The file is long because it is the whole public interface, mostly docstrings: ea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,20 +18,20 @@ from typing import Literal, Self, TypeAlias, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from anabranch.checkpoint.storage import as_place
 from anabranch.choices import choice
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import CheckpointError
-from anabranch.executor.arguments import check_arguments, check_log_path
+from anabranch.executor.arguments import check_arguments, check_engine, check_log_path
 from anabranch.executor.device_placement import DevicePlacement
-from anabranch.executor.drift import Drift
-from anabranch.executor.engines.choice import check_engine, engine_for
-from anabranch.executor.engines.engine import Fetch
+from anabranch.executor.engines.engine import Engine, Fetch
 from anabranch.executor.engines.evaluator import Evaluator
-from anabranch.executor.likeness import check_alike, share_parameters
+from anabranch.executor.engines.graph_engine import GraphEngine
+from anabranch.executor.engines.pipe_engine import PipeEngine
+from anabranch.executor.likeness import Drift, check_alike, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.loss_module import model_of
@@ -40,7 +41,7 @@ from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.executor.observing.sinks import Sink, check_sinks
 from anabranch.executor.observing.tracking import Progress
 from anabranch.executor.observing.watching import Watching, rates_of
-from anabranch.executor.pipes import check_pipes, join_pipelines, seed_pipes
+from anabranch.executor.pipes import check_pipes, join_pipelines
 from anabranch.executor.plan import Plan, Planner, other_modes
 from anabranch.executor.plan.survey import check_planned
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
@@ -63,6 +64,7 @@ from anabranch.tensors import Compression, Structure, as_tensors, check_compress
 __all__ = ["CommMode", "Executor"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("anabranch")
 
 _Took: TypeAlias = tuple[float, tuple[float, ...], Mapping[str, Tensor]]
 """An optimizer step that was taken: the batch's rows, the learning rates, and its numbers for sinks."""
@@ -171,9 +173,7 @@ class Executor:
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         engine = check_engine(engine, compile, self._steps)
-        check_arguments(
-            seed=seed, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers, steps=self._steps
-        )
+        check_arguments(self._steps, cache=cache, dataloaders=dataloaders, state=state, check_workers=check_workers)
         self._models = distinct_models(self._steps)
         routes_in = partial(
             plan_routes,
@@ -190,7 +190,8 @@ class Executor:
         self._timeout, self._process, self._started = timeout, os.getpid(), time.monotonic()
         self._inside: str | None = None  # the step that runs
         self._trace: RunTrace | None = None
-        self._closed, self._failed = False, cast("BaseException | None", None)
+        self._closed = False
+        self._failed: BaseException | None = None
         self._parts = ExitStack()  # closed in reverse order, also where one of them fails
         self._watching = Watching(check_sinks(sinks), prefixed=len(training) > 1)
         self._parts.callback(self._watching.close)
@@ -205,7 +206,8 @@ class Executor:
                 self._parts.callback(self._everyone.close)
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
-                seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
+                for pipe in (step.model for step in self._steps.values() if isinstance(step.model, Pipe)):
+                    pipe.seed = seed + (self._workers.rank if self._workers else 0)
             self._devices = {
                 name: DevicePlacement.home(step.model, devices or {}) for name, step in self._steps.items()
             }
@@ -220,7 +222,7 @@ class Executor:
             acting = self._workers if together else None
             drift = None
             if acting is not None and check_workers and acting.size > 1:
-                drift = Drift(acting, self._everyone or acting, self._steps, self.routes, check_workers)
+                drift = Drift(acting, self._everyone or acting, self._steps, self._routes, check_workers)
             self._runners: dict[str, StepRunner] = {}
             self._evaluators: dict[str, Evaluator] = {}
             self._remote: RemotePart | None = None
@@ -243,15 +245,23 @@ class Executor:
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
             self._parts.callback(self._batches.close)
             # What lists parameters is made from here on: some are on the servers by now.
-            self._new_evaluator = partial(Evaluator, engine=engine, compile=compile)
-            self._evaluators |= self._new_evaluators()
-            columns = 1 if acting is None else acting.size
+            for name, step in self._steps.items():
+                if isinstance(step, EvalStep):
+                    self._evaluators[name] = Evaluator(step, engine, compile=compile)
+            remote = self._remote
             for number, (name, step) in enumerate(training.items()):
-                remote = self._remote
+                runs_on: Engine
+                if isinstance(step.model, Pipe):
+                    runs_on = PipeEngine(step, columns=1 if acting is None else acting.size)
+                    if engine == "graph":
+                        _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
+                else:
+                    graph = engine == "graph"
+                    runs_on = GraphEngine(step, compile=compile, name=name) if graph else Engine(step)
                 asks_ahead = prefetch and cache is not None and remote is not None and name in self._batches.loaders
                 self._runners[name] = StepRunner(
                     step,
-                    engine_for(name, step, engine, compile, columns),
+                    runs_on,
                     acting,
                     drift,
                     number=number,
@@ -290,8 +300,8 @@ class Executor:
             return None
         if group is None and not dist.is_initialized() and job().world_size == 1:
             return None
-        devices = {_device_of(step.model) for step in self._steps.values()}
-        return Workers(group, device=next(iter(devices)), timeout=timeout, heartbeat=heartbeat)
+        device = DevicePlacement.home(next(iter(self._steps.values())).model, {})
+        return Workers(group, device=device, timeout=timeout, heartbeat=heartbeat)
 
     @property
     def _rank(self) -> int:
@@ -304,21 +314,17 @@ class Executor:
         mine = b"served" if self._routes.served else b""
         return any(self._everyone.all_gather_bytes(mine, operation="meet"))
 
-    def _new_evaluators(self) -> dict[str, Evaluator]:
-        steps = self._steps.items()
-        return {name: self._new_evaluator(step) for name, step in steps if isinstance(step, EvalStep)}
-
     def _follow_move(self) -> None:
         """Let runners and evaluations see that parameters have moved to the servers, if they exist by then."""
         for runner in self._runners.values():
-            runner.take_to_servers()
-        if self._evaluators:
-            self._evaluators |= self._new_evaluators()
+            runner.follow_move()
+        for evaluator in self._evaluators.values():
+            evaluator.follow_move()
 
     def _ask_for_next(self, name: str) -> None:
         runner, batch = self._runners[name], self._batches.loaders[name].peek()
         if batch is not None and runner.upcoming is not None and self._remote is not None:
-            self._remote.ask_ahead(runner.upcoming.of(as_tensors(batch, self._devices[name])))
+            self._remote.tables.prefetch(runner.upcoming.of(as_tensors(batch, self._devices[name])))
 
     # Plans.
 
@@ -412,26 +418,23 @@ class Executor:
         step = self._step(name)
         if self._inside is not None:
             raise RuntimeError(f"run({name!r}) was called inside a run of {self._inside!r}; call it between two runs")
-        wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
+        request = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
         if self._remote is not None:
-            self._remote.check_fetch(wanted.names or (), step.model)
+            self._remote.check_fetch(request.names or (), step.model)
         span, began, differentiates = spans.begin(), time.monotonic(), torch.is_grad_enabled()
         try:
-            try:
-                self._inside = name
-                if isinstance(step, TrainStep):
-                    values, took = self._train(name, step, batch, wanted)
-                else:
-                    values, took = self._evaluate(name, step, batch, wanted), None
-            finally:
-                self._inside = None
+            self._inside = name
+            if isinstance(step, TrainStep):
+                values, took = self._train(name, step, batch, request)
+            else:
+                values, took = self._evaluate(name, step, batch, request), None
         except BaseException as error:
-            self._inside = None  # Ctrl-C may have come in the line above
             # It may come after a context switched gradients off, and before the block that switches them on again.
             torch.set_grad_enabled(differentiates)
             self._watching.failed(error, self.step)
             raise
         finally:
+            self._inside = None
             self._run_seconds += time.monotonic() - began
             if span:
                 spans.complete(span, name, "step", facts={"step": self.step})
@@ -622,7 +625,7 @@ class Executor:
     def stopping(self) -> bool:
         """True behind the optimizer step after which all workers stop, if one had asked; the same on all workers."""
         runners = self._runners.values()
-        return any(runner.stop_requested for runner in runners) and not any(runner.in_window for runner in runners)
+        return any(runner.stop_seen for runner in runners) and not any(runner.in_window for runner in runners)
 
     # Checkpoints.
 
@@ -940,12 +943,6 @@ class Executor:
 def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> DevicePlacement:
     optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
     return DevicePlacement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
 
 
 def _as_numpy(value: object) -> object:

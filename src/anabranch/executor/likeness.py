@@ -1,31 +1,48 @@
-"""``check_alike``: before the first step, refuses workers that would train differently or with other buckets.
+"""Are the workers alike? ``check_alike`` asks before the first step, ``Drift`` while they train.
 
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
-are. Each worker describes its models and optimizers in lines of text; the lines are exchanged once and compared.
+are. Before the first step each worker describes its models and optimizers in lines of text, which are exchanged and
+compared: the class of an optimizer, the names in each group, and the settings of the group that are plain values. Left
+out are flags that choose among implementations of one update, and the learning rates of later steps, which are the
+schedulers' business.
 
-It compares everything that determines the update: the class of an optimizer, the names in each group, and the settings
-of the group that are plain values. Left out are flags that choose among implementations of one update, and the learning
-rates of later steps, which are the schedulers' business.
+Every 100 steps, and before a save, they exchange a checksum of each all-reduced or frozen parameter::
+
+    all equal ──> nothing
+    some differ ─┬─ by rounding, as on processors of different kinds ──> rank 0's are sent
+                 └─ by more ──> WorkersDiffer, on all workers
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+import logging
+import math
+import zlib
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from numbers import Real
+from numbers import Number
+from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from anabranch.autodiff.moved_parameter import Switch, parameters_here
+from anabranch.choices import listed
 from anabranch.collectives import Workers
+from anabranch.errors import WorkersDiffer
 from anabranch.executor.routes import Place, Routes
 from anabranch.executor.steps import Step, TrainStep
+from anabranch.liveness.group import rank_names
+
+_log = logging.getLogger("anabranch.executor")
 
 # The group's parameters, flags that change how an update is computed but not which one, and a worker's own place.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "device", "rank"}
 _MANY = 64  # numbers of a tensor that is compared by value
+_ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
+_COMPARISON = "comparison of parameters"
+_T = TypeVar("_T")
 
 
 def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
@@ -37,28 +54,24 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
     """
     _check_tables(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
-    models, optimizers = list(_model_lines(steps)), list(optimizer_lines(steps, reduced))
-    mine = "\n".join(models) + "\n\n" + "\n".join(optimizers)
-    everyone = [text.decode().partition("\n\n") for text in workers.all_gather_bytes(mine.encode(), operation="meet")]
-    _compare(
-        "models", [text[0] for text in everyone],
-        "every worker makes the same steps and models and freezes the same parameters",
-    )  # fmt: skip
-    _compare(
-        "optimizers", [text[2] for text in everyone],
-        "each worker applies the averaged gradients itself, so make the same optimizers with the same groups and "
-        "settings on all of them",
-    )  # fmt: skip
+    mine = list(_model_lines(steps)), list(_optimizer_lines(steps, reduced))
+    texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="meet")
+    models, optimizers = zip(
+        *(msgspec.json.decode(text, type=tuple[list[str], list[str]]) for text in texts), strict=True
+    )
+    _compare("models", models, "every worker makes the same steps and models and freezes the same parameters")
+    cure = "make the same optimizers with the same groups and settings on all of them"
+    _compare("optimizers", optimizers, f"each worker applies the averaged gradients itself, so {cure}")
 
 
 def share_parameters(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
     """Copy rank 0's parameters to all workers, except for tables, whose rows come from the servers."""
     rows = {route.tensor for route in routes.at(Place.ROWS)}
     unique = dict.fromkeys(p for step in steps.values() for p in parameters_here(step.model).values() if p not in rows)
-    send_first(workers, unique)
+    _send_first(workers, unique)
 
 
-def send_first(workers: Workers, tensors: Collection[Tensor]) -> None:
+def _send_first(workers: Workers, tensors: Collection[Tensor]) -> None:
     """Copy rank 0's tensors over everyone's."""
     with torch.no_grad():
         # Memory is sent, so a tensor with gaps, or in another order, is sent as a copy.
@@ -69,27 +82,27 @@ def send_first(workers: Workers, tensors: Collection[Tensor]) -> None:
                 tensor.copy_(value)
 
 
-def _compare(what: str, everyone: list[str], cure: str) -> None:
-    first = everyone[0].split("\n")
-    for rank, text in enumerate(everyone):
-        for here, there in zip_longest(first, text.split("\n"), fillvalue="nothing"):
+def _compare(what: str, everyone: Sequence[Sequence[str]], cure: str) -> None:
+    for rank, lines in enumerate(everyone):
+        for here, there in zip_longest(everyone[0], lines, fillvalue="nothing"):
             if here != there:
                 raise ValueError(
-                    f"the {what} of rank 0 and rank {rank} of the group differ: {here or 'nothing'!r} and "
-                    f"{there or 'nothing'!r}; {cure}"
+                    f"the {what} of rank 0 and rank {rank} of the group differ: {here!r} and {there!r}; {cure}"
                 )
 
 
 def _check_tables(steps: Mapping[str, Step]) -> None:
     for step in steps.values():
         for name, module in step.model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if module.max_norm is not None:
                 raise ValueError(
                     f"{name}: max_norm={module.max_norm} shrinks rows in place whenever a worker looks them up, each "
                     "worker those of its own batch, so that several workers would train different tables; leave it "
                     "None and shrink the looked-up rows in the forward, or all rows after each step"
                 )
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            if module.scale_grad_by_freq:
                 raise ValueError(
                     f"{name}: scale_grad_by_freq=True divides gradients by how often an id is in the batch, of which "
                     "each worker sees only its shard, so that several workers would train another table; leave it False"
@@ -99,61 +112,142 @@ def _check_tables(steps: Mapping[str, Step]) -> None:
 def _model_lines(steps: Mapping[str, Step]) -> Iterator[str]:
     for step_name, step in steps.items():
         for name, parameter in step.model.named_parameters():
-            yield (
-                f"{step_name}: {name} {'' if type(parameter) is Switch else tuple(parameter.shape)} {parameter.dtype} "
-                f"requires_grad={parameter.requires_grad}"
-            )
+            shape = "" if type(parameter) is Switch else tuple(parameter.shape)
+            yield f"{step_name}: {name} {shape} {parameter.dtype} requires_grad={parameter.requires_grad}"
 
 
-def optimizer_lines(steps: Mapping[str, Step], reduced: Container[Tensor | None]) -> Iterator[str]:
+def _optimizer_lines(steps: Mapping[str, Step], reduced: Container[Tensor | None]) -> Iterator[str]:
     """Describe the optimizers in lines of text, as far as they move the parameters in ``reduced``."""
     for step_name, step in steps.items():
-        if isinstance(step, TrainStep):
-            names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
-            shared = {parameter: name for parameter, name in names.items() if parameter in reduced}
-            for number, optimizer in enumerate(step.optimizers):
-                yield from _lines_of(f"{step_name}: optimizer {number}", optimizer, shared)
+        shared: dict[Tensor, str] = {p: name for name, p in step.model.named_parameters() if p in reduced}
+        for number, optimizer in enumerate(step.optimizers if isinstance(step, TrainStep) else ()):
+            groups = sorted(
+                (sorted(shared[p] for p in group["params"] if p in shared), _settings(group))
+                for group in optimizer.param_groups
+            )  # in any order: groups made from a set or a dict are the same groups
+            label = f"{step_name}: optimizer {number}"
+            if any(names for names, _ in groups):
+                yield f"{label} is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            for names, settings in groups:
+                facts = [f"parameters={len(names)}", *(f"holds {name}" for name in names), *settings] if names else []
+                yield from (f"{label}, group of {names[0]}: {fact}" for fact in facts)
 
 
-def _lines_of(label: str, optimizer: Optimizer, shared: Mapping[Tensor, str]) -> Iterator[str]:
-    """Describe the optimizer in lines, as far as it moves parameters of ``shared``, which gives their names."""
-    groups = sorted(
-        (sorted(shared[p] for p in group["params"] if p in shared), list(_settings(group)))
-        for group in optimizer.param_groups
-    )  # in any order: groups made from a set or a dict are the same groups
-    if any(names for names, _ in groups):
-        yield f"{label} is {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    for names, settings in groups:
-        if names:
-            group_label = f"{label}, group of {names[0]}"
-            yield f"{group_label}: parameters={len(names)}"
-            yield from (f"{group_label}: holds {name}" for name in names)
-            yield from (f"{group_label}: {setting}" for setting in settings)
-
-
-def _settings(group: Mapping[str, object]) -> Iterable[str]:
+def _settings(group: Mapping[str, object]) -> list[str]:
     return sorted(f"{key}={_in_words(value)}" for key, value in group.items() if key not in _NOT_COMPARED)
 
 
 def _in_words(value: object) -> str:
     """``value`` as text: equal for equal numbers, whatever their types; of objects the type only."""
-    if type(value) in (Tensor, nn.Parameter):
-        return _tensor_in_words(value)  # type: ignore[arg-type]
-    if value is None or isinstance(value, bool | str):
-        return repr(value)
-    if isinstance(value, Real):
-        try:
-            return repr(float(value))
-        except OverflowError:
-            return repr(value)
+    if isinstance(value, Tensor):
+        small = value.layout is torch.strided and not value.is_meta and value.numel() <= _MANY
+        return _in_words(value.tolist()) if small else f"<Tensor {tuple(value.shape)}>"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_in_words, value))})"
-    if isinstance(value, complex):
+    if value is None or isinstance(value, bool | str):
         return repr(value)
-    return f"<{type(value).__qualname__}>"
+    if not isinstance(value, Number):
+        return f"<{type(value).__qualname__}>"
+    return repr(value if isinstance(value, complex) else float(value))  # type: ignore[arg-type]
 
 
-def _tensor_in_words(value: Tensor) -> str:
-    if value.layout is torch.strided and not value.is_meta and value.numel() <= _MANY:
-        return _in_words(value.tolist())
-    return f"<Tensor {tuple(value.shape)}>"
+class Drift:
+    """Compares the parameters that are the same on all workers, unless something writes them on one of them.
+
+    Args:
+        workers: those that have the same parameters.
+        everyone: they, or all ranks of parallel pipelines, each of whose stages has parameters of its own.
+        steps: whose optimizers are compared where parameters differ.
+        routes: says which parameters are all-reduced or frozen.
+        every: so many optimizer steps lie between two checks.
+    """
+
+    def __init__(
+        self, workers: Workers, everyone: Workers, steps: Mapping[str, Step], routes: Routes, every: int
+    ) -> None:
+        self._workers, self._everyone, self._steps, self.every = workers, everyone, steps, every
+        self._routes = routes.at(Place.WORKERS) if routes.all_reduces else []
+        self._warned = False
+
+    def check(self, first: int, last: int) -> None:
+        """Compare; every worker calls it.
+
+        Args:
+            first: the step at which they were last known to be equal.
+            last: the present step.
+
+        Raises:
+            WorkersDiffer: on all workers.
+        """
+        names, ranks = self._differing()
+        if self._everyone is not self._workers:
+            stages = self._gather(self._everyone, [names, ranks], tuple[list[str], list[int]])
+            names = list(dict.fromkeys(name for stage, _ in stages for name in stage))
+            ranks = sorted({rank for _, stage in stages for rank in stage})
+        if names:
+            raise WorkersDiffer(
+                f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
+                f"{first}{self._unlike_optimizers()}. Something writes them on one worker, or differently on each: a "
+                "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
+                "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
+                "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
+                parameters=tuple(names),
+                ranks=tuple(ranks),
+                steps=(first, last),
+            )
+
+    def _parameters(self) -> dict[str, Tensor]:
+        trained = {p for step in self._steps.values() if isinstance(step, TrainStep) for p in step.model.parameters()}
+        return {r.parameter: r.tensor for r in self._routes if r.tensor is not None and r.tensor in trained}
+
+    def _differing(self) -> tuple[list[str], list[int]]:
+        """Return the parameters that differ by more than rounding from rank 0's, and on which ranks."""
+        parameters = self._parameters()
+        mine = [(name, f"{tuple(p.shape)} {p.dtype}", checksum(p)) for name, p in parameters.items()]
+        everyone = self._gather(self._workers, mine, list[tuple[str, str, int]])
+        kinds = [[(name, kind) for name, kind, _ in lines] for lines in everyone]
+        if any(other != kinds[0] for other in kinds):  # a worker may have another parameter in place of one
+            names = sorted({name for other in kinds for name, _ in {*other} ^ {*kinds[0]}})
+            return names, [rank for rank, other in zip(self._workers.ranks, kinds, strict=True) if other != kinds[0]]
+        differing = [name for (name, *_), *lines in zip(mine, *everyone, strict=True) if len({*lines}) > 1]
+        apart = [self._is_far_from_first(parameters[name].detach()) for name in differing]
+        table = self._gather(self._workers, apart, list[bool])
+        if differing and not any(map(any, table)):
+            _send_first(self._workers, [parameters[name] for name in differing])
+            if not self._warned and self._workers.rank == 0:
+                _log.warning(
+                    "the workers' parameters differed by rounding, as on processors of different kinds; rank 0's were "
+                    "sent again, as they will be from now on without a word"
+                )
+            self._warned = True
+        names = [name for name, *far in zip(differing, *table, strict=True) if any(far)]
+        return names, [rank for rank, far in zip(self._workers.ranks, table, strict=True) if any(far)]
+
+    def _is_far_from_first(self, tensor: Tensor) -> bool:
+        first = tensor.clone(memory_format=torch.contiguous_format)
+        self._workers.broadcast([first], operation=_COMPARISON)
+        largest = max(float(one.abs().max()) for one in (tensor, first))
+        rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
+        return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
+
+    def _unlike_optimizers(self) -> str:
+        lines = list(_optimizer_lines(self._steps, {*self._parameters().values()}))
+        first, *others = map(set, self._gather(self._workers, lines, list[str]))
+        unlike = [
+            f"{listed(sorted(first - other))} (rank 0), {listed(sorted(other - first))} (rank {rank})"
+            for rank, other in zip(self._workers.ranks[1:], others, strict=True)
+            if other != first
+        ]
+        return f"; so do their optimizers: {'; '.join(unlike)}" if unlike else ""
+
+    def _gather(self, group: Workers, value: object, kind: type[_T]) -> list[_T]:
+        texts = group.all_gather_bytes(msgspec.json.encode(value), operation=_COMPARISON)
+        return [msgspec.json.decode(text, type=kind) for text in texts]
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's numbers in the order of its dimensions; 0 for a sparse one."""
+    if tensor.layout is not torch.strided:
+        return 0
+    numbers = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
+    return zlib.crc32(numbers.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -52,13 +52,6 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     return pipe
 
 
-def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
-    """From now on pipes draw from the streams of ``seed``."""
-    for step in steps.values():
-        if isinstance(step.model, Pipe):
-            step.model.seed = seed
-
-
 def join_pipelines(pipe: Pipe, column: Workers | None, timeout: float, heartbeat: float) -> Workers:
     """Return all ranks of parallel pipelines, one pipeline after the other; ``column`` holds this rank's stage."""
     line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -147,14 +147,16 @@ def plan_routes(
         ValueError: a route of an unknown parameter or to an unknown place, a parameter or an optimizer that servers
             cannot run, or options that exclude one another; names it and the cure.
     """
-    named = {
-        f"{prefix}{name}": parameter for prefix, model in models.items() for name, parameter in model.named_parameters()
-    }
+    named = {f"{prefix}{name}": p for prefix, model in models.items() for name, p in model.named_parameters()}
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
-    elsewhere = {f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere}
     tied = {parameter for pipe in pipes.values() for parameter in pipe.tied_to_other_ranks()}
     traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
-    overrides = _checked_overrides(overrides or {}, named, elsewhere, mode)
+    if overrides and mode is None:
+        raise ValueError("routes= makes exceptions from a comm_mode; give comm_mode='AllReduce', 'PS' or 'Hybrid'")
+    known = {*named, *(f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere)}
+    if unknown := [name for name in overrides or {} if name not in known]:
+        raise ValueError(f"routes= names {unknown[0]!r}; the parameters are: {', '.join(named)}")
+    chosen = {name: choice(f"the route of {name!r}", place, COMM_MODES) for name, place in (overrides or {}).items()}
     owners = _owners(steps)
     routes: list[Route] = []
     names: dict[nn.Parameter, list[str]] = {}
@@ -163,11 +165,11 @@ def plan_routes(
             names.setdefault(parameter, []).append(name)
     uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in names}
     for module in dict.fromkeys(module for model in models.values() for module in model.modules()):
-        for label, held in module._parameters.items():
-            if held in uses:
-                uses[held].append((module, label))
+        for label, value in module._parameters.items():
+            if value in uses:
+                uses[value].append((module, label))
     for parameter, (name, *others) in names.items():  # models of several steps may share it: one place
-        override = next((overrides[each] for each in (name, *others) if each in overrides), None)
+        override = next((chosen[each] for each in (name, *others) if each in chosen), None)
         if isinstance(parameter, MovedParameter) and parameter in owners:
             parameter.refuse("a second Executor")
         users = uses[parameter]
@@ -178,105 +180,82 @@ def plan_routes(
             rule, optimizer = _rule(name, parameter, owners[parameter]), owners[parameter][0]
         if place is Place.ROWS and not use_sparse_pull:
             if caches:
-                raise ValueError(
-                    "use_sparse_pull=False refreshes whole tables, which leaves nothing to cache; give one of "
-                    "use_sparse_pull=False and cache="
-                )
+                raise ValueError("use_sparse_pull=False refreshes whole tables, which leaves nothing to cache=")
             place = Place.WHOLE_TABLE
         if place is Place.ROWS and parameter in traced:
             raise ValueError(
                 f"{name} is a table of a model that split(at=...) cuts, whose code is traced with its parameters, but "
                 "a table whose rows are on servers is not here; give split glue=, refresh the whole table with "
-                f"use_sparse_pull=False, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+                f"use_sparse_pull=False, or {_on_workers(name)}"
             )
         facts = (tuple(parameter.shape), parameter.nbytes, place, why, parameter.dtype)
         routes.append(Route(name, *facts, parameter, rule, optimizer))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 
 
-def _checked_overrides(
-    given: Mapping[str, str], named: Mapping[str, nn.Parameter], elsewhere: Collection[str], mode: CommMode | None
-) -> dict[str, CommMode]:
-    if given and mode is None:
-        raise ValueError("routes= makes exceptions from a comm_mode; give comm_mode='AllReduce', 'PS' or 'Hybrid'")
-    found = {}
-    for name, where in given.items():
-        if name not in named and name not in elsewhere:
-            raise ValueError(f"routes= names {name!r}; the parameters are: {', '.join(named)}")
-        found[name] = choice(f"the route of {name!r}", where, COMM_MODES)
-    return found
+def _on_workers(name: str) -> str:
+    return f"keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
 
 
 def _owners(steps: Mapping[str, Step]) -> dict[nn.Parameter, list[torch.optim.Optimizer]]:
     """Return the optimizers that hold each parameter."""
     owners: dict[nn.Parameter, list[torch.optim.Optimizer]] = {}
-    for step in steps.values():
-        if isinstance(step, TrainStep):
-            for optimizer in step.optimizers:
-                for parameter in parameters_of(optimizer):
-                    held = owners.setdefault(parameter, [])  # type: ignore[arg-type]
-                    if not any(other is optimizer for other in held):
-                        held.append(optimizer)
+    optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
+    for optimizer in dict.fromkeys(optimizers):
+        for parameter in parameters_of(optimizer):
+            owners.setdefault(parameter, []).append(optimizer)  # type: ignore[arg-type]
     return owners
 
 
 def _place(
     name: str,
     parameter: nn.Parameter,
-    users: Iterable[tuple[nn.Module, str]],
+    users: Sequence[tuple[nn.Module, str]],
     mode: CommMode | None,
     override: CommMode | None,
     *,
     owned: bool,
     tied: bool,
 ) -> tuple[Place, str]:
-    looked_up = all(isinstance(module, nn.Embedding | nn.EmbeddingBag) and label == "weight" for module, label in users)
-    kept = "it is an nn.Parameter of another class" if type(parameter) is not nn.Parameter else ""
-    kept = kept or ("it has gradient hooks" if looked_up and foreign_hooks(parameter) else "")
-    why = "" if override is None else f"routes={{...: {override!r}}}"
+    embedded = [isinstance(module, nn.Embedding | nn.EmbeddingBag) and label == "weight" for module, label in users]
+    looked_up = all(embedded)
     if mode is None:
         return Place.HERE, "comm_mode=None"
     if not parameter.requires_grad:
         return Place.WORKERS, "frozen"
     if not owned:
         return Place.WORKERS, "no optimizer moves it"
-    chosen = override or mode
-    if tied:
-        if override in ("PS", "Hybrid"):
-            raise ValueError(
-                f"routes={{{name!r}: {override!r}}}: stages on several ranks share this parameter, and it stays with "
-                "them; leave the route out"
-            )
-        return Place.WORKERS, "shared by stages on several ranks"
-    if chosen == "AllReduce":
+    kept = "shared by stages on several ranks" if tied else ""
+    if looked_up and not tied:
+        hooked = "it has gradient hooks" if foreign_hooks(parameter) else ""
+        kept = "it is an nn.Parameter of another class" if type(parameter) is not nn.Parameter else hooked
+    why = "" if override is None else f"routes={{...: {override!r}}}"
+    if (override or mode) == "AllReduce":
         return Place.WORKERS, why or "comm_mode='AllReduce'"
-    if looked_up and kept:
-        if override in ("PS", "Hybrid"):
+    if kept:
+        if override is not None:
             raise ValueError(
-                f"routes={{{name!r}: {override!r}}}: {kept}, which rows on servers do not run; leave the route out, or "
-                "make it a plain nn.Parameter"
+                f"routes={{{name!r}: {override!r}}}: it stays on the workers ({kept}); leave the route out"
             )
         return Place.WORKERS, kept
     if looked_up:
         return Place.ROWS, why or f"an embedding's table under {mode}"
-    if chosen == "PS":
+    if (override or mode) == "PS":
         return Place.WHOLE, why or "comm_mode='PS'"
-    shared = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in users)
-    return Place.WORKERS, why or ("a table that is not only looked up" if shared else "dense under Hybrid")
+    return Place.WORKERS, why or ("a table that is not only looked up" if any(embedded) else "dense under Hybrid")
 
 
 def _check_served(name: str, parameter: nn.Parameter, users: Iterable[tuple[nn.Module, str]]) -> None:
-    cure = f"keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
     if parameter.dtype not in _SERVED:
         raise ValueError(
             f"{name} is {parameter.dtype}; servers hold float32, float64, bfloat16 and float16; use one of them, or "
-            f"{cure}"
+            f"{_on_workers(name)}"
         )
     for module, _ in users:
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
                 f"{name}: max_norm={module.max_norm} shrinks rows in place whenever they are looked up, which the "
-                f"servers' copy would not see; leave it None, or with a single worker {cure}"
+                f"servers' copy would not see; leave it None, or with a single worker {_on_workers(name)}"
             )
 
 
@@ -284,19 +263,19 @@ def _rule(name: str, parameter: nn.Parameter, optimizers: list[torch.optim.Optim
     if len(optimizers) > 1:
         raise ValueError(
             f"{name} is held by {len(optimizers)} optimizers of different steps, but a parameter on the servers has "
-            f"one; share one optimizer, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+            f"one; share one optimizer, or {_on_workers(name)}"
         )
     try:
         return rule_of(optimizers[0], parameter, name)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}; or keep it on the workers: routes={{{name!r}: 'AllReduce'}}") from None
+        raise ValueError(f"{name}: {error}; or {_on_workers(name)}") from None
 
 
 def _remote_embeddings(steps: Mapping[str, Step], use_sparse_pull: bool) -> list[Route]:
-    found: dict[str, Route] = {}
+    routes: dict[str, Route] = {}
     for step in steps.values():
         for module in step.model.modules():
-            if not isinstance(module, RemoteEmbedding) or module.name in found:
+            if not isinstance(module, RemoteEmbedding) or module.name in routes:
                 continue
             if not use_sparse_pull:
                 raise ValueError(
@@ -304,7 +283,6 @@ def _remote_embeddings(steps: Mapping[str, Step], use_sparse_pull: bool) -> list
                     "is never whole on one; leave use_sparse_pull=True"
                 )
             rows, width = module.spec.rows, module.spec.width
-            size = (rows or 0) * width * module.spec.dtype.itemsize
-            shape = (-1 if rows is None else rows, width)
-            found[module.name] = Route(module.name, shape, size, Place.ROWS, "RemoteEmbedding", module.spec.dtype)
-    return list(found.values())
+            size, shape = (rows or 0) * width * module.spec.dtype.itemsize, (-1 if rows is None else rows, width)
+            routes[module.name] = Route(module.name, shape, size, Place.ROWS, "RemoteEmbedding", module.spec.dtype)
+    return list(routes.values())

@@ -66,17 +66,11 @@ class Statistics:
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return the difference between this record and ``earlier``."""
-        return Statistics(
-            steps=self.steps - earlier.steps,
-            skipped_steps=self.skipped_steps - earlier.skipped_steps,
-            runs={name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()},
-            rows=self.rows - earlier.rows,
-            bytes=self.bytes - earlier.bytes,
-            run_seconds=self.run_seconds - earlier.run_seconds,
-            wait_seconds=self.wait_seconds - earlier.wait_seconds,
-            load_seconds=self.load_seconds - earlier.load_seconds,
-            tables={name: loads.since(earlier.tables.get(name, TableLoads())) for name, loads in self.tables.items()},
-        )
+        names = ("steps", "skipped_steps", "rows", "bytes", "run_seconds", "wait_seconds", "load_seconds")
+        numbers = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        runs = {name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()}
+        tables = {name: loads.since(earlier.tables.get(name, TableLoads())) for name, loads in self.tables.items()}
+        return Statistics(**numbers, runs=runs, tables=tables)
 
     def as_dict(self) -> dict[str, object]:
         """Return the same as plain values, for JSON."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -36,18 +36,12 @@ class StepDescription:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
-            raise AttributeError(_fixed(self, name))
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{name!r} of a {kind} cannot be changed because graphs are made from it; make a new {kind} and a new "
+                "Executor"
+            )
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(_fixed(self, name))
-
-
-def _fixed(step: object, name: str) -> str:
-    kind = type(step).__name__
-    return (
-        f"{name!r} of a {kind} cannot be changed because graphs are made from it; make a new {kind} and a new Executor"
-    )
 
 
 class TrainStep(StepDescription):
@@ -123,7 +117,6 @@ class TrainStep(StepDescription):
         _check_model(model)
         if not callable(loss):
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
-        _check_not_of_torch(model, loss)
         reduction = choice("reduction", reduction, _REDUCTIONS)
         _check_bound("clip_grad_norm", clip_grad_norm)
         _check_bound("clip_grad_value", clip_grad_value)
@@ -134,26 +127,20 @@ class TrainStep(StepDescription):
             )
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
-        if rows is not None and not callable(rows):
-            raise TypeError(f"rows is called as rows(batch), got {type(rows).__name__}")
         precision = choice("precision", precision, (None, "bfloat16", "float16"))
         if not isinstance(skip_nonfinite, bool | None):
             raise TypeError(f"skip_nonfinite is True, False, or None to check no gradients, got {skip_nonfinite!r}")
         if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
             what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
             raise ValueError(f"activation_budget needs a graph, but {what} runs without one; leave one of them out")
-        if precision == "float16" and isinstance(model, Pipe):
-            raise ValueError(
-                "precision='float16' scales the loss of a whole batch, but a Pipe has one loss per microbatch; "
-                "use 'bfloat16', which needs no scale"
-            )
-        if precision == "float16" and (there := [name for name, part in model.named_modules() if _steps_there(part)]):
-            raise ValueError(
-                f"precision='float16' scales the loss, and remote experts ({there[0] or 'the model'}) would step with "
-                "scaled gradients; use 'bfloat16', which needs no scale"
-            )
-        if on_gradients is not None and not callable(on_gradients):
-            raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
+        if precision == "float16":
+            experts = [name or "the model" for name, part in model.named_modules() if _steps_there(part)]
+            if isinstance(model, Pipe) or experts:
+                why = f"remote experts ({experts[0]}) would step with it" if experts else "a Pipe has one a microbatch"
+                raise ValueError(
+                    f"precision='float16' scales the loss of a whole batch, but {why}; use 'bfloat16', which needs no "
+                    "scale"
+                )
         flush = choice("flush", flush, _FLUSHES)
         self.model, loss = beside(model, loss)
         self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
@@ -229,11 +216,10 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
 
 def _bytes(name: str, given: object) -> int:
     """Return a size given as a number, or as a string such as ``"512MiB"``."""
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None
-    unit = 1024 if found is not None and found[3] == "iB" else 1000
-    size = 0 if found is None else int(float(found[1]) * unit ** " KMGT".index((found[2] or " ").upper()))
+    text = str(given) if isinstance(given, int | str) else ""
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", text)
+    unit = 1024 if parts is not None and parts[3] == "iB" else 1000
+    size = 0 if parts is None else int(float(parts[1]) * unit ** " KMGT".index((parts[2] or " ").upper()))
     if size < 1:
         raise ValueError(f"{name} is a number of bytes above 0, or a string such as '2GiB' or '500MB', got {given!r}")
     return size
@@ -244,17 +230,6 @@ def _check_bound(name: str, value: object) -> None:
         raise TypeError(f"{name} is a finite number above 0, or None, got {value!r}")
     if value is not None and not 0 < float(value) < math.inf:
         raise ValueError(f"{name} is a finite number above 0, or None, got {value!r}")
-
-
-def _check_not_of_torch(model: nn.Module, loss: object) -> None:
-    """Refuse a loss of torch, which takes an output and a target, where no pipe would call it so."""
-    name = getattr(loss, "__name__", type(loss).__name__)
-    kind = loss if hasattr(loss, "__name__") else type(loss)
-    if not isinstance(model, Pipe) and kind.__module__ in ("torch.nn.modules.loss", "torch.nn.functional"):
-        raise TypeError(
-            f"loss is called as loss(model, batch), but {name} takes an output and a target; write "
-            f"lambda model, batch: criterion(model(batch[0]), batch[1]), where criterion is that {name}"
-        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -271,23 +246,23 @@ def _check_initialized(model: nn.Module) -> None:
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise ValueError(
                 f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part (fully_shard, "
-                "parallelize_module); an Executor's workers hold whole parameters. Give it the model before "
-                "it is sharded: a Pipe puts its layers on several ranks, comm_mode='PS' its parameters on servers. Or "
-                "train the sharded model in your own loop"
+                "parallelize_module); give the Executor the model before it is sharded: a Pipe puts its layers on "
+                "several ranks, comm_mode='PS' its parameters on servers"
             )
         if is_lazy(tensor):
             raise ValueError(
-                f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once on "
-                "a batch before making the step"
+                f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once"
             )
 
 
 def _listed(name: str, given: object, kind: type[_T]) -> list[_T]:
-    """One ``kind`` or several, as a list; of what else is given, the type is named."""
+    """One ``kind`` or several, as a list."""
     several = [given] if isinstance(given, kind) else given
-    if isinstance(several, type) or not isinstance(several, Iterable):
-        what = f"the class {several.__name__}; make one" if isinstance(several, type) else type(several).__name__
-        raise TypeError(f"{name} is one {kind.__name__} or a list of them, got {what}")
+    if not isinstance(several, list | tuple):
+        raise TypeError(f"{name} is one {kind.__name__} or a list of them, got {several!r}")
+    for index, one in enumerate(several):
+        if not isinstance(one, kind):
+            raise TypeError(f"{name} {index} is a {type(one).__name__}, not a {kind.__name__}")
     return list(several)
 
 
@@ -298,13 +273,8 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[Tensor, int] = {}
     for index, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer {index} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times per step, which a TrainStep does not support; use another "
-                "optimizer"
-            )
+            raise ValueError("LBFGS evaluates the loss several times per step; use another optimizer")
         for parameter in parameters_of(optimizer):
             if parameter not in names:
                 raise ValueError(
@@ -312,11 +282,10 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
                     f"{tuple(parameter.shape)} that is not the model's; make it a parameter of "
                     f"{type(model_of(model)).__name__}, or of a module that is the step's loss"
                 )
-            if parameter in owner:
+            if owner.setdefault(parameter, index) != index:
                 raise ValueError(
                     f"optimizers {owner[parameter]} and {index} both hold {names[parameter]!r}; split them"
                 )
-            owner[parameter] = index
     return tuple(optimizers)
 
 
@@ -333,8 +302,6 @@ def _schedulers(
     for index, scheduler in enumerate(schedulers):
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric, which a training step does not have; step it yourself")
-        if not isinstance(scheduler, LRScheduler):
-            raise TypeError(f"scheduler {index} is a {type(scheduler).__name__}, not a torch LRScheduler")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
             raise ValueError(
                 f"scheduler {index} ({type(scheduler).__name__}) belongs to none of this step's optimizers"
@@ -348,20 +315,18 @@ def named_steps(steps: StepDescription | Mapping[str, StepDescription]) -> dict[
     Raises:
         TypeError, ValueError: no steps, a name that is not a string, or a value that is not a step.
     """
-    if isinstance(steps, TrainStep | EvalStep):
-        return {"default": steps}
+    if isinstance(steps, StepDescription):
+        steps = {"default": steps}
     if not isinstance(steps, Mapping):
         raise TypeError(f"steps is a TrainStep, an EvalStep or a dict of them, got {type(steps).__name__}")
     if not steps:
         raise ValueError("steps is empty; give at least one TrainStep or EvalStep")
-    found: dict[str, Step] = {}
+    named: dict[str, Step] = {}
     for name, step in steps.items():
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"a step's name is a string that is not empty, got {name!r}")
-        if not isinstance(step, TrainStep | EvalStep):
-            raise TypeError(f"step {name!r} is a {type(step).__name__}, not a TrainStep or EvalStep")
-        found[name] = step
-    return found
+        if not (name and isinstance(name, str) and isinstance(step, TrainStep | EvalStep)):
+            raise TypeError(f"steps are TrainSteps and EvalSteps by name, got {name!r}: {step!r}")
+        named[name] = step
+    return named
 
 
 def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
@@ -369,17 +334,16 @@ def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
 
     A single model has no prefix, a single loss has ``loss.``.
     """
-    models: dict[str, nn.Module] = {}
-    losses: dict[str, nn.Module] = {}
+    models: dict[nn.Module, str] = {}
+    losses: dict[nn.Module, str] = {}
     for name, step in steps.items():
-        if not any(model_of(step.model) is model for model in models.values()):
-            models[f"{name}."] = model_of(step.model)
-        if isinstance(step.model, ModelWithLoss) and not any(step.model.loss is loss for loss in losses.values()):
-            losses[f"{name}.loss."] = step.model.loss
+        models.setdefault(model_of(step.model), f"{name}.")
+        if isinstance(step.model, ModelWithLoss):
+            losses.setdefault(step.model.loss, f"{name}.loss.")
     if len(models) == 1:
-        models = {"": next(iter(models.values()))}
-        losses = {"loss.": next(iter(losses.values()))} if len(losses) == 1 else losses
-    return models | losses
+        models = dict.fromkeys(models, "")
+        losses = dict.fromkeys(losses, "loss.") if len(losses) == 1 else losses
+    return {prefix: module for module, prefix in (*models.items(), *losses.items())}
 
 
 def _steps_there(module: nn.Module) -> bool:

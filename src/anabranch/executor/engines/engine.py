@@ -1,5 +1,5 @@
-"""``Engine``: computes the gradients of a training step; ``GradientSink``: takes them somewhere as they become final;
-``Fetch``: what the caller of a run wants returned.
+"""``Engine``: computes the gradients of a training step, on the tape; ``GradientSink``: takes them somewhere as they
+become final; ``Fetch``: what the caller of a run wants returned.
 
 ::
 
@@ -11,17 +11,19 @@ The tape, a graph and a pipe are engines; the buckets of the workers' sums and t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff import record_outputs
+from anabranch.autodiff import Callback, GradManager, record_outputs
+from anabranch.autodiff import grad_sessions as sessions
 from anabranch.autodiff.moved_parameter import parameters_here
+from anabranch.autodiff.roots import run_sweep
 from anabranch.executor.engines.gradients import all_finite, clip_norm, elements, nonfinite_names, norm_of
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.steps import TrainStep
@@ -30,7 +32,6 @@ from anabranch.interrupts import hold_interrupts
 from anabranch.record import spans
 from anabranch.tensors import Structure, map_structure
 
-_GRADIENT = ".grad"
 _NORM = "grad_norm"
 _ROWS = "rows"
 _RATES = "learning_rates"
@@ -40,7 +41,8 @@ FACTS = (_NORM, _ROWS, _RATES)
 Begin: TypeAlias = "Callable[[Tensor], None]"
 """``begin(loss)`` is called before the first gradient is final."""
 
-_NOTHING: Mapping[str, Tensor] = {}
+Compare: TypeAlias = "Callable[..., None]"
+"""``compare(loss, returned)`` is called between backward and the optimizers, with the gradients in ``.grad``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +89,20 @@ class Fetch:
         self.names = None if names is None else list(names)
         self.wants_norm = self.names is not None and _NORM in self.names
         self.wants_rates = self.names is not None and _RATES in self.names
-        self._outputs: Mapping[str, Structure] = {}
-        self._recorded: Mapping[str, Structure] = {}
         self._model = model
+        self._recorded: Mapping[str, Structure] = {}
         self._modules: dict[str, nn.Module] = {}
         self._gradients: dict[str, nn.Parameter] = {}
-        self.modules: list[str] = []
-        self.gradients: list[str] = []
-        if not self.names:
-            return
-        modules = dict(model.named_modules())
-        self._modules = {name: modules[name] for name in self.names if name and name in modules}
-        parameters = dict(model.named_parameters())
-        self._gradients = {
-            name: parameters[name.removesuffix(_GRADIENT)]
-            for name in self.names
-            if name.endswith(_GRADIENT) and name.removesuffix(_GRADIENT) in parameters
-        }
+        if self.names:
+            modules = dict(model.named_modules())
+            gradients = {f"{name}.grad": parameter for name, parameter in model.named_parameters()}
+            self._modules = {name: modules[name] for name in self.names if name and name in modules}
+            self._gradients = {name: gradients[name] for name in self.names if name in gradients}
         self.modules, self.gradients = list(self._modules), list(self._gradients)
 
-    def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
-        """Take gradients from an engine that leaves none in ``.grad``."""
-        self._recorded = gradients
-
-    def record(self, outputs: Mapping[str, Structure]) -> None:
-        """Take the outputs of the submodules from an engine that has them."""
-        self._outputs = outputs
+    def record(self, values: Mapping[str, Structure]) -> None:
+        """Take submodules' outputs from an engine that has them, and gradients from one that leaves no ``.grad``."""
+        self._recorded = values
 
     def recording(self) -> AbstractContextManager[None]:
         """Record the outputs of the submodules requested while the block runs forward."""
@@ -122,7 +112,7 @@ class Fetch:
     def _recording(self) -> Iterator[None]:
         with record_outputs(self._modules) as outputs:
             yield
-        self._outputs = outputs
+        self._recorded = outputs
 
     def check(self, returned: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for an unknown name, before the step changes anything."""
@@ -138,25 +128,20 @@ class Fetch:
         """Return the fetched values, once the step has run, without the tape that they depend on: it was swept by
         then.
         """
-        found = returned if self.names is None else self._collect(self.names, returned)
-        return {name: _detached(value) for name, value in found.items()}
+        values: Mapping[str, Structure] = returned
+        if self.names is not None:
+            values = {name: self._value(name, returned) for name in self.names if name != "loss" or name in returned}
+        return {name: _detached(value) for name, value in values.items()}
 
-    def _collect(self, names: Iterable[str], returned: Mapping[str, Tensor]) -> Mapping[str, Structure]:
-        found: dict[str, Structure] = {}
-        for name in names:
-            if name in returned:
-                found[name] = returned[name]
-            elif name in self._recorded:
-                found[name] = self._recorded[name]
-            elif name in self._gradients:
-                gradient = self._gradients[name].grad
-                # .grad may be a view of a bucket that the next step overwrites.
-                found[name] = None if gradient is None else gradient.detach().clone()
-            elif name in self._modules:
-                found[name] = self._outputs.get(name)
-            elif name in FACTS:
-                found[name] = {_NORM: self.norm, _ROWS: self.rows, _RATES: self.rates}[name]
-        return found
+    def _value(self, name: str, returned: Mapping[str, Tensor]) -> Structure:
+        for values in (returned, self._recorded):
+            if name in values:
+                return values[name]
+        if name in self._gradients:
+            gradient = self._gradients[name].grad
+            # .grad may be a view of a bucket that the next step overwrites.
+            return None if gradient is None else gradient.detach().clone()
+        return {_NORM: self.norm, _ROWS: self.rows, _RATES: self.rates}.get(name)
 
 
 def _detached(value: Structure) -> Structure:
@@ -178,69 +163,136 @@ class GradientSink(Protocol):
         ...
 
 
-class Engine(ABC):
-    """Computes the gradients of one training step, and steps its optimizers on those in ``.grad``.
+class Engine:
+    """Computes the gradients of one training step by autograd, and steps its optimizers on those in ``.grad``.
+
+    Any model, control flow included. Gradients are passed on as soon as they are final, so that communication overlaps
+    the rest of backward; without sinks, a step is the plain PyTorch loop, call for call. A graph and a pipe are engines
+    that replace parts of it.
 
     Attributes:
-        name: the name that ``Executor.engine`` returns.
         stopping: all processes that run one model together know that one of them was asked to stop.
         parameters: those of the model that are here, by name.
+        passed_on: where not ``None``, a copy of each gradient that ``differentiate`` passes on is kept here.
     """
 
-    name = "tape"
     first_looks = False  # all ranks look for gradients that are not finite, whether or not each has to sum any
     reads_again = False  # the forward runs a second time, in backward
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         self.stopping = False
-        self.parameters = self._named_parameters()
+        self.passed_on: dict[Tensor, Tensor] | None = None
+        self._manager = GradManager()
+        self._sinks: Sequence[GradientSink] = ()
+        self.siblings = None  # with its tokens a session, for a step without sinks
+        self.tokens = sessions.Tokens()
+        self.follow_model()
 
-    def follow_model(self) -> None:
-        """Look up the model's parameters again: some were replaced."""
-        self.parameters = self._named_parameters()
-
-    def _named_parameters(self) -> Mapping[str, Tensor]:
-        return parameters_here(self._step.model)
-
-    def ask_to_stop(self) -> None:
-        """Let them know, with the next run at the latest; may be called from a signal handler."""
-        self.stopping = True
+    @property
+    def name(self) -> str:
+        """The name that ``Executor.engine`` returns."""
+        return "tape"
 
     @property
     def graph(self) -> Graph | None:
         """The graph of the last run, if it was one."""
         return None
 
+    def follow_model(self) -> None:
+        """Look up the model's parameters: some were replaced."""
+        self.parameters: Mapping[str, Tensor] = parameters_here(self._step.model)
+
+    def ask_to_stop(self) -> None:
+        """Let them know, with the next run at the latest; may be called from a signal handler."""
+        self.stopping = True
+
     def check(self, fetch: Fetch) -> None:
         """Raise ``ValueError`` for names to fetch that this engine never has."""
-        assert fetch.names is not None
 
-    @abstractmethod
     def attach(self, sinks: Sequence[GradientSink]) -> None:
         """From now on ``differentiate`` passes the gradients of the sinks' parameters on as they become final."""
+        self._sinks, self._manager = sinks, GradManager()
+        for sink in sinks:
+            self._manager.attach(sink.parameters.values(), callbacks=cast(Callback, partial(self._pass_on, sink)))
 
-    @abstractmethod
+    def _pass_on(self, sink: GradientSink, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        if self.passed_on is not None:
+            self.passed_on[parameter] = gradient.detach().clone()
+        return sink.ready(parameter, gradient)
+
     def differentiate(self, batch: Structure, rows: float, fetch: Fetch, begin: Begin, seed: float = 1.0) -> StepOutput:
-        """Forward, and backward from the gradient ``seed`` of the loss."""
+        """Forward, and backward from the gradient ``seed`` of the loss; ``begin(loss)`` is called in between."""
+        self._manager.release()  # if an interrupt kept the run before from doing so
+        with self._manager:
+            loss, returned = self._forward(batch, fetch)
+            if any(parameter.grad is not None for parameter in self.parameters.values()):
+                raise ValueError(
+                    "the loss called backward() itself, whose gradients servers, several workers and accumulate=... "
+                    "would not get; return the sum of the losses"
+                )
+            begin(loss)
+            began = spans.begin()
+            self._manager.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
+            if began:
+                spans.complete(began, "backward", "compute")
+        return StepOutput(loss.detach(), returned)
 
-    @abstractmethod
-    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
+    def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput | None:
         """Forward, backward, clipping and the optimizers' step, for a worker without others.
 
         Nothing is updated where a gradient is not finite, unless ``step.skip_nonfinite`` is None. ``None`` is returned
-        before anything has run, where the step is to be taken in parts.
+        before anything has run, where the step is to be taken in parts. ``compare`` is called once the gradients are
+        final.
         """
+        self._end_session()  # if an interrupt kept the run before from doing so
+        sessions.begin(self)
+        try:
+            loss, returned = self._forward(batch, fetch)
+            began = spans.begin()
+            roots = [loss, *self.tokens.exits]
+            retain, create = sessions.sweep_flags(self)
+            if create:
+                run_sweep(roots, [None] * len(roots), retain, create)
+            else:
+                torch.autograd.backward(roots, retain_graph=retain)
+            if began:
+                spans.complete(began, "backward", "compute")
+        finally:
+            self._end_session()
+        if compare is not None:
+            compare(loss.detach(), returned)
+        return self._finish(StepOutput(loss.detach(), returned), partial(Engine.update, self))
+
+    def _finish(self, ran: StepOutput, update: Callable[[], None]) -> StepOutput:
+        """Check and clip the gradients, and step the optimizers on them."""
+        if self._step.skip_nonfinite is not None and (names := self.nonfinite()):
+            return StepOutput(ran.loss, ran.returned, names)
+        if self._step.clip_grad_norm is not None:
+            self.clip(self._step.clip_grad_norm)
+        update()
+        return ran
+
+    def _end_session(self) -> None:
+        self.tokens.entries.clear()
+        self.tokens.exits.clear()
+        sessions.end(self)
+
+    def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        began = spans.begin()
+        with fetch.recording():
+            answer = self._step.loss(self._step.model, batch)
+        if began:
+            spans.complete(began, "forward", "compute")
+        loss, returned = loss_and_returned(answer)
+        fetch.check(returned)
+        return loss, returned
 
     @contextmanager
     def watched(self, upcoming: UpcomingIds, batch: Structure) -> Iterator[None]:
         """Let ``upcoming`` learn from the run in the block which ids it looks up."""
         with upcoming.watching(batch):
             yield
-
-    def add(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
-        """``step`` where gradients are left from earlier steps, to which it adds."""
-        return self.step(batch, rows, fetch)
 
     def update(self) -> None:
         """Step the optimizers on the gradients in ``.grad``."""
@@ -273,7 +325,7 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     Raises:
         TypeError, ValueError: it is not a scalar tensor that depends on a parameter, with or without a dict.
     """
-    returned: object = _NOTHING
+    returned: object = {}
     loss = answer
     if isinstance(answer, tuple) and len(answer) == 2:
         loss, returned = answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -101,13 +102,13 @@ def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
         gradients = [gradient for gradient in gradients if gradient.numel() <= _LARGE]
         if not gradients:
             return True
-    found, one = _scratch.on(first.device)
+    flag, one = _scratch(first.device, threading.get_ident())
     try:
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
     except RuntimeError:  # memory that overlaps itself, assigned to .grad by hand
         return False
-    if found.item():
-        found.zero_()
+    if flag.item():
+        flag.zero_()
         return False
     return True
 
@@ -147,19 +148,10 @@ def _values(gradient: Tensor) -> Tensor:
     return values.detach() if values.requires_grad else values
 
 
-class _Scratch(threading.local):
-    """For each device a flag that a check sets to 1 and its reader resets, and the factor 1."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self.numbers:
-            self.numbers[device] = torch.zeros((), device=device), torch.ones((), device=device)
-        return self.numbers[device]
-
-
-_scratch = _Scratch()
+@cache
+def _scratch(device: torch.device, thread: int) -> tuple[Tensor, Tensor]:
+    """Return a flag that a check sets to 1 and its reader resets, and the factor 1; each thread has its own."""
+    return torch.zeros((), device=device), torch.ones((), device=device)
 
 
 # The scale of a loss.

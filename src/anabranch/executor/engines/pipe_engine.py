@@ -7,7 +7,7 @@ which the ranks of one pipeline must agree (the loss, a request to stop) are sen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import cast
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.executor.engines.engine import FACTS, Begin, Engine, Fetch, GradientSink, StepOutput
+from anabranch.executor.engines.engine import FACTS, Begin, Compare, Engine, Fetch, GradientSink, StepOutput
 from anabranch.executor.steps import TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
@@ -31,17 +31,16 @@ class PipeEngine(Engine):
     """
 
     def __init__(self, step: TrainStep, columns: int = 1) -> None:
-        self._pipe = cast(Pipe, step.model)
+        self._pipe, self._columns = cast(Pipe, step.model), columns
         super().__init__(step)
-        self._columns = columns
-        self._sinks: Sequence[GradientSink] = ()
         self._asked_to_stop = False
         self.first_looks = self._pipe.process_group is not None  # alike on all stages, whatever each has to sum
         self.reads_again = self._pipe.checkpoint != "never"
 
-    def _named_parameters(self) -> Mapping[str, Tensor]:
+    def follow_model(self) -> None:
+        """Look up the pipe's parameters: some were replaced."""
         here = set(parameters_here(self._pipe).values())
-        return {name: p for p, name in self._pipe.first_names().items() if p in here}
+        self.parameters = {name: p for p, name in self._pipe.first_names().items() if p in here}
 
     def ask_to_stop(self) -> None:
         """Let the ranks of the pipeline know with the next run: else some columns would stop a run earlier."""
@@ -72,15 +71,9 @@ class PipeEngine(Engine):
                     sink.ready(parameter, parameter.grad)
         return StepOutput(shared.loss, {})
 
-    def step(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
+    def step(self, batch: Structure, rows: float, fetch: Fetch, compare: Compare | None = None) -> StepOutput:
         """Return the schedule, clipping and the optimizers' step."""
-        shared = self._run(batch, rows)
-        if self._step.skip_nonfinite is not None and (names := self.nonfinite()):
-            return StepOutput(shared.loss, {}, names)
-        if self._step.clip_grad_norm is not None:
-            self.clip(self._step.clip_grad_norm)
-        self.update()
-        return StepOutput(shared.loss, {})
+        return self._finish(StepOutput(self._run(batch, rows).loss, {}), self.update)
 
     def update(self) -> None:
         """Step the optimizers of this process's stages."""
@@ -91,8 +84,6 @@ class PipeEngine(Engine):
 
     def clip(self, max_norm: float, elsewhere: float | None = None) -> Tensor:
         """Clip the gradients of all stages by their norm; return the norm before."""
-        if elsewhere is None:
-            return self._pipe.clip_grad_norm(max_norm)
         return self._pipe.clip_grad_norm(max_norm, elsewhere=elsewhere)
 
     def norm(self) -> Tensor:

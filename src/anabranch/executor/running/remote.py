@@ -297,14 +297,20 @@ class RemotePart:
         """Leave placeholders in the models and no state in the optimizers, once the servers have both."""
         self.there = self.moved
         self.tables.move(list(self._models.values()))
-        for move in self.tables.moves:
-            for module in (module for module, holds in move.holders.items() if holds):
-                self._hooks.callback(before_load(module, partial(_refuse_load, move)).remove)
+        handles = [
+            before_load(module, partial(_refuse_load, move))
+            for move in self.tables.moves
+            for module, holds in move.holders.items()
+            if holds
+        ]
         for optimizer in self._optimizers:
-            names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
-            for handle in before_state(optimizer, partial(_refuse_state, names)):
-                self._hooks.callback(handle.remove)
+            handles += before_state(optimizer, partial(_refuse_state, self._names_of(optimizer)))
+        for handle in handles:
+            self._hooks.callback(handle.remove)
         self._mark_states()
+
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        return [moved.name for moved in self.moved if moved.optimizer is optimizer]
 
     def _mark_states(self) -> None:
         """Leave in the optimizers what refuses to be used as the state that the servers have."""
@@ -316,7 +322,7 @@ class RemotePart:
         """Raise ``ValueError`` for Python code around an optimizer's step that would not see what the servers do."""
         for optimizer in self._optimizers:
             for hook in hooks_of_step(optimizer):
-                names = [moved.name for moved in self.moved if moved.optimizer is optimizer]
+                names = self._names_of(optimizer)
                 raise ValueError(
                     f"{getattr(hook, '__qualname__', hook)} is a hook of {type(optimizer).__name__}'s step, or in its "
                     f"place, and would not see {', '.join(names)}, whose gradients and step are on the servers; remove "
@@ -381,7 +387,10 @@ class RemotePart:
         self.client.check_whole()
         if training:
             self._refuse_step_hooks()
-        due = self._refresh_due(fresh and not (training and self._recent))
+        lag = self.consistency.lag
+        recent = lag is None or self._as_of >= self.clock - lag  # although other workers may have pushed since
+        apart = fresh and not self.consistency.merges and not (training and recent)
+        due = self._read_at != self.clock or apart
         if due or (training and fresh):
             self.check_unchanged()
         else:
@@ -391,7 +400,7 @@ class RemotePart:
         self.tables.begin(self.clock, training=training, between=between)
         if due:
             self._refresh(waits=training)
-            if training and not self.whole.names and not self.consistency.merges and self.consistency.lag is not None:
+            if training and not self.whole.names and not self.consistency.merges and lag is not None:
                 self.client.wait_for_turn(self.clock)  # all that the step reads may be cached
         if expected:
             self.tables.expect(expected)
@@ -414,8 +423,8 @@ class RemotePart:
         limits = {spec.name: spec.capacity for spec, _ in self.client.made}
         for name in sorted(full) if self.client.rank == 0 else ():
             warnings.warn(
-                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each server "
-                f"(there are {self.client.shards}) has its share. Ids without a row read as first values, and their "
+                f"table {name} has no room for all ids of a step: capacity={limits.get(name)}, of which each of "
+                f"{self.client.shards} servers has its share. Ids without a row read as first values, and their "
                 f"gradients are dropped; raise capacity. executor.statistics().tables[{name!r}].unadmitted counts them",
                 RuntimeWarning,
                 stacklevel=5,
@@ -425,15 +434,6 @@ class RemotePart:
         """Read the copies as of the clock; under ssp and asp only a step waits for workers that are behind."""
         self.whole.refresh(self.clock if waits or self.consistency.merges else 0)
         self._read_at, self._as_of = self.clock, self.client.pushed
-
-    @property
-    def _recent(self) -> bool:
-        """True if a step may use the copies as they are, although other workers may have pushed since."""
-        lag = self.consistency.lag
-        return lag is None or self._as_of >= self.clock - lag
-
-    def _refresh_due(self, fresh: bool) -> bool:
-        return self._read_at != self.clock or (fresh and not self.consistency.merges)
 
     def check_unchanged(self) -> None:
         """Raise ``ValueError`` if something was written here that counts on the servers only."""
@@ -459,27 +459,21 @@ class RemotePart:
 
     def _ahead(self) -> str:
         assert self.torn is not None
-        names = [*(moved.name for moved in self.moved), *self.embeddings]
         return (
             f"the push of step {self.torn + 1} was interrupted or not answered, or the run failed behind it, so "
-            f"{listed(names)} may be a step ahead of the rest of the model; go on from the last checkpoint with "
-            "executor.load, or restart the job from it"
+            f"{listed([*(moved.name for moved in self.moved), *self.embeddings])} may be a step ahead of the rest of "
+            "the model; go on from the last checkpoint with executor.load, or restart the job from it"
         )
-
-    def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
-        """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
-        self.tables.prefetch(ids)
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
         """Raise ``ValueError`` for the gradient of a parameter on the servers: they alone have the workers' sum."""
         prefix = next(prefix for prefix, other in self._models.items() if other is model_of(model))
         served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
-        for name in names:
-            if name in served:
-                raise ValueError(
-                    f"fetch names {name!r}, but the workers' gradients of {served[name]} are combined only on the "
-                    f"servers; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
-                )
+        for name in served.keys() & names:
+            raise ValueError(
+                f"fetch names {name!r}, but the workers' gradients of {served[name]} are combined only on the "
+                f"servers; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
+            )
 
     def count_at_the_edge(self) -> None:
         """Ask the servers what the capacity of tables has cost; the last answer stays if they are gone."""
@@ -493,13 +487,11 @@ class RemotePart:
     def loads(self) -> dict[str, TableLoads]:
         """Count of this worker's requests so far."""
         caches = {name: (one.hits, one.misses, one.evictions) for name, one in self.tables.statistics().items()}
-        return {
-            name: TableLoads(
-                traffic.pulls, traffic.pushes, traffic.bytes, *caches.get(name, (0, 0, 0)), traffic.wait_seconds,
-                *self._edges.get(name, (0, 0)),
-            )
-            for name, traffic in self.client.traffic().items()
-        }  # fmt: skip
+        loads = {}
+        for name, one in self.client.traffic().items():
+            cached, edges = caches.get(name, (0, 0, 0)), self._edges.get(name, (0, 0))
+            loads[name] = TableLoads(one.pulls, one.pushes, one.bytes, *cached, one.wait_seconds, *edges)
+        return loads
 
     # Saving and loading; every worker calls these.
 
@@ -703,26 +695,18 @@ def check_served_steps(steps: Mapping[str, Step], consistency: Consistency, cach
     for name, step in steps.items():
         if not isinstance(step, TrainStep):
             continue
-        if step.precision == "float16":
-            raise ValueError(
-                f"step {name!r} has precision='float16', but servers cannot unscale its gradients; use "
-                "precision='bfloat16' with parameters on servers"
-            )
-        if step.clip_grad_value is not None:
-            raise ValueError(
-                f"step {name!r} has clip_grad_value, but gradients averaged on servers cannot be clipped here; use "
-                "clip_grad_norm with parameters on servers"
-            )
-        if step.clip_grad_norm is None:
-            continue
-        if not consistency.merges:
-            raise ValueError(
-                f"step {name!r} clips gradients, but under {consistency.name!r} each worker's push is applied as it "
-                "arrives, so the step has no gradient whose norm could be computed; use consistency='bsp', or no "
-                "clip_grad_norm"
-            )
-        if cache is not None and cache.push_bound:
-            raise ValueError(
-                f"step {name!r} clips gradients, but a cache with push_bound={cache.push_bound} delays some of them, "
-                "so a step has no norm; use push_bound=0, or no clip_grad_norm"
-            )
+        delays = cache is not None and cache.push_bound > 0
+        clips = step.clip_grad_norm is not None
+        refused = [
+            (step.precision == "float16", "has precision='float16', but servers cannot unscale its gradients; use "
+             "precision='bfloat16' with parameters on servers"),
+            (step.clip_grad_value is not None, "has clip_grad_value, but gradients averaged on servers cannot be "
+             "clipped here; use clip_grad_norm with parameters on servers"),
+            (clips and not consistency.merges, f"clips gradients, but under {consistency.name!r} each worker's push is "
+             "applied as it arrives, so the step has no norm; use consistency='bsp', or no clip_grad_norm"),
+            (clips and delays, "clips gradients, but a cache with push_bound delays some of them, so the step has no "
+             "norm; use push_bound=0, or no clip_grad_norm"),
+        ]  # fmt: skip
+        for applies, why in refused:
+            if applies:
+                raise ValueError(f"step {name!r} {why}")

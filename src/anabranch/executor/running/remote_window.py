@@ -25,7 +25,7 @@ class RemoteWindow:
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
-        self._step = step
+        self._step, self._clips = step, step.clip_grad_norm is not None
         mine = set(step.model.parameters())
         self._names = {tensor: name for tensor, name in part.whole_parameters.items() if tensor in mine}
         self.parameters: Mapping[str, Tensor] = {}
@@ -114,10 +114,6 @@ class RemoteWindow:
         """Return the names of gradients with NaN or an infinity in the open window."""
         rows = [(name, grads) for name, parts in self._rows.items() for _, grads in parts]
         return nonfinite_names([*self._dense.items(), *rows], own=False)
-
-    @property
-    def _clips(self) -> bool:
-        return self._step.clip_grad_norm is not None
 
     @property
     def names(self) -> set[str]:

@@ -16,6 +16,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,13 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError
-from anabranch.executor.drift import Drift
+from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.engines.engine import Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
+from anabranch.executor.likeness import Drift
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.running.remote_window import RemoteWindow
-from anabranch.executor.running.window import HEADER_SIZE, Total, Totals, header
+from anabranch.executor.running.window import HEADER_SIZE, Total, header, sent_alone, total_of
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
@@ -71,19 +72,21 @@ class StepRunner:
         self._rowless = None if self._workers is None else self._workers.rowless
         self._drift = drift
         self._alike_at = 0  # the step at which the parameters were last seen to be the same on all workers
-        self._digits: list[float] = []
-        self._differing_at: int | None = None
         self.runs = 0
         self.steps = 0
-        self._in_window = 0
+        self.in_window = 0  # runs since the last optimizer step
         self._window_rows = 0.0
         self.mean_rows: float | None = None
         self._broken = False
         self._started = False
+        optimizers = step.optimizers
+        self._own_zero_grads = any(
+            type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
+        )
         self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
-        self._buckets: GradientBuckets | None = None
-        self._stop_seen = False
+        self._buckets: GradientBuckets  # from the first run on
+        self.stop_seen = False  # a worker had asked to stop before the last run; the same on all workers
         self.skipped = 0
         self.scale = LossScale() if step.precision == "float16" else None
         self._nonfinite: list[str] | None = None
@@ -96,12 +99,12 @@ class StepRunner:
         self._parameters: list[Tensor] = []
         self._elsewhere: dict[Tensor, str] = {}
         self._alike: tuple[bool, ...] = ()  # which require a gradient, on all workers
-        self.take_to_servers()
+        self.follow_move()
         first = self._parameters[0] if self._parameters else torch.zeros((), device="cpu")  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._device = first.device
 
-    def take_to_servers(self) -> None:
+    def follow_move(self) -> None:
         """Run from now on with some of the parameters on servers, if any are."""
         # Frozen here since the Executor was made, a parameter may not be on the other workers: the next run tells them.
         known = dict(zip((*self._parameters, *self._elsewhere), self._alike, strict=False))
@@ -122,31 +125,23 @@ class StepRunner:
         self._alike = tuple(known.get(p, p.requires_grad) for p in (*self._parameters, *self._elsewhere))
         self.engine.follow_model()
 
-    def _requiring(self) -> tuple[bool, ...]:
-        """Return which parameters require a gradient; last are those of which there is no copy here."""
-        return tuple(parameter.requires_grad for parameter in (*self._parameters, *self._elsewhere))
-
     def _lay_out(self) -> None:
         """Create buckets for the parameters that now require a gradient; repeated when some were frozen or unfrozen."""
-        layout = self._requiring()
+        layout = tuple(parameter.requires_grad for parameter in (*self._parameters, *self._elsewhere))
         if layout == self._layout:
             return
         if self._workers is not None and layout != self._alike:
-            self._announce(layout)
+            # The others are told in a run without rows: they may know of nothing.
+            if self._layout is None:
+                self._build(self._alike)
+            self._broken = True  # unless all workers have changed the same
+            self._buckets.start_window()
+            self._start_run(None, 0.0, 0.0, refrozen=True)()
+            self._buckets.launch_rest()
+            self._compare_frozen()
+            self._buckets.finish(1.0)
+            self._alike, self._broken = layout, False
         self._build(layout)
-
-    def _announce(self, layout: tuple[bool, ...]) -> None:
-        """Tell the others what is frozen here by now, in a run without rows: they may know of nothing."""
-        if self._layout is None:
-            self._build(self._alike)
-        assert self._buckets is not None
-        self._broken = True  # unless all workers have changed the same
-        self._buckets.start_window()
-        self._start_run(None, 0.0, 0.0, refrozen=True).wait_for()
-        self._buckets.launch_rest()
-        self._compare_frozen()
-        self._buckets.finish(1.0)
-        self._alike, self._broken = layout, False
 
     def _compare_frozen(self) -> None:
         """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
@@ -207,7 +202,7 @@ class StepRunner:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             servers.part.begin(
                 training=True,
-                fresh=self._in_window == 0,
+                fresh=self.in_window == 0,
                 expected=expected,
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
@@ -216,11 +211,10 @@ class StepRunner:
             ran = self._add_nothing(active=True, fetch=fetch)
             assert ran is not None
             return ran
-        assert self._buckets is not None
         weight = rows if self._averages else 1.0
         factor = self.mean_rows or weight
         seed = weight / factor if self.scale is None else weight / factor * self.scale.value
-        started: list[Totals] = []
+        started: list[Callable[[], Total]] = []
         upcoming = self.upcoming if self.upcoming is not None and self.upcoming.learning else None
         with self._window_kept_whole():
             with (
@@ -232,7 +226,7 @@ class StepRunner:
                 )
             self._loss_dtype = ran.loss.dtype
             self._end_backward()
-            total = started[0].wait_for()
+            total = started[0]()
             self._finish_run(total, fetch)
         self._raise_at_end()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
@@ -261,7 +255,6 @@ class StepRunner:
 
     def _end_backward(self) -> None:
         """Let the sinks go on with the run's gradients: the servers' are pushed while the workers' sums arrive."""
-        assert self._buckets is not None
         self._buckets.launch_rest()
         for servers in self._servers:
             servers.end_run()
@@ -271,14 +264,15 @@ class StepRunner:
     @property
     def _looks_first(self) -> bool:
         """True if all workers check that the gradients are finite before anything is pushed."""
-        assert self._buckets is not None
         first = bool(self.step.skip_nonfinite) or self.engine.first_looks or not self._buckets.empty
         return self.step.skip_nonfinite is not None and first
 
     def _start_run(
         self, loss: Tensor | None, weight: float, factor: float, *, active: bool = True, refrozen: bool = False
-    ) -> Totals:
-        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them.
+    ) -> Callable[[], Total]:
+        """Begin a run of the buckets, and return what waits for its totals.
+
+        The buckets carry its header if they communicate now; else it goes ahead of them.
 
         Args:
             loss: of this worker.
@@ -287,32 +281,23 @@ class StepRunner:
             active: whether the worker has a batch.
             refrozen: it only announces that other parameters are frozen here.
         """
-        assert self._buckets is not None
         last = self._closes_window()
         for servers in self._servers if not refrozen else ():
             servers.start_run(weight, factor)
-        stopping = self.engine.stopping
         call = 31 * self._calls + self._number  # of this step: no near call of another step has the same, modulo 1024
-        numbers = self._digits
-        share = header(
-            loss, weight, call, self._device, active=active, stopping=stopping, refrozen=refrozen, digits=numbers
-        )
+        flags = {"active": active, "stopping": self.engine.stopping, "refrozen": refrozen}
+        share = header(loss, weight, call, self._device, **flags)
         self._started = True  # before it is so: an interrupt may come between the first message and the next line
-        if last and self._workers is not None and self._buckets.carries_header:
-            self._buckets.start_run(factor, last=last, header=share, step=self.runs)
-            return Totals(self._buckets.header, call, self._workers.size)
-        self._buckets.start_run(factor, last=last, step=self.runs)
-        return Totals.alone(share, self._workers, call)
+        rides = last and self._workers is not None and self._buckets.carries_header
+        self._buckets.start_run(factor, last=last, header=share if rides else None, step=self.runs)
+        if rides:
+            return partial(total_of, self._buckets.header, call, self._workers)
+        return partial(total_of, sent_alone(share, self._workers, call), call, self._workers)
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         if total.refrozen:
             self._compare_frozen()
-        self._stop_seen = self._stop_seen or total.stopping > 0
-        if self._digits and self._drift is not None:
-            if self._drift.differs_anywhere(total.differing):
-                self._differing_at = self.steps
-            else:
-                self._alike_at = self.steps
+        self.stop_seen = self.stop_seen or total.stopping > 0
         self._end_run(total, fetch)
 
     def compare_workers(self) -> None:
@@ -321,20 +306,16 @@ class StepRunner:
             self._drift.check(self._alike_at, self.steps)
             self._alike_at = self.steps
 
-    def run_idle(self) -> StepOutput | None:
+    def run_idle(self, *, active: bool = False) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
-        return self._run_empty(active=False)
-
-    def _run_empty(self, *, active: bool) -> StepOutput | None:
         self._begin_run(0.0)
         for servers in self._servers:
             servers.part.tables.begin(servers.part.clock)
         return self._add_nothing(active=active)
 
     def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
-        assert self._buckets is not None
         with self._window_kept_whole(), nullcontext() if self._rowless is None else self._rowless.here():
-            total = self._start_run(None, 0.0, 0.0, active=active).wait_for()
+            total = self._start_run(None, 0.0, 0.0, active=active)()
             if not total.active:
                 return None
             self._end_backward()
@@ -355,9 +336,9 @@ class StepRunner:
                     servers.part.torn = clock
             if self._started:
                 self._broken = self._workers is not None
-                if self._in_window:
-                    error.add_note(f"the {self._in_window} runs accumulated before this one are discarded with it")
-                self._in_window = 0
+                if self.in_window:
+                    error.add_note(f"the {self.in_window} runs accumulated before this one are discarded with it")
+                self.in_window = 0
             named = None if self._rowless is None else self._rowless.explain(error, self._calls)
             if named is not None:
                 self._broken = True
@@ -373,15 +354,19 @@ class StepRunner:
         for parameter, gradient in left:
             parameter.grad = gradient
         engine = self.engine
+        if left and engine.name != "tape":
+            raise CaptureError(
+                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
+            )
         with releasing_interrupts():
-            ran = engine.add(batch, rows, fetch) if left else engine.step(batch, rows, fetch)
+            ran = engine.step(batch, rows, fetch)
             if ran is None:
                 return None
             self.runs += 1
-            self._stop_seen = engine.stopping
+            self.stop_seen = engine.stopping
             if ran.nonfinite:
                 self._pass_over(list(ran.nonfinite))
-                self._raise_nonfinite()
+                self._raise_at_end()
             else:
                 self._step_schedulers()
         return ran
@@ -403,20 +388,17 @@ class StepRunner:
         self.check_known("run")
         self._meet_rows(rows)
         self._clear_for_run()
-        due = self._drift is not None and self.steps - self._alike_at >= self._drift.every
-        self._digits = self._drift.digits() if due and self._drift is not None else []
 
     def _clear_for_run(self) -> None:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
-        if self._in_window == 0:
+        if self.in_window == 0:
             if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
                 raise ValueError(
                     "zero_grad of an optimizer leaves gradients, to which several workers, servers and accumulate=... "
                     "cannot add; let it clear them"
                 )
             self._lay_out()
-            assert self._buckets is not None
             self._buckets.start_window()
             for servers in self._servers:
                 servers.start_window()
@@ -426,28 +408,18 @@ class StepRunner:
             parameter.grad = None
 
     def _follow_optimizers(self) -> None:
-        """Add parameters of the model that were newly given to an optimizer.
-
-        Raises:
-            ValueError: a parameter that is not the model's, or one that others would have to know of.
-        """
+        """Follow which parameters the optimizers hold; raise ``ValueError`` for one that is new to the model."""
         held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        known, now = {*self._parameters, *self._elsewhere, *self._held}, list(parameters_here(self.step.model).values())
-        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
-        foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
-        alone = self._workers is None and not self._servers and self._in_window == 0
-        if foreign or (added and not alone):
-            optimizer, parameter = (foreign or added)[0]
-            where = "does not have" if foreign else "did not have when the Executor was made"
-            raise ValueError(
-                f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the model "
-                f"{where}; make a new TrainStep and Executor"
-            )
-        if added:
-            self._parameters, self._layout = [*now], None
-            self.engine.follow_model()
+        known = {*self._parameters, *self._elsewhere, *self._held}
+        for optimizer in self.step.optimizers:
+            for parameter in parameters_of(optimizer):
+                if parameter not in known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
+                        "model did not have when the Executor was made; make a new TrainStep and Executor"
+                    )
         self._held = held
 
     def _check_thawed(self) -> None:
@@ -463,32 +435,27 @@ class StepRunner:
 
     def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Call ``zero_grad`` if an optimizer has its own; return the remaining gradients."""
-        optimizers = self.step.optimizers
-        for optimizer in optimizers:
-            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-                break
-        else:
+        if not self._own_zero_grads:
             return []
-        for optimizer in optimizers:
+        for optimizer in self.step.optimizers:
             optimizer.zero_grad()
-        own = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        own = set(self._held)
         return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
 
     def _closes_window(self) -> bool:
-        return self._closing or self._in_window + 1 == self.step.accumulate
+        return self._closing or self.in_window + 1 == self.step.accumulate
 
     def _end_run(self, total: Total, fetch: Fetch | None) -> None:
         self._window_rows += total.rows
         self.runs += 1
         if not self._closes_window():
-            self._in_window += 1
+            self.in_window += 1
             return
-        assert self._buckets is not None
         divisor = self._window_rows if self._averages else 1.0
         # Without any rows the sums are zero or missing.
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
-        self._in_window = 0
+        self.in_window = 0
         if self.mean_rows is not None and total.rows:
             self.mean_rows = total.rows / total.with_rows
         if self._finish_window(fetch):
@@ -546,16 +513,12 @@ class StepRunner:
 
     def _find_nonfinite(self) -> list[str]:
         """Return the parameters whose gradients are not finite, the same on all workers."""
-        found, across = self.engine.nonfinite(), self.engine.first_looks
+        names, across = self.engine.nonfinite(), self.engine.first_looks
         for servers in self._servers if self.step.skip_nonfinite else ():
-            found += servers.nonfinite()
-            if self._workers is not None and not across:
-                bad = torch.tensor([float(len(found))], device=self._device)
-                if not self._workers.all_reduce(bad, operation="all_reduce of steps to skip", step=self.runs).item():
-                    return []
+            names += servers.nonfinite()
             if self._workers is not None or across:
-                found = sorted({name for names in servers.part.gather([found]) for name in names[0]})
-        return found
+                names = sorted({name for (theirs,) in servers.part.gather([names]) for name in theirs})
+        return names
 
     def _pass_over(self, names: list[str]) -> None:
         """Skip the step, or let it end in an error."""
@@ -568,18 +531,13 @@ class StepRunner:
         else:
             self._nonfinite = names
 
-    def _raise_nonfinite(self) -> None:
+    def _raise_at_end(self) -> None:
+        """Raise the error of the run, once every worker has ended it in the same way."""
         names, self._nonfinite = self._nonfinite, None
         if names is not None:
             raise nonfinite_error(names, self.steps)
-
-    def _raise_at_end(self) -> None:
-        """Raise the error of the run, once every worker has ended it in the same way."""
-        self._raise_nonfinite()
-        step, self._differing_at = self._differing_at, None
-        if step is not None and self._drift is not None:
-            self._drift.settle(self._alike_at, step)
-            self._alike_at = self.steps
+        if self._drift is not None and self.steps - self._alike_at >= self._drift.every:
+            self.compare_workers()
 
     def _step_schedulers(self) -> None:
         for scheduler in self.step.schedulers:
@@ -598,7 +556,7 @@ class StepRunner:
         try:
             yield
             if last and self.step.flush == "drop":
-                self._in_window = 0
+                self.in_window = 0
         finally:
             self._closing = False
             if self.epoch_runs is not None:
@@ -607,32 +565,22 @@ class StepRunner:
     def end_epoch(self) -> None:
         """Step with the open window, or discard it, according to the step's ``flush``."""
         self.epoch_runs = 0
-        if self._in_window and self.step.flush == "step":
+        if self.in_window and self.step.flush == "step":
             self._closing = True
             try:
-                self._run_empty(active=True)
+                self.run_idle(active=True)
             finally:
                 self._closing = False
             self.runs -= 1  # it was not one of the caller's
         elif self.step.flush == "drop":
-            self._in_window = 0
-
-    @property
-    def stop_requested(self) -> bool:
-        """True if a worker had asked to stop before the last run; the same on all workers."""
-        return self._stop_seen
-
-    @property
-    def in_window(self) -> bool:
-        """True between two runs that one optimizer step accumulates."""
-        return self._in_window > 0
+            self.in_window = 0
 
     def check_window_closed(self, name: str) -> None:
         """Raise ``RuntimeError`` if an accumulation window is open."""
-        if self._in_window:
-            left = self.step.accumulate - self._in_window
+        if self.in_window:
+            left = self.step.accumulate - self.in_window
             raise RuntimeError(
-                f"step {name!r} has run {self._in_window} of the {self.step.accumulate} runs that one optimizer step "
+                f"step {name!r} has run {self.in_window} of the {self.step.accumulate} runs that one optimizer step "
                 f"accumulates, and a checkpoint is of an optimizer step; save after {left} more "
                 f"(executor.stopping is true only there)"
             )
@@ -644,7 +592,7 @@ class StepRunner:
         self.runs = runs
         self.steps = steps
         self._calls = 0  # on all workers: one of them may have been interrupted before it began a run
-        self._in_window = 0
+        self.in_window = 0
 
 
 def rows_of(step: TrainStep, batch: Structure) -> float:

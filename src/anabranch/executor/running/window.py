@@ -6,8 +6,7 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
     [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024,
-      1 if it has rows, 1 if other parameters than before are frozen here,
-      the digits of a checksum of the parameters and their squares, where they are compared ]
+      1 if it has rows, 1 if other parameters than before are frozen here ]
 
 Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers show whether all
 workers are in the same one: a worker that caught its own error loss and continued is in another.
@@ -16,7 +15,7 @@ workers are in the same one: a worker that caught its own error loss and continu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from anabranch.collectives import Workers
 from anabranch.errors import BoundaryError
-from anabranch.executor.drift import DIGITS, digits_differ
 
-HEADER_SIZE = 8 + DIGITS
+HEADER_SIZE = 8
 _PART = 4096
 _LOSS = 2
 _RUNS = 1024
+_OPERATION = "all_reduce of rows and loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class Total:
     """Totals of a run over all workers.
 
     Attributes:
-        differing: whether the checksums of the parameters are not all equal.
         rows: the weight of the run.
         loss: the sum of the workers' losses, each times its rows.
         active: how many workers had a batch.
@@ -46,7 +44,6 @@ class Total:
         refrozen: how many have frozen or unfrozen parameters since the last window.
     """
 
-    differing: bool
     rows: float
     loss: float
     active: int
@@ -64,57 +61,41 @@ def header(
     active: bool,
     stopping: bool,
     refrozen: bool = False,
-    digits: Sequence[float] = (),
 ) -> Tensor:
     """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
-    on_host = device.type == "cpu"
-    weighted = loss.item() * rows if loss is not None and on_host else 0.0
-    share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS]
-    share += [float(rows > 0), float(refrozen), *(digits or [0.0] * DIGITS)]
-    values = torch.tensor(share, dtype=torch.float64, device=device)
-    if loss is not None and not on_host:  # without waiting for the device
-        values[_LOSS] = loss.detach() * rows
+    share = [high, rows - high * _PART, 0.0, float(active), float(stopping), run % _RUNS]
+    values = torch.tensor([*share, float(rows > 0), float(refrozen)], dtype=torch.float64, device=device)
+    if loss is not None:
+        values[_LOSS] = loss.detach().double() * rows
     return values
 
 
-class Totals:
-    """A run's totals, on their way around the workers."""
+def sent_alone(share: Tensor, workers: Workers | None, run: int) -> Callable[[], Tensor]:
+    """Send a header in its own message, and return what waits for the totals; without workers it is the totals."""
+    pending = None if workers is None else workers.start_all_reduce(share, operation=_OPERATION, step=run)
 
-    __slots__ = ("_arrived", "_run", "_size")
-
-    def __init__(self, arrived: Callable[[], Tensor], run: int, size: int) -> None:
-        self._arrived = arrived
-        self._run = run
-        self._size = size
-
-    @classmethod
-    def alone(cls, share: Tensor, workers: Workers | None, step: int) -> Totals:
-        """Send a header in its own message; without workers it is the total already."""
-        if workers is None:
-            return cls(lambda: share, step, 1)
-        pending = workers.start_all_reduce(share, operation="all_reduce of rows and loss", step=step)
-
-        def arrived() -> Tensor:
+    def arrived() -> Tensor:
+        if pending is not None:
             pending.finish()
-            return share
+        return share
 
-        return cls(arrived, step, workers.size)
+    return arrived
 
-    def wait_for(self) -> Total:
-        """Return the totals, once they have arrived.
 
-        Raises:
-            BoundaryError: the workers are not all in the same run.
-        """
-        high, low, loss, active, stopping, runs, with_rows, refrozen, *digits = self._arrived().tolist()
-        if runs != self._size * (self._run % _RUNS):
-            raise BoundaryError(
-                "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
-                "that raises on one worker only must end the job, or be caught on all of them",
-                peer="the other workers",
-                operation="all_reduce of rows and loss",
-                step=self._run,
-            )
-        counts = map(int, (active, stopping, with_rows, refrozen))
-        return Total(digits_differ(digits, self._size), high * _PART + low, loss, *counts)
+def total_of(arrived: Callable[[], Tensor], run: int, workers: Workers | None) -> Total:
+    """Return the totals of a run, once they have arrived.
+
+    Raises:
+        BoundaryError: the workers are not all in the same run.
+    """
+    high, low, loss, active, stopping, runs, with_rows, refrozen = arrived().tolist()
+    if runs != (1 if workers is None else workers.size) * (run % _RUNS):
+        raise BoundaryError(
+            "the workers are in different runs: every worker runs the same steps in the same order, and a loss "
+            "that raises on one worker only must end the job, or be caught on all of them",
+            peer="the other workers",
+            operation=_OPERATION,
+            step=run,
+        )
+    return Total(high * _PART + low, loss, *map(int, (active, stopping, with_rows, refrozen)))
