@@ -75,7 +75,7 @@ if what == "meeting":
             say(record.getMessage())
 
     logging.getLogger("anabranch").addHandler(Handler())
-    meeting._SAID_AFTER = 0.0
+    meeting.SAID_AFTER = 0.0
     executor()
 elif what in ("all-reduce", "rows beside nccl"):
     made = executor()

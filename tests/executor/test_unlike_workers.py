@@ -105,7 +105,7 @@ def compare(first: Make, second: Make, mode: CommMode = "AllReduce") -> None:
     for make in (first, second):
         model = Model()
         steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), make(model))}
-        check_alike(workers, steps, plan_routes(steps, distinct_models(steps), mode, None))
+        check_alike(workers, mode, steps, plan_routes(steps, distinct_models(steps), mode, None))
 
 
 def sgd(model: Model, **settings: Any) -> Optimizer:

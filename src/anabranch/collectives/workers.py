@@ -13,6 +13,8 @@ meet those of its forward on a worker that runs none.
 from __future__ import annotations
 
 import atexit
+import logging
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -31,12 +33,13 @@ from anabranch.collectives.rowless import Rowless
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost
 from anabranch.liveness.group import Group, rank_names
-from anabranch.liveness.meeting import end_without_waiting, interruptible, meet_peers
+from anabranch.liveness.meeting import SAID_AFTER, end_without_waiting, interruptible, meet_peers
 from anabranch.liveness.peers import Identity, peers_of_job
 from anabranch.record import spans
 
 __all__ = ["Pending", "Workers"]
 
+_log = logging.getLogger("anabranch.executor")
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
 
@@ -143,7 +146,14 @@ class Workers(Group):
             work = dist.all_gather(list(everyone.unbind(0)), mine.to(self.device), group=group, async_op=True)
             _unmet[group] = everyone, cast(dist.Work, work)
         everyone, work = _unmet[group]
-        self.wait_for(work, Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
+        said = threading.Timer(
+            SAID_AFTER, _log.warning, ("waiting for %s to make an Executor; comm_mode=None trains alone", rank_names(self.others))
+        )
+        said.start()
+        try:
+            self.wait_for(work, Deadline.after(self.timeout), "meet", None, on_host=self.on_host)
+        finally:
+            said.cancel()
         del _unmet[group]
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
         self.name += f"/{texts[0].rpartition(' ')[2]}"

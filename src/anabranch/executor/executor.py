@@ -83,7 +83,7 @@ class Executor:
     >>> result["loss"].shape
     torch.Size([])
 
-    With a ``comm_mode`` every worker passes its own shard of the batch, with any number of rows, and all get the
+    In a job of several workers each passes its own shard of the batch, with any number of rows, and all get the
     parameters that one worker would get from the whole batch. At the start, rank 0's parameters are broadcast; buffers
     stay separate on each worker.
 
@@ -93,10 +93,11 @@ class Executor:
 
     Args:
         steps: steps by name, or a single one, called ``"default"``.
-        comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
-            averaged over the rows of all workers; ``"PS"``: every parameter is on the servers; ``"Hybrid"``: embedding
-            tables are, everything else is all-reduced; ``"auto"``: ``"Hybrid"`` in a job with servers, else
-            ``"AllReduce"`` with several workers, else ``None``.
+        comm_mode: in any case. ``"auto"``: what the job says, ``"Hybrid"`` where it has servers, else ``"AllReduce"``
+            with several workers, else ``None``. ``None``: no communication, each process trains alone;
+            ``"AllReduce"``: gradients are averaged over the rows of all workers; ``"PS"``: every parameter is on the
+            servers; ``"Hybrid"``: embedding tables are, everything else is all-reduced. Where ``"auto"`` is ``None``,
+            ``routes``, ``cache``, ``consistency`` and ``use_sparse_pull`` are checked and have no effect.
         engine: how steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures each kind of batch at its
             first run, compares it there with the tape bit for bit, and runs it as generated code from then on, or
             raises ``CaptureError``.
@@ -110,7 +111,8 @@ class Executor:
         row_compression: how rows of tables, and their gradients, are rounded when sent from and to the servers:
             ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers, where one
             above 4.5e18 raises ``NonFinite``. Ids and dense parameters are never rounded.
-        prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also request its rows.
+        prefetch: with a cache, request the rows of a bound loader's next batch while a step runs, if looking at it
+            draws nothing here: in a list, or a loader with ``num_workers``.
         use_sparse_pull: ``False`` keeps whole tables on the workers and refreshes all of them after each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
         process_group: the workers; the job's by default, initialised if it is not yet.
@@ -143,7 +145,7 @@ class Executor:
     def __init__(
         self,
         steps: StepDescription | Mapping[str, StepDescription],
-        comm_mode: str | None = None,
+        comm_mode: str | None = "auto",
         *,
         engine: Literal["tape", "graph"] = "tape",
         compile: bool = False,  # noqa: A002 - the field's own word
@@ -168,7 +170,7 @@ class Executor:
         self._served: Served = choice("served", served, ("refuse", "adopt", "replace"))
         self._steps = named_steps(steps)
         training = {name: step for name, step in self._steps.items() if isinstance(step, TrainStep)}
-        self.comm_mode: CommMode | None = comm_mode_of(comm_mode, self._steps, process_group)
+        self.comm_mode: CommMode | None = comm_mode_of(comm_mode, self._steps, process_group, routes)
         ordering = Consistency.parse(consistency)
         check_compression(row_compression)
         check_seconds(timeout=timeout, heartbeat=heartbeat)
@@ -215,7 +217,8 @@ class Executor:
                 self._parts.callback(_placed(self._steps, devices).close)
             check_encoding(training, self._models, state or {})
             if self._workers is not None and self._workers.size > 1:
-                check_alike(self._workers, self._steps, self._routes)
+                assert self.comm_mode is not None
+                check_alike(self._workers, self.comm_mode, self._steps, self._routes)
                 share_parameters(self._workers, self._steps, self._routes)
             # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
             together = ordering.merges or not self._routes.served or self._routes.all_reduces
@@ -633,7 +636,7 @@ class Executor:
         """Save the state of training, completely or not at all; every worker calls it.
 
         Models, optimizers, schedulers, the runs and steps done, every worker's random
-        number generators, the positions of the loaders without prefetched batches, and the objects given as ``state``.
+        number generators, the positions of the loaders, and the objects given as ``state``.
         The previous checkpoint in ``path`` is kept. ``path`` is a folder, or the URL of storage that fsspec reaches
         (extra ``storage``), such as ``s3://bucket/run``.
 
@@ -894,8 +897,7 @@ class Executor:
             raise RuntimeError("this executor is closed")
 
     def close(self) -> None:
-        """Stop everything started by this executor: loaders' threads, monitoring of the other workers, its process
-        group.
+        """Stop everything started by this executor: monitoring of the other workers, its process group.
 
         Then the model is plain PyTorch again: every worker reads the parameters on servers back, in blocks, with their
         optimizers' state. Every worker calls it. Leaving the ``with`` block by an exception does the same, with the

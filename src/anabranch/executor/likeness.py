@@ -45,7 +45,7 @@ _COMPARISON = "comparison of parameters"
 _T = TypeVar("_T")
 
 
-def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> None:
+def check_alike(workers: Workers, mode: CommMode, steps: Mapping[str, Step], routes: Routes) -> None:
     """Exchange descriptions of every worker's steps, and compare them with rank 0's.
 
     Raises:
@@ -54,7 +54,7 @@ def check_alike(workers: Workers, steps: Mapping[str, Step], routes: Routes) -> 
     """
     _check_tables(steps)
     reduced = {route.tensor for route in routes.at(Place.WORKERS)} if routes.all_reduces else set()
-    mine = list(_model_lines(steps)), list(_optimizer_lines(steps, reduced))
+    mine = [f"comm_mode={mode!r}", *_model_lines(steps)], list(_optimizer_lines(steps, reduced))
     texts = workers.all_gather_bytes(msgspec.json.encode(mine), operation="meet")
     models, optimizers = zip(
         *(msgspec.json.decode(text, type=tuple[list[str], list[str]]) for text in texts), strict=True

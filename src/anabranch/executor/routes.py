@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,29 +35,44 @@ from anabranch.tables import RowOptimizer
 CommMode = Literal["AllReduce", "PS", "Hybrid"]
 COMM_MODES: tuple[CommMode, ...] = ("AllReduce", "PS", "Hybrid")
 """The modes in which workers communicate."""
+_log = logging.getLogger("anabranch.executor")
 _SERVED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def comm_mode_of(given: str | None, steps: Mapping[str, Step], group: dist.ProcessGroup | None) -> CommMode | None:
-    """Return the mode that ``given`` names, in any case.
+def comm_mode_of(
+    word: str | None,
+    steps: Mapping[str, Step],
+    group: dist.ProcessGroup | None = None,
+    routes: Mapping[str, str] | None = None,
+) -> CommMode | None:
+    """Return the mode that ``word`` names, in any case.
 
     Args:
-        given: a mode; ``"auto"`` is ``"Hybrid"`` in a job with servers, else ``"AllReduce"`` with several workers.
+        word: a mode; ``"auto"`` is ``"Hybrid"`` in a job with servers, else ``"AllReduce"`` with several workers.
         steps: if one pipeline of theirs covers the workers, ``"auto"`` is ``None``.
         group: the workers; by default those of torch.distributed, or of the job.
+        routes: exceptions from the mode, which ``None`` cannot have.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names none, or nobody said which ranks beside a pipeline across ranks are the same stage.
     """
-    mode: CommMode | Literal["auto"] | None = choice("comm_mode", given, (None, *COMM_MODES, "auto"))
+    mode: CommMode | Literal["auto"] | None = choice("comm_mode", word, ("auto", None, *COMM_MODES))
+    if mode is None and routes:
+        raise ValueError("routes= makes exceptions from a comm_mode; give comm_mode='AllReduce', 'PS' or 'Hybrid'")
     if mode != "auto":
         return mode
-    if job().servers:
-        return "Hybrid"
-    size = dist.get_world_size(group) if group is not None or dist.is_initialized() else job().world_size
     pipes = [step.model.process_group for step in steps.values() if isinstance(step.model, Pipe)]
+    size = dist.get_world_size(group) if group is not None or dist.is_initialized() else job().world_size
     lines = [dist.get_world_size(line) for line in pipes if line is not None and group is None]
-    return "AllReduce" if size > 1 and size not in lines else None
+    if lines and size not in lines:
+        raise ValueError(
+            f"the Pipe has {lines[0]} of the job's {size} ranks, so others train the same stages: give the Executor "
+            "process_group=grid.data_group, or comm_mode=None to train each pipeline alone"
+        )
+    chosen: CommMode | None = "Hybrid" if job().servers else "AllReduce" if size > 1 and not lines else None
+    if job().rank == 0 and chosen is not None:
+        _log.info("comm_mode is %r, for %d workers and %d servers", chosen, size, len(job().servers))
+    return chosen
 
 
 class Place(StrEnum):
@@ -151,8 +167,6 @@ def plan_routes(
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
     tied = {parameter for pipe in pipes.values() for parameter in pipe.tied_to_other_ranks()}
     traced = {parameter for pipe in pipes.values() if pipe.is_traced for parameter in pipe.parameters()}
-    if overrides and mode is None:
-        raise ValueError("routes= makes exceptions from a comm_mode; give comm_mode='AllReduce', 'PS' or 'Hybrid'")
     known = {*named, *(f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere)}
     if unknown := [name for name in overrides or {} if name not in known]:
         raise ValueError(f"routes= names {unknown[0]!r}; the parameters are: {', '.join(named)}")

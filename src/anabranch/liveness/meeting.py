@@ -28,11 +28,11 @@ from torch.distributed.rendezvous import rendezvous
 from anabranch.record.process import flush, process_record
 from anabranch.record.spans import Lasting
 
-__all__ = ["LOOK_SECONDS", "destroy_group_at_exit", "end_without_waiting", "interruptible", "meet_peers"]
+__all__ = ["LOOK_SECONDS", "SAID_AFTER", "destroy_group_at_exit", "end_without_waiting", "interruptible", "meet_peers"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("anabranch")
-_SAID_AFTER = 5.0
+SAID_AFTER = 5.0
 LOOK_SECONDS = 0.5
 """A signal that comes as a wait begins is seen at its end, and none in the middle of gloo's."""
 
@@ -107,7 +107,7 @@ def interruptible(call: Callable[[], _T], waiting: str = "") -> _T:
 
     thread = threading.Thread(target=run, name="anabranch-meeting", daemon=True)
     thread.start()
-    say_at = time.monotonic() + _SAID_AFTER
+    say_at = time.monotonic() + SAID_AFTER
     try:
         while not wait([answer], timeout=LOOK_SECONDS).done:
             if waiting and time.monotonic() >= say_at:
