@@ -9,8 +9,6 @@ from torch import Tensor
 from anabranch.errors import CheckpointError
 from anabranch.tensors.dtypes import dtype_name
 
-__all__ = ["fit"]
-
 
 def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str = "model") -> None:
     """Raise ``CheckpointError`` unless both have the same names, and under each the same shape and dtype.
