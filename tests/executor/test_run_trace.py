@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.executor.observing import run_trace
-from anabranch.executor.observing.run_trace import RunTrace, nested_in
+from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.parameter_server import ParameterServer
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
         executor.trace(tmp_path / "out.json")
 
 
-def test_operators_lie_inside_the_spans_of_their_thread(tmp_path: Path) -> None:
+def test_operators_lie_beside_the_spans_at_their_time(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.run("train", BATCH)
         executor.trace(tmp_path / "out.json", steps=2, operators=True)
@@ -156,35 +156,9 @@ def test_operators_lie_inside_the_spans_of_their_thread(tmp_path: Path) -> None:
     forward = trace.spans("forward")
     assert len(linear) == len(forward) == 2
     for operator, span in zip(linear, forward, strict=True):
-        assert operator["tid"] == span["tid"]
+        assert trace.place(operator)[1].startswith("operators")
         middle = operator["ts"] + operator["dur"] / 2  # the two clocks differ by as much as setting them took
         assert span["ts"] <= middle <= span["ts"] + span["dur"]
-    backward = trace.spans("backward")[0]
-    inside = [event["name"] for event in trace.spans(category="operator") if _contains(backward, event)]
-    assert any("AddmmBackward" in name for name in inside)
-
-
-def test_operators_that_cross_an_edge_by_the_clocks_error_are_cut_there() -> None:
-    """Seen once: the thread was held up beside every mark, and a ``detach`` ended behind its forward."""
-
-    def span(name: str, start: int, end: int, thread: int = 1, track: str = "") -> spans.Span:
-        return name, "compute", track, start, end, thread, None, None
-
-    outer = [span("step", 0, 100), span("forward", 10, 40), span("backward", 40, 90)]
-    drawn = [
-        ("ends behind", 30, 43, (30, 40)),
-        ("begins before", 38, 60, (40, 60)),
-        ("inside", 12, 14, (12, 14)),
-        ("holds both", 5, 95, (5, 95)),
-        ("touches", 10, 40, (10, 40)),
-        ("holds one, crosses the next", 8, 43, (8, 40)),
-    ]
-    found = nested_in(outer, [span(name, start, end) for name, start, end, _ in drawn])
-    assert [(name, (start, end)) for name, _, _, start, end, *_ in found] == [
-        (name, wanted) for name, *_, wanted in drawn
-    ]
-    others = [span("other thread", 30, 43, 2), span("other track", 30, 43, 1, "cuda")]
-    assert list(nested_in(outer, others)) == others
 
 
 def _contains(outer: dict[str, float], inner: dict[str, float]) -> bool:
@@ -232,7 +206,7 @@ def test_several_requests_at_once_lie_side_by_side_and_their_wait_names_the_serv
         executor.run("train", BATCH)
     trace = check_valid(tmp_path / "out.json")
     assert {trace.place(event)[1] for event in trace.spans("pull", category="crossing")} == {"requests", "requests 2"}
-    assert trace.spans("wait")[0]["args"]["peer"] == f"{one.endpoint}, {other.endpoint}"
+    assert {*trace.spans("wait")[0]["args"]["peer"].split(", ")} == {one.endpoint, other.endpoint}
     assert len(trace.arrows) == 4
 
 

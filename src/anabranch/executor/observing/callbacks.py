@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from anabranch.checkpoint.storage import Place
-
-__all__ = [
-    "Callbacks",
-    "PeerLostRecord",
-    "Record",
-    "RestartRecord",
-    "SaveRecord",
-    "StepRecord",
-    "Subscription",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
 _EVENTS = ("step", "save", "peer_lost", "restart")
 
 
-class Subscription:
+class Subscription(AbstractContextManager["Subscription"]):
     """One callback given to ``Executor.on``; a context manager that removes it on exit.
 
     >>> called = []
@@ -120,12 +110,7 @@ class Subscription:
         if self in self._listed:
             self._listed.remove(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import cast
 
@@ -23,10 +22,6 @@ from anabranch.executor.observing.callbacks import (
 )
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.sinks import Sink, SinkFeed
-
-__all__ = ["Watching", "rates_of"]
-
-_LOOKED_AT = 0.25  # seconds between two losses in the facts of the job
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -52,15 +47,13 @@ class Watching:
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
         self._facts: RunFacts | None = None
-        self.counts = False
-        self._facts_feed = SinkFeed((), rank=0)
+        self.counts = self._shows_loss = False
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
         self._feed = SinkFeed(self._sinks, rank)
         self._facts, self.counts = facts, facts is not None
-        if facts is not None:
-            self._facts_feed = SinkFeed([facts], rank, spacing=_LOOKED_AT)
+        self._shows_loss = self.counts and rank == 0
 
     def counted(self, step: int) -> None:
         """Write the number of steps for ``anabranch status``."""
@@ -70,14 +63,18 @@ class Watching:
     @property
     def of_steps(self) -> bool:
         """True if the next step is reported to anything."""
-        if self._feed.idle and self._facts_feed.idle and not self.callbacks.listed["step"]:
-            return False
-        return self._feed.due or self._facts_feed.due or bool(self.callbacks.listed["step"])
+        if self._feed.idle and not self._shows_loss:
+            return bool(self.callbacks.listed["step"])
+        return bool(self.callbacks.listed["step"]) or self._feed.due or self._loss_due
+
+    @property
+    def _loss_due(self) -> bool:
+        return self._shows_loss and self._facts is not None and self._facts.due
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Report an optimizer step; sinks get the ``numbers`` that have one element."""
-        if self._facts_feed.due and "loss" in numbers:
-            self._facts_feed.step(record.step, {"loss": cast(Tensor, numbers["loss"])}, record.rows)
+        if self._facts is not None and self._loss_due:
+            self._facts.stepped(cast("Tensor | None", numbers.get("loss")))
         if not self._feed.idle:
             prefix = f"{record.name}/" if self._prefixed else ""
             values: dict[str, Tensor | float] = {
@@ -89,35 +86,36 @@ class Watching:
 
     def saved(self, record: SaveRecord) -> None:
         """Report a checkpoint."""
-        self._tell("save", record)
+        if self._facts is not None:
+            self._facts.saved(record.path)
+        self._report("save", record)
 
     def loaded(self, step: int, path: Place) -> None:
         """Report a restart if this job was restarted and has now loaded its checkpoint."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         if attempt:
-            self._tell("restart", RestartRecord(step, attempt, path))
+            self._report("restart", RestartRecord(step, attempt, path))
 
     def failed(self, error: BaseException, step: int) -> None:
         """Report a lost peer, or a server that lost changes, if ``error`` is one of these."""
         if isinstance(error, PeerLost):
-            self._tell("peer_lost", PeerLostRecord(step, error.peer, error.operation, str(error)))
+            self._report("peer_lost", PeerLostRecord(step, error.peer, error.operation, str(error)))
         elif isinstance(error, RolledBack):
-            self._tell("restart", RestartRecord(step, peer=error.peer, lost=error.lost))
+            self._report("restart", RestartRecord(step, peer=error.peer, lost=error.lost))
 
-    def _tell(self, event: str, record: Record) -> None:
-        for feed in (self._feed, self._facts_feed):
-            if not feed.idle:
-                facts = {
-                    key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()
-                }
-                feed.event(event, facts)
+    def _report(self, event: str, record: Record) -> None:
+        if not self._feed.idle:
+            facts = {key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()}
+            self._feed.event(event, facts)
         self.callbacks.call(event, record)
 
     def close(self) -> None:
         """Flush and close the sinks."""
-        with ExitStack() as stack:
-            stack.callback(self._feed.close)
-            stack.callback(self._facts_feed.close)
+        try:
+            self._feed.close()
+        finally:
+            if self._facts is not None:
+                self._facts.close()
 
 
 def _single(value: Tensor) -> bool:
