@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from anabranch.deadline import Deadline
 from anabranch.executor.saving import background_saves
 from anabranch.testing import LocalJob
 from waiting import wait_until
@@ -269,6 +270,7 @@ def test_the_end_of_the_process_waits_and_reports_failed_saves(capfd: pytest.Cap
     )
     background_saves._finish_all()
     assert capfd.readouterr().err == ""
+    saves.close(Deadline.after(60.0))
 
 
 ENDS = """

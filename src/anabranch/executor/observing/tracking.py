@@ -147,10 +147,8 @@ def _live(stream: TextIO | None) -> Live | None:
     console = Console(file=stream or sys.stderr)
     if not console.is_terminal:
         return None
-    above = {
-        f"redirect_{name}": (out := getattr(sys, name)) is not None and out.isatty() for name in ("stdout", "stderr")
-    }
-    live = Live(console=console, auto_refresh=False, **above)
+    out, err = (stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    live = Live(console=console, auto_refresh=False, redirect_stdout=out, redirect_stderr=err)
     with suppress(OSError, ValueError):
         live.start()
     return live
