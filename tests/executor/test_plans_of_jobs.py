@@ -30,7 +30,6 @@ def test_the_bytes_planned_are_the_bytes_counted() -> None:
     for kind in KINDS:
         for rank, found in enumerate(everyone):
             assert found[kind]["planned"] == found[kind]["counted"], (kind, rank)
-        assert everyone[0][kind]["seconds"] == everyone[1][kind]["seconds"] > 0  # one prediction for all
 
 
 @pytest.mark.slow

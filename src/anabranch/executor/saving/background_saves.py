@@ -61,9 +61,9 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="anabranch-save")
-        self._writing: list[Future[None]] = []
+        self._writing: list[Future[object]] = []
 
-    def begin(self, write: Callable[[], None]) -> None:
+    def begin(self, write: Callable[[], object]) -> None:
         """Queue ``write``."""
         self._writing.append(self._pool.submit(write))
         _unreported.add(self._writing[-1])
@@ -95,12 +95,12 @@ class BackgroundSaves:
         return [failure for failure in ended if failure]
 
 
-def _failure(future: Future[None]) -> str:
+def _failure(future: Future[object]) -> str:
     error = future.exception()
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-_unreported: set[Future[None]] = set()
+_unreported: set[Future[object]] = set()
 os.register_at_fork(after_in_child=_unreported.clear)  # the parent writes
 
 

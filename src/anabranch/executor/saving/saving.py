@@ -200,7 +200,8 @@ class Saver:
                 write(groups, state)
             else:
                 self._background = self._background or BackgroundSaves()
-                self._background.begin(partial(write, copied(groups), copy.deepcopy(state)))
+                groups, state = copied(groups), copy.deepcopy(state)
+                self._background.begin(lambda: write(groups, state))
 
         self._together(begin, f"could not save to {path}")
         if not wait:
