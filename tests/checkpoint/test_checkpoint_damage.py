@@ -73,15 +73,6 @@ def test_a_file_cut_short_or_grown_is_detected(tmp_path: Path, name: str) -> Non
     assert checkpoint.read(tmp_path).step == 1
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    (tmp_path / "model-00000002.safetensors").unlink()
-    assert checkpoint.read(tmp_path).step == 1
-    [warning] = warnings_of(caplog)
-    assert "model-00000002.safetensors cannot be opened: No such file" in warning
-
-
 def test_damage_between_choosing_and_loading_is_detected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     found = checkpoint.read(tmp_path)

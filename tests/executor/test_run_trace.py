@@ -15,7 +15,6 @@ import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.executor.observing import run_trace
 from anabranch.executor.observing.run_trace import RunTrace
-from anabranch.parameter_server import ParameterServer
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.transport import Client, Request, Server, Verb
@@ -111,21 +110,6 @@ def test_closing_an_executor_early_writes_its_trace_so_far(tmp_path: Path) -> No
     trace = check_valid(tmp_path / "out.json")
     assert len(trace.spans("train")) == 1
     assert trace.other["complete"] is False
-
-
-def test_so_does_one_with_a_failing_run(tmp_path: Path) -> None:
-    def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        raise ArithmeticError
-
-    model = nn.Linear(2, 1)
-    step = ab.TrainStep(model, failing, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ArithmeticError), ab.Executor({"train": step}, engine="tape") as executor:  # noqa: PT012
-        executor.trace(tmp_path / "out.json")
-        executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    assert [event["name"] for event in trace.spans()] == ["train"]
-    assert trace.other["complete"] is False
-    assert not spans.begin()
 
 
 def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
@@ -231,18 +215,6 @@ def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_p
     assert {event["args"]["peer"] for event in trace.spans("receive gradients")} == {"stage 1"}
 
 
-def test_servers_in_this_process_show_their_updates(tmp_path: Path) -> None:
-    with ParameterServer() as server, ab.parameter_server.ParameterClient([server.endpoint]) as client:
-        recorder = spans.SpanRecorder()
-        client.init_table(
-            ab.tables.TableSpec("t", 4, 2), ab.tables.RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=1.0))
-        )
-        with spans.heard(recorder.add):
-            client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))})
-    found = [one[0] for one in recorder.take()]
-    assert "optimizer" in found
-
-
 class _Everyone:
     """Ranks that are threads."""
 
@@ -334,13 +306,3 @@ def test_a_long_trace_keeps_its_first_spans_and_counts_the_rest(
     kept = ["train", "forward", "backward", "optimizer", "forward", "backward"]
     assert [event["name"] for event in trace.spans()] == kept
     assert trace.other["dropped_spans"] == {trace.processes[0]: 50 * 4 - 6}
-
-
-def test_operators_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_trace.spans, "CAPACITY", 5)
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        executor.trace(tmp_path / "out.json", steps=1, operators=True)
-        executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    assert len(trace.spans(category="operator")) == 5
-    assert sum(trace.other["dropped_spans"].values()) > 0

@@ -12,6 +12,7 @@ compared with the files that are really there before anything is allocated.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from pathlib import Path
@@ -23,7 +24,7 @@ from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
 
 _FORMAT = 2
-_LONGEST = 1 << 30  # bytes that are read: a sparse file may claim any number
+_LONGEST = 1 << 30  # bytes: a sparse file may claim any number
 _START, _MIDDLE, _END = b'{"crc32":"', b'","manifest":', b"}\n"
 _BODY = len(_START) + 8 + len(_MIDDLE)
 _GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -82,7 +83,9 @@ def load(path: Path) -> Manifest:
         CheckpointError: it does not exist, is damaged, of another format, or names a file that no checkpoint can have.
     """
     with open_regular(path) as file:
-        data = file.read(_LONGEST)
+        if os.fstat(file.fileno()).st_size > _LONGEST:
+            raise CheckpointError(f"the manifest has more than {_LONGEST} bytes")
+        data = file.read()
     body = data[_BODY : -len(_END)]
     if data != _START + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _END:
         raise CheckpointError("the manifest is damaged: it does not match its checksum")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import cast
 
@@ -13,15 +13,17 @@ from torch.optim import Optimizer
 from anabranch.checkpoint.storage import Place
 from anabranch.errors import PeerLost, RolledBack
 from anabranch.executor.observing.callbacks import (
-    Callbacks,
     PeerLostRecord,
     Record,
     RestartRecord,
     SaveRecord,
     StepRecord,
+    Subscription,
 )
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.sinks import Sink, SinkFeed
+
+_EVENTS = ("step", "save", "peer_lost", "restart")
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -37,17 +39,40 @@ class Watching:
         prefixed: metrics begin with their step's name, because the executor has several steps.
 
     Attributes:
-        callbacks: get records.
+        subscriptions: the callbacks of each event, in their order.
         counts: a launcher wants the number of steps.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
-        self.callbacks = Callbacks()
+        self.subscriptions: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
         self._sinks = tuple(sinks)
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
         self._facts: RunFacts | None = None
         self.counts = self._shows_loss = False
+
+    def on(self, event: str, fn: Callable[..., object]) -> Subscription:
+        """Call ``fn(record)`` at each ``event`` from now on.
+
+        Raises:
+            ValueError: no such event.
+            TypeError: ``fn`` cannot be called.
+        """
+        if event not in self.subscriptions:
+            raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
+        if not callable(fn):
+            raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
+        return Subscription(self.subscriptions[event], fn)
+
+    def _call(self, event: str, record: Record) -> None:
+        """Call the callbacks in the order of their subscriptions; the first error is raised to the caller."""
+        for subscription in tuple(self.subscriptions[event]):
+            try:
+                subscription.function(record)
+            except BaseException as error:
+                name = getattr(subscription.function, "__qualname__", repr(subscription.function))
+                error.add_note(f"raised by {name}, which executor.on({event!r}, ...) had called with {record}")
+                raise
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
@@ -64,8 +89,8 @@ class Watching:
     def of_steps(self) -> bool:
         """True if the next step is reported to anything."""
         if self._feed.idle and not self._shows_loss:
-            return bool(self.callbacks.listed["step"])
-        return bool(self.callbacks.listed["step"]) or self._feed.due or self._loss_due
+            return bool(self.subscriptions["step"])
+        return bool(self.subscriptions["step"]) or self._feed.due or self._loss_due
 
     @property
     def _loss_due(self) -> bool:
@@ -82,7 +107,7 @@ class Watching:
             }
             values.update((prefix + name, rate) for name, rate in _named_rates(record.learning_rates))
             self._feed.step(record.step, values, record.rows)
-        self.callbacks.call("step", record)
+        self._call("step", record)
 
     def saved(self, record: SaveRecord) -> None:
         """Report a checkpoint."""
@@ -107,7 +132,7 @@ class Watching:
         if not self._feed.idle:
             facts = {key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()}
             self._feed.event(event, facts)
-        self.callbacks.call(event, record)
+        self._call(event, record)
 
     def close(self) -> None:
         """Flush and close the sinks."""
