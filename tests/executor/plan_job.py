@@ -82,7 +82,6 @@ def compare(kind: str, rank: int) -> dict[str, object]:
         "planned": {"workers": plan.bytes.get("workers", 0), "servers": plan.bytes.get("servers", 0)},
         "counted": {name: after[name] - before[name] for name in after},
         "rows": {row.name: [row.place, row.bytes] for row in plan.rows},
-        "seconds": plan.step_seconds,
     }
 
 

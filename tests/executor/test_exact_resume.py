@@ -292,7 +292,8 @@ def test_a_layer_that_was_unfrozen_stays_so_and_it_is_said(
         executor.load(tmp_path / "training")
         assert losses(executor, range(3, 6)) == expected
     assert told(caplog) == [
-        "requires_grad=True of 0.weight, 0.bias; training=False of 1, other than this script has set it"
+        "default.0.weight.requires_grad=True, default.0.bias.requires_grad=True, default.1.training=False, other than "
+        "this script has set it"
     ]
     model, executor = build()
     with executor:
@@ -334,8 +335,12 @@ print(json.dumps({"found": found}))
 
 def test_every_worker_goes_on_with_its_own_buffers(tmp_path: Path) -> None:
     job_of_two(tmp_path)
-    own = [name for name in ab.checkpoint.read(tmp_path).tensors("rank1") if name.startswith("buffers.")]
-    assert sorted(own) == ["buffers.1.running_mean", "buffers.1.running_var", "buffers.order"]  # none that are equal
+    own = [name for name in ab.checkpoint.read(tmp_path).tensors("state") if name.startswith("ranks.1.buffers.")]
+    assert sorted(name.removeprefix("ranks.1.buffers.") for name in own) == [
+        "1.running_mean",
+        "1.running_var",
+        "order",
+    ]  # none that are equal
 
 
 def job_of_two(path: Path) -> list[Any]:

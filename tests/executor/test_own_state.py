@@ -121,7 +121,7 @@ def test_missing_extra_state_is_an_error(tmp_path: Path) -> None:
         executor.save(tmp_path)
     with (
         executor_of(nn.Sequential(Noted(2, 1))) as executor,
-        pytest.raises(ab.CheckpointError, match=r"extra state of \[\], but this model has \['0._extra_state'\]"),
+        pytest.raises(ab.CheckpointError, match="missing: 0._extra_state"),
     ):
         executor.load(tmp_path)
 

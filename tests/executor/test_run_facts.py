@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from anabranch.executor.observing.run_facts import Curve, RunFacts
 from anabranch.executor.observing.tracking import Progress
@@ -56,10 +57,16 @@ def test_counts_and_rates_are_read_once_a_second(tmp_path: Path) -> None:
     assert run["pace"] == pytest.approx([10.0])  # between the two looks
     assert run["bytes_per_second"] == pytest.approx({"workers": 500.0})
     assert run["tables"]["users"]["hits"] == 3  # type: ignore[index]
-    facts.scalars(31, {"generator/loss": 0.5, "learning_rate": 0.1})
+    for value in (0.75, 0.5):
+        assert facts.due
+        facts.stepped(torch.tensor(value))
+        assert not facts.due
+        clock.now += 0.25
+    assert told(record, tmp_path)["loss"] == 0.75  # the last one may still be computed
+    facts.saved("checkpoint")
     facts.close()
     run = told(record, tmp_path)
-    assert (run["loss"], run["curve"]) == (0.5, [0.5])
+    assert (run["loss"], run["curve"], run["saved"]) == (0.5, [0.75, 0.5], str(Path("checkpoint").absolute()))
 
 
 def test_a_look_that_came_late_counts_for_all_its_time(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.executor.observing import run_trace
-from anabranch.executor.observing.run_trace import RunTrace, nested_in
-from anabranch.parameter_server import ParameterServer
+from anabranch.executor.observing.run_trace import RunTrace
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.transport import Client, Request, Server, Verb
@@ -113,21 +112,6 @@ def test_closing_an_executor_early_writes_its_trace_so_far(tmp_path: Path) -> No
     assert trace.other["complete"] is False
 
 
-def test_so_does_one_with_a_failing_run(tmp_path: Path) -> None:
-    def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        raise ArithmeticError
-
-    model = nn.Linear(2, 1)
-    step = ab.TrainStep(model, failing, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ArithmeticError), ab.Executor({"train": step}, engine="tape") as executor:  # noqa: PT012
-        executor.trace(tmp_path / "out.json")
-        executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    assert [event["name"] for event in trace.spans()] == ["train"]
-    assert trace.other["complete"] is False
-    assert not spans.begin()
-
-
 def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}) as executor:
         for steps, kind in ((0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError)):
@@ -145,7 +129,7 @@ def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
         executor.trace(tmp_path / "out.json")
 
 
-def test_operators_lie_inside_the_spans_of_their_thread(tmp_path: Path) -> None:
+def test_operators_lie_beside_the_spans_at_their_time(tmp_path: Path) -> None:
     with ab.Executor({"train": step_of()}, engine="tape") as executor:
         executor.run("train", BATCH)
         executor.trace(tmp_path / "out.json", steps=2, operators=True)
@@ -156,35 +140,9 @@ def test_operators_lie_inside_the_spans_of_their_thread(tmp_path: Path) -> None:
     forward = trace.spans("forward")
     assert len(linear) == len(forward) == 2
     for operator, span in zip(linear, forward, strict=True):
-        assert operator["tid"] == span["tid"]
+        assert trace.place(operator)[1].startswith("operators")
         middle = operator["ts"] + operator["dur"] / 2  # the two clocks differ by as much as setting them took
         assert span["ts"] <= middle <= span["ts"] + span["dur"]
-    backward = trace.spans("backward")[0]
-    inside = [event["name"] for event in trace.spans(category="operator") if _contains(backward, event)]
-    assert any("AddmmBackward" in name for name in inside)
-
-
-def test_operators_that_cross_an_edge_by_the_clocks_error_are_cut_there() -> None:
-    """Seen once: the thread was held up beside every mark, and a ``detach`` ended behind its forward."""
-
-    def span(name: str, start: int, end: int, thread: int = 1, track: str = "") -> spans.Span:
-        return name, "compute", track, start, end, thread, None, None
-
-    outer = [span("step", 0, 100), span("forward", 10, 40), span("backward", 40, 90)]
-    drawn = [
-        ("ends behind", 30, 43, (30, 40)),
-        ("begins before", 38, 60, (40, 60)),
-        ("inside", 12, 14, (12, 14)),
-        ("holds both", 5, 95, (5, 95)),
-        ("touches", 10, 40, (10, 40)),
-        ("holds one, crosses the next", 8, 43, (8, 40)),
-    ]
-    found = nested_in(outer, [span(name, start, end) for name, start, end, _ in drawn])
-    assert [(name, (start, end)) for name, _, _, start, end, *_ in found] == [
-        (name, wanted) for name, *_, wanted in drawn
-    ]
-    others = [span("other thread", 30, 43, 2), span("other track", 30, 43, 1, "cuda")]
-    assert list(nested_in(outer, others)) == others
 
 
 def _contains(outer: dict[str, float], inner: dict[str, float]) -> bool:
@@ -232,7 +190,7 @@ def test_several_requests_at_once_lie_side_by_side_and_their_wait_names_the_serv
         executor.run("train", BATCH)
     trace = check_valid(tmp_path / "out.json")
     assert {trace.place(event)[1] for event in trace.spans("pull", category="crossing")} == {"requests", "requests 2"}
-    assert trace.spans("wait")[0]["args"]["peer"] == f"{one.endpoint}, {other.endpoint}"
+    assert {*trace.spans("wait")[0]["args"]["peer"].split(", ")} == {one.endpoint, other.endpoint}
     assert len(trace.arrows) == 4
 
 
@@ -255,18 +213,6 @@ def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_p
     for way in ("activations", "gradients"):
         assert {event["args"]["bytes"] for event in trace.spans(f"send {way}")} == {2 * 3 * 4}
     assert {event["args"]["peer"] for event in trace.spans("receive gradients")} == {"stage 1"}
-
-
-def test_servers_in_this_process_show_their_updates(tmp_path: Path) -> None:
-    with ParameterServer() as server, ab.parameter_server.ParameterClient([server.endpoint]) as client:
-        recorder = spans.SpanRecorder()
-        client.init_table(
-            ab.tables.TableSpec("t", 4, 2), ab.tables.RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=1.0))
-        )
-        with spans.heard(recorder.add):
-            client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))})
-    found = [one[0] for one in recorder.take()]
-    assert "optimizer" in found
 
 
 class _Everyone:
@@ -360,13 +306,3 @@ def test_a_long_trace_keeps_its_first_spans_and_counts_the_rest(
     kept = ["train", "forward", "backward", "optimizer", "forward", "backward"]
     assert [event["name"] for event in trace.spans()] == kept
     assert trace.other["dropped_spans"] == {trace.processes[0]: 50 * 4 - 6}
-
-
-def test_operators_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_trace.spans, "CAPACITY", 5)
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
-        executor.trace(tmp_path / "out.json", steps=1, operators=True)
-        executor.run("train", BATCH)
-    trace = check_valid(tmp_path / "out.json")
-    assert len(trace.spans(category="operator")) == 5
-    assert sum(trace.other["dropped_spans"].values()) > 0

@@ -6,8 +6,6 @@ import fcntl
 import os
 import weakref
 
-__all__ = ["FileLock"]
-
 
 class FileLock:
     """Holds ``descriptor`` against every other open file of the same name, until it is closed.

@@ -9,10 +9,8 @@ from torch import Tensor
 from anabranch.errors import CheckpointError
 from anabranch.tensors.dtypes import dtype_name
 
-__all__ = ["fit"]
 
-
-def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str = "model") -> None:
+def fit(expected: Mapping[str, object], saved: Mapping[str, object], what: str = "model") -> None:
     """Raise ``CheckpointError`` unless both have the same names, and under each the same shape and dtype.
 
     >>> import torch
@@ -23,20 +21,22 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
       differs: weight is (3,) float32 in the checkpoint, (2,) float32 here
 
     Args:
-        expected: the tensors to load into.
-        found: the checkpoint's tensors.
+        expected: the tensors to load into, or other state.
+        saved: the checkpoint's.
         what: what both are, for the message.
     """
-    problems = [f"missing: {name} {_show(expected[name])}" for name in expected if name not in found]
-    problems += [f"unexpected: {name} {_show(found[name])}" for name in found if name not in expected]
+    here = {name: _show(value) for name, value in expected.items()}
+    there = {name: _show(value) for name, value in saved.items()}
+    problems = [f"missing: {name} {here[name]}" for name in here if name not in there]
+    problems += [f"unexpected: {name} {there[name]}" for name in there if name not in here]
     problems += [
-        f"differs: {name} is {_show(found[name])} in the checkpoint, {_show(tensor)} here"
-        for name, tensor in expected.items()
-        if name in found and (found[name].shape != tensor.shape or found[name].dtype != tensor.dtype)
+        f"differs: {name} is {there[name]} in the checkpoint, {shown} here"
+        for name, shown in here.items()
+        if there.get(name, shown) != shown
     ]
     if problems:
         raise CheckpointError(f"the checkpoint belongs to another {what}:\n  " + "\n  ".join(problems))
 
 
-def _show(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
+def _show(value: object) -> str:
+    return f"{tuple(value.shape)} {dtype_name(value.dtype)}" if isinstance(value, Tensor) else "(other state)"

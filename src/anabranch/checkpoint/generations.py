@@ -18,31 +18,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from anabranch.checkpoint.file_lock import FileLock
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
-
-__all__ = [
-    "SET_ASIDE",
-    "all_generations",
-    "check_path",
-    "claim",
-    "complete_generations",
-    "data_path",
-    "generation_of",
-    "is_manifest",
-    "make_directory",
-    "manifest_path",
-    "publish",
-    "remove_generation",
-    "set_aside",
-    "set_generation_aside",
-    "sync_directory",
-    "temporary",
-]
 
 SET_ASIDE = "set-aside"
 """The folder of files that are not to be used any more."""
@@ -50,15 +31,15 @@ _MANIFEST = re.compile(r"manifest-(\d{8,18})\.json")
 _OURS = re.compile(r"\.?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*-(\d{8,18})\.safetensors|manifest-(\d{8,18})\.json)(?:\.new)?")
 
 
-def check_path(given: object, name: str = "path") -> Path:
-    """``given`` as a ``Path``.
+def check_path(path: object, name: str = "path") -> Path:
+    """``path`` as a ``Path``.
 
     Raises:
         TypeError: it is none; names the argument and its value.
     """
-    if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"{name} is a string or a pathlib.Path, got {given!r}")
-    return Path(given)
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} is a string or a pathlib.Path, got {path!r}")
+    return Path(path)
 
 
 def data_path(directory: Path, group: str, generation: int) -> Path:
@@ -71,15 +52,17 @@ def manifest_path(directory: Path, generation: int) -> Path:
     return directory / f"manifest-{generation:08d}.json"
 
 
-def generation_of(name: str) -> int | None:
-    """Return the generation that a file of this name belongs to; ``None`` if it is not one of a checkpoint."""
-    match = _OURS.fullmatch(name)
-    return int(match[1] or match[2]) if match else None
+def generations_in(names: Iterable[str]) -> dict[str, int]:
+    """Return the generation of each file that is one of a checkpoint, remains of failed saves included, in the order
+    in which they are removed: manifests first, so that none is ever half a checkpoint.
+    """
+    matches = [match for name in names if (match := _OURS.fullmatch(name))]
+    return {match[0]: int(match[1] or match[2]) for match in sorted(matches, key=lambda match: match[2] is None)}
 
 
-def is_manifest(name: str) -> bool:
-    """Return True if a file of this name makes its generation whole."""
-    return _MANIFEST.fullmatch(name) is not None
+def complete_in(names: Iterable[str]) -> list[int]:
+    """Return the generations that have a manifest, newest first."""
+    return sorted((int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name))), reverse=True)
 
 
 def temporary(path: Path) -> Path:
@@ -89,22 +72,17 @@ def temporary(path: Path) -> Path:
 
 def complete_generations(directory: Path) -> list[int]:
     """Return the generations that have a manifest, newest first; none if there is no such directory."""
-    matches = (_MANIFEST.fullmatch(name) for name in _names(directory))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    return complete_in(names_in(directory))
 
 
-def all_generations(directory: Path) -> set[int]:
-    """Return the generations with any file, including remains of failed saves."""
-    return {generation for _, generation in _ours(directory)}
-
-
-def remove_generation(directory: Path, generation: int) -> None:
-    """Remove every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
-    doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
-    for name in sorted(doomed, key=lambda name: not _MANIFEST.fullmatch(name)):
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder with this name must not be emptied
-            (directory / name).unlink()
-        fault_point("checkpoint.removed")
+def remove_generations(directory: Path, generations: Iterable[int]) -> None:
+    """Remove every file of ``generations``."""
+    doomed = set(generations)
+    for name, generation in generations_in(names_in(directory)).items():
+        if generation in doomed:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder of this name must not be emptied
+                (directory / name).unlink()
+            fault_point("checkpoint.removed")
 
 
 def set_aside(path: Path) -> Path:
@@ -121,18 +99,18 @@ def set_aside(path: Path) -> Path:
             f"{path.name} cannot be set aside: the folder {aside} cannot be created ({error.strerror}); remove "
             "whatever has its name, and let this user write to the directory (chmod u+rwx)"
         ) from error
-    found, number = aside / path.name, 1
-    while os.path.lexists(found):
-        found, number = aside / f"{path.name}.{number}", number + 1
-    os.rename(path, found)
-    return found
+    target, number = aside / path.name, 1
+    while os.path.lexists(target):
+        target, number = aside / f"{path.name}.{number}", number + 1
+    os.rename(path, target)
+    return target
 
 
 def set_generation_aside(directory: Path, generation: int) -> None:
-    """Move every file of ``generation`` into the folder ``SET_ASIDE``, the manifest last, by which it is found."""
-    doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
-    for name in sorted(doomed, key=lambda name: _MANIFEST.fullmatch(name) is not None):
-        set_aside(directory / name)
+    """Move every file of ``generation`` into the folder ``SET_ASIDE``, the manifest last, by which it is known."""
+    for name, owner in reversed(generations_in(names_in(directory)).items()):
+        if owner == generation:
+            set_aside(directory / name)
     sync_directory(directory)
 
 
@@ -181,13 +159,9 @@ def claim(directory: Path) -> Iterator[None]:
         yield
 
 
-def _names(directory: Path) -> list[str]:
+def names_in(directory: Path) -> list[str]:
+    """Return the names in ``directory``; none if there is no such directory."""
     try:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _ours(directory: Path) -> list[tuple[str, int]]:
-    matches = (_OURS.fullmatch(name) for name in _names(directory))
-    return [(match[0], int(match[1] or match[2])) for match in matches if match]

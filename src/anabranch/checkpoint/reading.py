@@ -10,7 +10,6 @@ is not damaged either: the newest is read anew.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +20,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.generations import SET_ASIDE, complete_generations, data_path, manifest_path
+from anabranch.checkpoint.generations import SET_ASIDE, data_path, manifest_path
 from anabranch.checkpoint.manifest import FileRecord, Manifest
 from anabranch.checkpoint.manifest import load as load_manifest
 from anabranch.checkpoint.regular_file import Replaced, Unreadable, unreadable
-from anabranch.checkpoint.storage import Mirror, Place, Storage, as_place
+from anabranch.checkpoint.storage import Download, Folder, Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import check, load
 from anabranch.errors import CheckpointError
-
-__all__ = ["Checkpoint", "again", "newest_manifest", "read", "read_newest"]
 
 _log = logging.getLogger("anabranch.checkpoint")
 
@@ -44,6 +41,10 @@ def again(read: Callable[[], _T]) -> _T:
         with contextlib.suppress(Replaced):
             return read()
     return read()
+
+
+class _Damaged(CheckpointError):
+    """A generation has a manifest, and does not match it."""
 
 
 def _any(state: object) -> bool:
@@ -66,8 +67,7 @@ class Checkpoint:
     path: Place
     generation: int
     _files: Mapping[str, FileRecord] = field(repr=False)
-    _folder: Path = field(repr=False)
-    _mirror: Mirror | None = field(repr=False, default=None)
+    _folder: Folder = field(repr=False)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -84,34 +84,55 @@ class Checkpoint:
         """
         if group not in self._files:
             raise CheckpointError(f"the checkpoint in {self.path} has the groups {list(self._files)}, not {group!r}")
-        try:
-            return load(data_path(self._folder, group, self.generation), self._files[group], device)
-        except Unreadable:
-            raise
-        except CheckpointError as error:
-            raise _damaged(self.path, self.generation, error) from error
+        with _named(self._folder, self.generation):
+            return load(data_path(self._folder.path, group, self.generation), self._files[group], device)
 
     def written(self) -> set[int]:
         """Return when each complete generation in its directory was written, by which it is known."""
-        return {manifest.written for manifest in _undamaged(self._folder)}
+        return {manifest.written for _, manifest in _manifests(self._folder, [])}
+
+
+@contextlib.contextmanager
+def _named(folder: Folder, generation: int) -> Iterator[None]:
+    """Say of what generation a file is damaged; or that it was replaced, of which the manifest is removed first."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except (CheckpointError, OSError) as error:
+        complete = folder.complete()
+        if complete and generation < min(complete):
+            raise Replaced(
+                f"generation {generation} in {folder.place} was replaced while it was read; read the newest"
+            ) from error
+        raise _Damaged(f"generation {generation} in {folder.place} is damaged: {error}") from error
+
+
+def _manifest(folder: Folder, generation: int) -> Manifest:
+    with _named(folder, generation):
+        return load_manifest(folder.file(manifest_path(folder.path, generation)))
+
+
+def _manifests(folder: Folder, damaged: list[str]) -> Iterator[tuple[int, Manifest]]:
+    """Yield the generations of ``folder`` with their manifests, newest first; ``damaged`` gets errors of the others."""
+    try:
+        generations = folder.complete()
+    except OSError as error:
+        raise unreadable(folder.path, error) from error
+    for generation in generations:
+        try:
+            yield generation, _manifest(folder, generation)
+        except _Damaged as error:
+            damaged.append(str(error))
 
 
 def newest_manifest(place: Place) -> Manifest | None:
     """Return the newest manifest in ``place`` that is not damaged."""
-    if isinstance(place, Storage):
-        mirror = Mirror(place)
-        return newest_manifest(mirror.manifests(below=False)[0])
-    return next(_undamaged(place), None)
+    return next((manifest for _, manifest in _manifests(_folder(place), [])), None)
 
 
-def _undamaged(directory: Path) -> Iterator[Manifest]:
-    for generation in complete_generations(directory):
-        try:
-            yield _manifest(directory, generation)
-        except Unreadable:
-            raise
-        except CheckpointError:
-            continue
+def _folder(place: Place) -> Folder:
+    return Download(place) if isinstance(place, Storage) else Folder(place, place)
 
 
 def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = None) -> Checkpoint:
@@ -133,19 +154,14 @@ def read(path: str | os.PathLike[str] | Storage, *, generation: int | None = Non
     Raises:
         CheckpointError: there is none, or none is whole, and says why, of each; or what would be taken may not be read.
     """
-    directory = as_place(path)
-    if isinstance(directory, Storage):
-        found = again(lambda: _read_stored(directory, below=False, generation=generation))
-        if found is None:
-            raise CheckpointError(f"there is no checkpoint in {directory}")
-        return found
+    folder = _folder(as_place(path))
     if generation is not None:
-        return _open(directory, generation, _manifest(directory, generation), data=False)
-    found = again(lambda: _newest_whole([directory]))
-    if found is None:
-        missing = "" if directory.is_dir() else ": there is no such directory"
-        raise CheckpointError(f"there is no checkpoint in {directory}{missing}")
-    return found
+        return _open(folder, generation, _manifest(folder, generation), data=False)
+    newest = again(lambda: _newest_whole([folder]))
+    if newest is None:
+        missing = "" if folder.path.is_dir() else ": there is no such directory"
+        raise CheckpointError(f"there is no checkpoint in {folder.place}{missing}")
+    return newest
 
 
 def read_newest(
@@ -175,23 +191,15 @@ def read_newest(
             directory may not be read, in which the newest may be.
     """
     place = as_place(path)
+    return again(lambda: _newest_whole(_folders(place), wanted))
+
+
+def _folders(place: Place) -> list[Folder]:
+    """Return ``place`` and the directories under it."""
     if isinstance(place, Storage):
-        return again(lambda: _read_stored(place, below=True, wanted=wanted))
-    directories = sorted(Path(found) for found, _, _ in os.walk(place, onerror=_refuse_unreadable))
-    directories = [found for found in directories if found.name != SET_ASIDE or found == place]
-    return again(lambda: _newest_whole(directories, wanted=wanted))
-
-
-def _read_stored(
-    storage: Storage, *, below: bool, generation: int | None = None, wanted: Callable[[object], bool] = _any
-) -> Checkpoint | None:
-    mirror = Mirror(storage)
-    folders = mirror.manifests(below=below, generation=generation)
-    with mirror.renamed_errors():
-        if generation is not None:
-            manifest = _manifest(folders[0], generation, mirror.place(folders[0]))
-            return _open(folders[0], generation, manifest, data=False, mirror=mirror)
-        return _newest_whole(folders, mirror, wanted)
+        return [Download(directory) for directory in place.directories()]
+    paths = (Path(path) for path, _, _ in os.walk(place, onerror=_refuse_unreadable))
+    return [Folder(path, path) for path in sorted(paths) if path.name != SET_ASIDE or path == place]
 
 
 def _refuse_unreadable(error: OSError) -> None:
@@ -201,86 +209,38 @@ def _refuse_unreadable(error: OSError) -> None:
         raise unreadable(place, error) from error
 
 
-def _newest_whole(
-    directories: list[Path], mirror: Mirror | None = None, wanted: Callable[[object], bool] = _any
-) -> Checkpoint | None:
-    """Of each directory's newest whole generation the one with the highest step, of those that are ``wanted`` if any
-    is.
+def _newest_whole(folders: list[Folder], wanted: Callable[[object], bool] = _any) -> Checkpoint | None:
+    """Of each folder's newest whole generation the one with the highest step, of those that are ``wanted`` if any is.
 
     Manifests are small and say the step, so the data is read only of what would win.
     """
-    heap: list[tuple[bool, int, int, Path, Iterator[int], int, Manifest]] = []
-    reasons: list[str] = []
-
-    def offer(directory: Path, generations: Iterator[int]) -> None:
-        for generation in generations:
-            try:
-                manifest = _manifest(directory, generation)
-            except (Unreadable, Replaced):
-                raise
-            except CheckpointError as error:
-                reasons.append(str(error))
-            else:
-                order = (not wanted(manifest.state), -manifest.step, -manifest.written, directory)
-                heapq.heappush(heap, (*order, generations, generation, manifest))
-                return
-
-    for directory in directories:
-        try:
-            newest_first = complete_generations(directory)
-        except OSError as error:
-            raise unreadable(directory, error) from error
-        offer(directory, iter(newest_first))
-    while heap:
-        unwanted, _, _, directory, rest, generation, manifest = heapq.heappop(heap)
-        if unwanted and reasons:  # a damaged one may have been wanted
+    damaged: list[str] = []
+    older = {folder: _manifests(folder, damaged) for folder in folders}
+    newest = {folder: first for folder, manifests in older.items() if (first := next(manifests, None))}
+    while newest:
+        folder, (generation, manifest) = max(
+            newest.items(), key=lambda item: (wanted(item[1][1].state), item[1][1].step, item[1][1].written)
+        )
+        if damaged and not wanted(manifest.state):  # a damaged one may have been wanted
             break
         try:
-            checkpoint = _open(directory, generation, manifest, data=True, mirror=mirror)
-        except (Unreadable, Replaced):
-            raise
-        except CheckpointError as error:
-            reasons.append(str(error))
-            offer(directory, rest)
+            checkpoint = _open(folder, generation, manifest, data=True)
+        except _Damaged as error:
+            damaged.append(str(error))
+            del newest[folder]
+            if following := next(older[folder], None):
+                newest[folder] = following
             continue
-        for reason in reasons:
-            told = reason if mirror is None else mirror.named(reason)
-            _log.warning("%s; using generation %d in %s, step %d", told, generation, checkpoint.path, checkpoint.step)
+        for reason in damaged:
+            _log.warning("%s; using generation %d in %s, step %d", reason, generation, folder.place, checkpoint.step)
         return checkpoint
-    if reasons:
-        raise CheckpointError("no checkpoint is complete: " + "; ".join(reasons))
+    if damaged:
+        raise CheckpointError("no checkpoint is complete: " + "; ".join(damaged))
     return None
 
 
-def _manifest(directory: Path, generation: int, place: Place | None = None) -> Manifest:
-    try:
-        return load_manifest(manifest_path(directory, generation))
-    except Unreadable:
-        raise
-    except (CheckpointError, OSError) as error:
-        raise _damaged(place or directory, generation, error) from error
-
-
-def _open(
-    directory: Path, generation: int, manifest: Manifest, *, data: bool, mirror: Mirror | None = None
-) -> Checkpoint:
-    place = directory if mirror is None else mirror.place(directory)
-    if mirror is not None:
-        mirror.fetch(directory, generation, manifest)
-    try:
+def _open(folder: Folder, generation: int, manifest: Manifest, *, data: bool) -> Checkpoint:
+    with _named(folder, generation):
         for group, record in manifest.files.items():
-            check(data_path(directory, group, generation), record, data=data)
-    except Unreadable:
-        raise
-    except CheckpointError as error:
-        if mirror is not None:
-            mirror.drop(directory, generation, manifest)
-        raise _damaged(place, generation, error) from error
-    return Checkpoint(manifest.step, manifest.state, place, generation, manifest.files, directory, mirror)
-
-
-def _damaged(directory: Place, generation: int, error: Exception) -> CheckpointError:
-    complete = directory.complete() if isinstance(directory, Storage) else complete_generations(directory)
-    if complete and generation < min(complete):  # the manifest is removed first
-        return Replaced(f"generation {generation} in {directory} was replaced while it was read; read the newest")
-    return CheckpointError(f"generation {generation} in {directory} is damaged: {error}")
+            check(folder.file(data_path(folder.path, group, generation)), record, data=data)
+    return Checkpoint(manifest.step, manifest.state, folder.place, generation, manifest.files, folder)

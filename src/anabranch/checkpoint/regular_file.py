@@ -16,15 +16,6 @@ from typing import BinaryIO
 
 from anabranch.errors import CheckpointError
 
-__all__ = ["Replaced", "Unreadable", "check_regular", "open_regular", "unreadable"]
-
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
 # With these no user can open a file there; other errors do not concern the file.
 _LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENAMETOOLONG})
 
@@ -42,27 +33,18 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
 
     Raises:
         Unreadable: it may not be read by this user, or not now.
-        CheckpointError: it does not exist, or is not a regular file; names its type.
+        CheckpointError: it does not exist, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in _LOST:
             raise unreadable(path, error) from error
-        raise CheckpointError(f"{path.name} cannot be opened: {_what_is_there(path, error)}") from error
-    try:
-        check_regular(path, os.fstat(descriptor))
-    except BaseException:
+        raise CheckpointError(f"{path.name} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
+        raise CheckpointError(f"{path.name} is not a regular file")
     return os.fdopen(descriptor, "rb", buffering)
-
-
-def check_regular(path: Path, status: os.stat_result) -> None:
-    """Raise ``CheckpointError`` unless ``status``, which is of ``path``, is a regular file's."""
-    kind = stat.S_IFMT(status.st_mode)
-    if kind != stat.S_IFREG:
-        raise CheckpointError(f"{path.name} is {_KINDS.get(kind, 'a special file')}, not a regular file")
 
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
@@ -71,11 +53,3 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
     if isinstance(error, PermissionError):
         cure = f"let user {os.geteuid()} read it, with chown or chmod"
     return Unreadable(f"{path} cannot be read: {error.strerror}. It is not treated as damaged or lost: {cure}")
-
-
-def _what_is_there(path: Path, error: OSError) -> str:
-    if error.errno == errno.ENXIO:
-        return "it is a socket or a device, not a regular file"
-    if path.is_symlink():
-        return f"it is a dangling link ({error.strerror})"
-    return str(error.strerror)

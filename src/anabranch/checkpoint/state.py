@@ -20,8 +20,6 @@ from anabranch.errors import CheckpointError
 from anabranch.tensors import tree_codec
 from anabranch.tensors.tree_codec import map_leaves, show
 
-__all__ = ["Custom", "TensorName", "decode", "encode", "join", "split"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorName:

@@ -4,8 +4,8 @@ A store has no locks and no renames, but an object exists whole or not at all. S
 temporary folder of this host first, then uploaded under its final names, the manifest last. A reader downloads what it
 takes into such a folder, where it is checked as any checkpoint is.
 
-A store may also never answer: each call to it is given up after a time, see ``bounded_call.py``. What it was at may
-still come about, so nothing that it belongs to is removed then.
+A store may also never answer: each call to it is made on a thread of its own, and abandoned after a time. The abandoned
+call may still complete, so nothing that it belongs to is removed then.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from anabranch.checkpoint.bounded_call import NoProgress, StoragePatience, bounded
-from anabranch.checkpoint.generations import check_path, data_path, generation_of, is_manifest, manifest_path
-from anabranch.checkpoint.manifest import LONGEST, Manifest
-from anabranch.checkpoint.regular_file import Replaced, Unreadable
+from anabranch.checkpoint.generations import (
+    check_path,
+    complete_generations,
+    complete_in,
+    data_path,
+    generations_in,
+    manifest_path,
+)
+from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 
-__all__ = ["Mirror", "NoAnswer", "Place", "SECONDS_VARIABLE", "Storage", "as_place"]
-
 SECONDS_VARIABLE = "ANABRANCH_STORAGE_SECONDS"
 """The environment variable with the seconds after which a call to a store is given up; more for each MiB it moves."""
 _SECONDS = 60.0
+_SLOWEST = 1 << 20  # bytes a second: a slower connection counts as dead
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://.+", re.DOTALL)
 _T = TypeVar("_T")
@@ -80,31 +86,17 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage({str(self)!r})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Storage) and self.url == other.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
-
     def __deepcopy__(self, memo: dict[int, object]) -> Storage:
         return self
-
-    def child(self, path: str) -> Storage:
-        """Return the directory that is at ``path``, one of ``find``'s."""
-        below = path.removeprefix(self.root).strip("/")
-        return Storage(f"{self.url}/{below}") if below else self
 
     def names(self) -> list[str]:
         """Return the names directly in this directory; none if it does not exist."""
         return [path.rpartition("/")[2] for path in self._listed("ls", detail=False)]
 
-    def find(self) -> dict[str, list[str]]:
-        """Return the names of files by directory, in this one and any under it."""
-        found: dict[str, list[str]] = {}
-        for path in self._listed("find"):
-            directory, _, name = path.rpartition("/")
-            found.setdefault(directory, []).append(name)
-        return found
+    def directories(self) -> list[Storage]:
+        """Return the directories with files, of this one and those under it."""
+        paths = sorted({path.rpartition("/")[0].removeprefix(self.root).strip("/") for path in self._listed("find")})
+        return [Storage(f"{self.url}/{path}") if path else self for path in paths]
 
     def _listed(self, how: str, **options: bool) -> list[str]:
         def ask() -> list[str]:
@@ -115,48 +107,52 @@ class Storage:
 
     def put(self, file: Path, name: str) -> None:
         """Upload ``file`` as ``name``, and verify that it is complete."""
-        patience = StoragePatience(self._seconds, file.stat().st_size)
+        size = file.stat().st_size
 
         def upload() -> None:
             if self._files.root_marker:  # object stores have no folders, and some would make a bucket of a typing error
                 self._files.makedirs(self.root, exist_ok=True)
-            self._files.put_file(os.fspath(file), self._path(name), callback=_told(patience))
+            self._files.put_file(os.fspath(file), self._path(name))
             self._files.invalidate_cache()
-            size, sent = self._files.info(self._path(name))["size"], file.stat().st_size
-            if size != sent:
-                raise OSError(f"{sent} bytes were sent, but {size} are stored")
+            stored = self._files.info(self._path(name))["size"]
+            if stored != size:
+                raise OSError(f"{size} bytes were sent, but {stored} are stored")
 
         fault_point("checkpoint.upload")
-        self._ask(f"upload {name} to", upload, patience=patience)
+        self._ask(f"upload {name} to", upload, size=size)
         fault_point("checkpoint.uploaded")
-
-    def remove(self, name: str) -> None:
-        """Remove the file ``name``, if it exists."""
-        fault_point("checkpoint.remove_upload")
-        self._ask(f"remove {name} from", lambda: self._files.rm_file(self._path(name)), None)
-
-    def size(self, name: str) -> int | None:
-        """Return the bytes of the file ``name``; ``None`` if it does not exist."""
-        return self._ask(f"look at {name} in", lambda: int(self._files.info(self._path(name))["size"]), None)
 
     def get(self, name: str, file: Path) -> None:
         """Download ``name`` to ``file``; do nothing if it does not exist."""
         fault_point("checkpoint.download")
-        patience = StoragePatience(self._seconds, self.size(name) or 0)
-
-        def download() -> None:
-            self._files.get_file(self._path(name), os.fspath(file), callback=_told(patience))
-
-        self._ask(f"read {name} from", download, None, patience=patience)
+        path = self._path(name)
+        size = self._ask(f"look at {name} in", lambda: int(self._files.info(path)["size"]), 0)
+        self._ask(f"read {name} from", lambda: self._files.get_file(path, os.fspath(file)), None, size=size)
 
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
 
-    def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T, patience: StoragePatience | None = None) -> _T:
+    def _ask(self, what: str, ask: Callable[[], _T], *if_missing: _T, size: int = 0) -> _T:
+        """Return ``ask()``, which moves ``size`` bytes."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(error)
+
+        thread = threading.Thread(target=run, name="anabranch-storage", daemon=True)
+        thread.start()
+        seconds = self._seconds + size / _SLOWEST
+        if not wait([answer], seconds).done:
+            raise NoAnswer(
+                f"cannot {what} {self}: no answer for {seconds:.0f} s; check that the store is reachable, or allow "
+                f"more time in {SECONDS_VARIABLE}"
+            )
+        thread.join(self._seconds)
         try:
-            return self._bounded(what, ask, patience)
-        except NoAnswer:
-            raise
+            return answer.result(0)
         except FileNotFoundError as error:
             if if_missing:
                 return if_missing[0]
@@ -164,30 +160,11 @@ class Storage:
         except Exception as error:  # each file system has its own errors
             raise Unreadable(f"cannot {what} {self}: {type(error).__name__}: {error}") from error
 
-    def _bounded(self, what: str, ask: Callable[[], _T], patience: StoragePatience | None = None) -> _T:
-        try:
-            return bounded(ask, patience or StoragePatience(self._seconds))
-        except NoProgress as error:
-            raise NoAnswer(
-                f"cannot {what} {self}: {error}; check that the store is reachable, or allow more time in "
-                f"{SECONDS_VARIABLE}"
-            ) from None
-
-    # A generation as a whole.
-
-    def generations(self) -> set[int]:
-        """Return the generations with any file, including remains of failed saves."""
-        return {number for name in self.names() if (number := generation_of(name)) is not None}
-
-    def complete(self) -> list[int]:
-        """Return the generations that have a manifest, newest first."""
-        return sorted((generation_of(name) or 0 for name in self.names() if is_manifest(name)), reverse=True)
-
     def upload(self, folder: Path, local: int, groups: list[str], keep: int) -> str:
         """Upload generation ``local`` of ``folder`` as this directory's newest, and keep so many; return its manifest's
         name.
         """
-        generation = max(self.generations(), default=0) + 1
+        generation = max(generations_in(self.names()).values(), default=0) + 1
         manifest = manifest_path(folder, generation).name
         try:
             for group in groups:
@@ -197,17 +174,17 @@ class Storage:
             raise  # a transfer may still complete; the next save removes the remains
         except Exception:
             with suppress(CheckpointError):
-                self._remove(generation)
+                self._remove({generation})
             raise
-        kept = set(self.complete()[:keep])
-        for old in sorted(self.generations() - kept):
-            self._remove(old)
+        names = self.names()
+        self._remove({*generations_in(names).values()} - {*complete_in(names)[:keep]})
         return manifest
 
-    def _remove(self, generation: int) -> None:
-        doomed = [name for name in self.names() if generation_of(name) == generation]
-        for name in sorted(doomed, key=lambda name: not is_manifest(name)):
-            self.remove(name)
+    def _remove(self, generations: Iterable[int]) -> None:
+        for name, generation in generations_in(self.names()).items():
+            if generation in generations:
+                fault_point("checkpoint.remove_upload")
+                self._ask(f"remove {name} from", lambda name=name: self._files.rm_file(self._path(name)), None)  # type: ignore[misc]
 
 
 def _seconds() -> float:
@@ -222,85 +199,56 @@ def _seconds() -> float:
     return seconds
 
 
-def _told(patience: StoragePatience) -> Any:
-    """Return a callback of ``fsspec`` that records progress."""
-    fsspec: Any = import_module("fsspec.callbacks")
-    return fsspec.Callback(hooks={"patience": lambda size, value, **facts: patience.moved() if value else None})
-
-
 Place = Path | Storage
 """A folder of this host, or a directory on a storage."""
 
 
-def as_place(given: object, name: str = "path") -> Place:
-    """Return ``given`` as a folder, or as a directory of a storage if it is a URL; ``file://`` is a folder.
+def as_place(path: object, name: str = "path") -> Place:
+    """Return ``path`` as a folder, or as a directory of a storage if it is a URL; ``file://`` is a folder.
 
     Raises:
         TypeError: it is not a path; names the argument and its value.
         ValueError, ModuleNotFoundError: as of ``Storage``.
     """
-    if isinstance(given, Storage):
-        return given
-    if isinstance(given, str) and given.startswith("file://"):
-        return Path(given.removeprefix("file://"))
-    return Storage(given) if isinstance(given, str) and _URL.fullmatch(given) else check_path(given, name)
+    if isinstance(path, Storage):
+        return path
+    if isinstance(path, str) and path.startswith("file://"):
+        return Path(path.removeprefix("file://"))
+    return Storage(path) if isinstance(path, str) and _URL.fullmatch(path) else check_path(path, name)
 
 
-class Mirror:
-    """A temporary folder for downloads; it is removed with the last checkpoint read from it."""
+class Folder:
+    """A directory that generations are read from.
 
-    def __init__(self, top: Storage) -> None:
-        self._folder = tempfile.mkdtemp(prefix="anabranch-checkpoint-")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._top = top
-        self._places: dict[Path, Storage] = {}
+    Attributes:
+        place: what it is called in messages.
+        path: where its files are.
+    """
 
-    def manifests(self, *, below: bool, generation: int | None = None) -> list[Path]:
-        """Download the manifests of the directory, and of those ``below`` it; return the folders they are in."""
-        found = self._top.find() if below else {self._top.root: self._top.names()}
-        for number, (path, names) in enumerate(sorted(found.items())):
-            folder = Path(self._folder, f"{number}")
-            folder.mkdir()
-            self._places[folder] = place = self._top.child(path)
-            for name in filter(is_manifest, names):
-                if generation in (None, generation_of(name)):
-                    if (place.size(name) or 0) > LONGEST:
-                        (folder / name).touch()  # too long for a manifest: damaged
-                    else:
-                        place.get(name, folder / name)
-                        if not (folder / name).exists():
-                            raise Replaced(f"{name} in {place} was removed while it was read; read the newest")
-        return list(self._places)
+    def __init__(self, place: Place, path: Path) -> None:
+        self.place, self.path = place, path
 
-    def fetch(self, folder: Path, generation: int, manifest: Manifest) -> None:
-        """Download the files of a generation, of their sizes in the manifest."""
-        place = self._places[folder]
-        for group, record in manifest.files.items():
-            path = data_path(folder, group, generation)
-            if place.size(path.name) == record.bytes:
-                place.get(path.name, path)
+    def complete(self) -> list[int]:
+        """Return the generations that have a manifest, newest first."""
+        return complete_generations(self.path)
 
-    def drop(self, folder: Path, generation: int, manifest: Manifest) -> None:
-        """Give the room of a generation back that is not taken."""
-        for group in manifest.files:
-            data_path(folder, group, generation).unlink(missing_ok=True)
+    def file(self, path: Path) -> Path:
+        """Return ``path``, which is in ``self.path``, once it is there."""
+        return path
 
-    def place(self, folder: Path) -> Storage:
-        """Return where ``folder`` was downloaded from."""
-        return self._places[folder]
 
-    def named(self, text: str) -> str:
-        """Return ``text`` with the storage's directories in place of the folders."""
-        for folder, place in sorted(self._places.items(), reverse=True):
-            text = re.sub(rf"{re.escape(str(folder))}(?!\d)", str(place), text)
-        return text
+class Download(Folder):
+    """A directory of a storage, in a temporary folder that is removed with the last checkpoint read from it."""
 
-    @contextmanager
-    def renamed_errors(self) -> Iterator[None]:
-        """Raise errors of the folders as errors of the storage."""
-        try:
-            yield
-        except CheckpointError as error:
-            if (text := self.named(str(error))) == str(error):
-                raise
-            raise type(error)(text) from error
+    place: Storage
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage, Path(tempfile.mkdtemp(prefix="anabranch-checkpoint-")))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def complete(self) -> list[int]:
+        return complete_in(self.place.names())
+
+    def file(self, path: Path) -> Path:
+        self.place.get(path.name, path)
+        return path

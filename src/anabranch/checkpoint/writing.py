@@ -24,27 +24,27 @@ from pathlib import Path
 from torch import Tensor
 
 from anabranch.checkpoint.generations import (
-    all_generations,
     claim,
-    complete_generations,
+    complete_in,
     data_path,
+    generations_in,
     make_directory,
     manifest_path,
+    names_in,
     publish,
-    remove_generation,
+    remove_generations,
     sync_directory,
     temporary,
 )
 from anabranch.checkpoint.manifest import FileRecord, Manifest, check_group, pack
 from anabranch.checkpoint.reading import newest_manifest
+from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, Storage, as_place
-from anabranch.checkpoint.tensor_file import lay_out, write_all, write_tensors
+from anabranch.checkpoint.tensor_file import check_writable, write_all, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.record.fault_points import fault_point
 from anabranch.record.spans import mark
-
-__all__ = ["Group", "write"]
 
 Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """Tensors by name; or what makes them when their file is written, so that no more than one such group is held."""
@@ -91,29 +91,30 @@ def write(
             still there.
     """
     directory = as_place(path)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"the step of a checkpoint is an int >= 0, got {step!r}")
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"a checkpoint directory keeps at least 1 generation, got keep={keep!r}")
+    if step < 0 or keep < 1:
+        raise ValueError(f"a checkpoint has a step >= 0, and its directory keeps >= 1 of them, got {step=}, {keep=}")
     for group, tensors in groups.items():
         check_group(group)
         if not callable(tensors):
-            lay_out(tensors, group)
+            check_writable(tensors, group)
     encode(state)
     started = time.monotonic()
-    if isinstance(directory, Storage):
-        _check(directory, check_newest)
-        uploaded, size = _upload(directory, groups, state, step, keep)
-        mark("checkpoint.written", path=str(directory), step=step, bytes=size, seconds=time.monotonic() - started)
-        return uploaded
     try:
-        make_directory(directory)
-        with claim(directory):
+        if isinstance(directory, Storage):
             _check(directory, check_newest)
-            generation = max(all_generations(directory), default=0) + 1
-            manifest, size = _write_generation(directory, generation, groups, state, step)
-            _remove_old(directory, keep)
-    except OSError as error:
+            with tempfile.TemporaryDirectory(prefix="anabranch-checkpoint-") as folder:
+                _, size = _write_generation(Path(folder), 1, groups, state, step)
+                name = directory.upload(Path(folder), 1, list(groups), keep)
+            manifest: Place = Storage(f"{directory.url}/{name}")
+        else:
+            make_directory(directory)
+            with claim(directory):
+                _check(directory, check_newest)
+                generation = max(generations_in(names_in(directory)).values(), default=0) + 1
+                manifest, size = _write_generation(directory, generation, groups, state, step)
+                names = names_in(directory)
+                remove_generations(directory, {*generations_in(names).values()} - {*complete_in(names)[:keep]})
+    except (Unreadable, OSError) as error:
         raise CheckpointError(
             f"cannot save step {step} to {directory}: {error}; earlier checkpoints there are unchanged"
         ) from error
@@ -124,18 +125,6 @@ def write(
 def _check(place: Place, check_newest: Callable[[Place, Manifest], None] | None) -> None:
     if check_newest is not None and (newest := newest_manifest(place)) is not None:
         check_newest(place, newest)
-
-
-def _upload(storage: Storage, groups: Mapping[str, Group], state: object, step: int, keep: int) -> tuple[Storage, int]:
-    try:
-        with tempfile.TemporaryDirectory(prefix="anabranch-checkpoint-") as folder:
-            _, size = _write_generation(Path(folder), 1, groups, state, step)
-            name = storage.upload(Path(folder), 1, list(groups), keep)
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(
-            f"cannot save step {step} to {storage}: {error}; earlier checkpoints there are unchanged"
-        ) from error
-    return storage.child(f"{storage.root}/{name}"), size
 
 
 def _write_generation(
@@ -182,11 +171,5 @@ def _removed_if_it_fails(directory: Path, generation: int) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            remove_generation(directory, generation)
+            remove_generations(directory, {generation})
         raise
-
-
-def _remove_old(directory: Path, keep: int) -> None:
-    kept = set(complete_generations(directory)[:keep])
-    for generation in sorted(all_generations(directory) - kept):
-        remove_generation(directory, generation)

@@ -823,7 +823,7 @@ class Executor:
             TypeError: ``fn`` cannot be called.
         """
         self._check_open()
-        return self._watching.callbacks.on(event, fn)
+        return self._watching.on(event, fn)
 
     def trace(
         self, path: str | os.PathLike[str], steps: int | None = None, *, operators: bool = False

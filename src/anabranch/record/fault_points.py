@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["fault_point", "on_fault_point"]
-
 _lock = threading.Lock()
 _handler: Callable[[str], None] | None = None
 

@@ -18,26 +18,12 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 
 from anabranch.periodic import Periodic
 from anabranch.record import spans
 from anabranch.record.trace import as_lines, footer, header
-
-__all__ = [
-    "PLAN_VARIABLE",
-    "PROGRESS_VARIABLE",
-    "STATUS_VARIABLE",
-    "TRACE_VARIABLE",
-    "ProcessRecord",
-    "flush",
-    "process_name",
-    "process_record",
-    "record_process",
-    "replace_text",
-]
 
 STATUS_VARIABLE = "ANABRANCH_STATUS"
 """Names the file of the process's status, without its suffix."""
@@ -72,7 +58,7 @@ class ProcessRecord:
         self._facts: dict[str, Callable[[], object]] = {}
         self._lock = threading.Lock()
         self._written = ""
-        self._told: tuple[int, int] | None = None
+        self._counted: tuple[int, int] | None = None
         self._thread = Periodic(self.write, _EVERY, name="anabranch-record")
         self._started = False
 
@@ -94,7 +80,7 @@ class ProcessRecord:
         with self._lock:
             for name, read in facts.items():
                 if self._facts.get(name) == read:
-                    self._facts[name] = partial(_same, read())
+                    self._facts[name] = repeat(read()).__next__
         self.write()
 
     def write(self) -> None:
@@ -118,10 +104,10 @@ class ProcessRecord:
     def _write_spans(self, path: Path) -> None:
         taken = self._recorder.take()
         known = len(self._recorder.threads), self._recorder.dropped
-        if not taken and known == (self._told or (0, 0)):
+        if not taken and known == (self._counted or (0, 0)):
             return
-        items: list[object] = [header(self._recorder, self._name)] if self._told is None else []
-        self._told = known
+        items: list[object] = [header(self._recorder, self._name)] if self._counted is None else []
+        self._counted = known
         with suppress(OSError), path.open("ab") as file:  # a full disk, a folder that was removed
             file.write(as_lines([*items, *taken, footer(self._recorder)]))
 
@@ -133,16 +119,14 @@ class ProcessRecord:
         _record = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _record
         if self is not _record:  # a fork's end
             return
         _record = None
         spans.stop(self._recorder.add)
         if self._started:
-            self._thread.__exit__(kind, error, trace)
+            self._thread.__exit__(None, None, None)
         self.write()
 
 
@@ -176,10 +160,6 @@ def process_name() -> str:
     """Return the role and rank that a launcher has given this process, such as ``"worker 0"``; else its number."""
     stem = os.environ.get(STATUS_VARIABLE)
     return " ".join(Path(stem).name.rsplit("-", 1)) if stem else f"process {os.getpid()}"
-
-
-def _same(value: object) -> object:
-    return value
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -23,30 +23,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from threading import get_ident
 from time import monotonic, monotonic_ns
-from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
-
-__all__ = [
-    "CAPACITY",
-    "LONG",
-    "Flow",
-    "Lasting",
-    "Open",
-    "Span",
-    "SpanRecorder",
-    "begin",
-    "complete",
-    "heard",
-    "mark",
-    "open_spans",
-    "shown",
-    "span",
-    "start",
-    "stop",
-]
 
 CAPACITY = 250_000
 """Spans that a process records at most; the others are counted."""
@@ -142,21 +122,7 @@ def stop(add: Callable[[Span], None]) -> None:
         _adds = tuple(one for one in _adds if one is not add)
 
 
-class _Nothing:
-    """A no-op span while no trace is being recorded."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()
 
 
 class _Recorded:
@@ -173,16 +139,14 @@ class _Recorded:
     def __enter__(self) -> None:
         self._start = monotonic_ns()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # As `complete`, without its call.
         one = (self._name, self._category, "", self._start, monotonic_ns(), get_ident(), self._facts, self._flow)
         for add in _adds:
             add(one)
 
 
-def span(name: str, category: str, flow: Flow | None = None, **facts: object) -> _Nothing | _Recorded:
+def span(name: str, category: str, flow: Flow | None = None, **facts: object) -> nullcontext[None] | _Recorded:
     """Return a context whose time is a span of this thread.
 
     Args:
@@ -275,9 +239,7 @@ class Lasting:
         self._start = monotonic_ns()
         shown[self] = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shown.pop(self, None)
         if self._traced:
             complete(self._start, self._name, self._category, facts=dict(self._facts()))
@@ -289,8 +251,8 @@ def open_spans(longer_than: float = LONG) -> list[dict[str, Any]]:
     Of all threads the waits, of the main thread its work, too.
     """
     latest, main = monotonic() - longer_than, threading.main_thread().ident
-    found: list[dict[str, Any]] = [dict(one.open_span()) for one in tuple(shown)]
-    lasting = [one for one in found if one["since"] <= latest and one.get("thread", main) == main]
+    every: list[dict[str, Any]] = [dict(one.open_span()) for one in tuple(shown)]
+    lasting = [one for one in every if one["since"] <= latest and one.get("thread", main) == main]
     return sorted(lasting, key=lambda one: one["since"])
 
 

@@ -28,20 +28,6 @@ from typing import IO
 
 from anabranch.record.spans import Span, SpanRecorder
 
-__all__ = [
-    "ClockReadings",
-    "ProcessTrace",
-    "TraceSummary",
-    "as_lines",
-    "check_trace_path",
-    "footer",
-    "header",
-    "host",
-    "offset_between",
-    "read_part",
-    "write_trace",
-]
-
 _FIRST_LANE = 1 << 23  # above every thread's number
 _WAIT_COLOUR = "thread_state_iowait"
 _ROLES = ("worker", "expert", "parameters", "rendezvous")
@@ -101,14 +87,13 @@ def check_trace_path(path: str | os.PathLike[str]) -> Path:
         target = Path(os.fspath(path)).absolute()
     except TypeError:
         raise TypeError(f"a trace's path is a string or a Path, got {path!r}") from None
-    folder = target.parent
     why = None
     if target.is_dir() or str(path).endswith("/"):
         why = "it is a folder; name a file, such as out.json"
-    elif not folder.is_dir():
-        why = f"the folder {folder} does not exist; create it first"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        why = f"{folder} is not writable"
+    elif not target.parent.is_dir():
+        why = f"the folder {target.parent} does not exist; create it first"
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        why = f"{target.parent} is not writable"
     if why is not None:
         raise ValueError(f"no trace can be written to {str(path)!r}: {why}")
     return target
@@ -236,7 +221,12 @@ class _Writer:
         self._base = 0
 
     def write(self, parts: Sequence[ProcessTrace], notes: Mapping[str, object]) -> TraceSummary:
-        offsets = [_offset(parts[0], part) for part in parts]
+        offsets = [
+            (0, 0)
+            if part.host == parts[0].host or not parts[0].clock or len(parts[0].clock) != len(part.clock)
+            else offset_between(parts[0].clock, part.clock)
+            for part in parts
+        ]
         self._base = min((part.began + offset for part, (offset, _) in zip(parts, offsets, strict=True)), default=0)
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
         pids: set[int] = set()
@@ -280,20 +270,10 @@ class _Writer:
                 self._name("thread_name", pid, tid, name=lanes.name(tid))
                 self._name("thread_sort_index", pid, tid, sort_index=tid)
             place = _End(pid, tid, start + offset, max(end, start + 1) + offset, bool(facts and "error" in facts))
-            event = {
-                "ph": "X",
-                "name": name,
-                "cat": category,
-                "ts": self._microseconds(place.start),
-                "dur": (place.end - place.start) / 1e3,
-                "pid": pid,
-                "tid": tid,
-            }
-            if category == "wait":
-                event["cname"] = _WAIT_COLOUR
-            if facts:
-                event["args"] = self._called(facts)
-            self._put(event)
+            begin, duration = (place.start - self._base) / 1e3, (place.end - place.start) / 1e3
+            event = {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": duration, "pid": pid, "tid": tid}
+            more = {"cname": _WAIT_COLOUR} if category == "wait" else {}
+            self._put({**event, **more, **({"args": self._called(facts)} if facts else {})})
             if flow is not None:
                 self._flows.setdefault(flow[1], {}).setdefault(flow[0], []).append(place)
 
@@ -301,9 +281,6 @@ class _Writer:
         peer = facts.get("peer")
         called = ", ".join(self._names.get(one, one) for one in peer.split(", ")) if isinstance(peer, str) else peer
         return facts if called == peer else {**facts, "peer": called, "endpoint": peer}
-
-    def _microseconds(self, clock: int) -> float:
-        return (clock - self._base) / 1e3
 
     def _arrows(self) -> Iterator[tuple[tuple[_End, int], tuple[_End, int]]]:
         """Both ends of each arrow, with its time there."""
@@ -321,13 +298,7 @@ class _Writer:
     def _put_arrow(self, number: int, source: tuple[_End, int], target: tuple[_End, int]) -> None:
         common = {"name": "flow", "cat": "flow", "id": number}
         for (end, clock), more in ((source, {"ph": "s"}), (target, {"ph": "f", "bp": "e"})):
-            self._put({**common, **more, "ts": self._microseconds(clock), "pid": end.pid, "tid": end.tid})
-
-
-def _offset(first: ProcessTrace, part: ProcessTrace) -> tuple[int, int]:
-    if part.host == first.host or not first.clock or len(first.clock) != len(part.clock):
-        return 0, 0
-    return offset_between(first.clock, part.clock)
+            self._put({**common, **more, "ts": (clock - self._base) / 1e3, "pid": end.pid, "tid": end.tid})
 
 
 class _Lanes:

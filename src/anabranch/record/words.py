@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["ACTIVITIES", "in_words"]
-
 ACTIVITIES = {
     "load": "is fetching a batch from its loader",
     "capture": "is capturing a step as a graph, once for each kind of batch",

@@ -1,25 +1,15 @@
-"""``Executor.on``: the user's callbacks for events, and the records they get."""
+"""The records that the user's callbacks get, and a callback's ``Subscription``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from anabranch.checkpoint.storage import Place
-
-__all__ = [
-    "Callbacks",
-    "PeerLostRecord",
-    "Record",
-    "RestartRecord",
-    "SaveRecord",
-    "StepRecord",
-    "Subscription",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,70 +86,27 @@ class RestartRecord:
 
 Record: TypeAlias = StepRecord | SaveRecord | PeerLostRecord | RestartRecord
 
-_EVENTS = ("step", "save", "peer_lost", "restart")
 
-
-class Subscription:
+class Subscription(AbstractContextManager["Subscription"]):
     """One callback given to ``Executor.on``; a context manager that removes it on exit.
 
-    >>> called = []
-    >>> callbacks = Callbacks()
-    >>> with callbacks.on("restart", called.append):
-    ...     callbacks.call("restart", RestartRecord(step=3, attempt=1))
-    >>> callbacks.call("restart", RestartRecord(step=4, attempt=2))
-    >>> [record.step for record in called]
-    [3]
+    >>> subscriptions = []
+    >>> with Subscription(subscriptions, print):
+    ...     len(subscriptions)
+    1
+    >>> subscriptions
+    []
     """
 
     def __init__(self, listed: list[Subscription], function: Callable[..., object]) -> None:
         self._listed = listed
         self.function = function
+        listed.append(self)
 
     def remove(self) -> None:
         """Remove the callback. Does nothing the second time."""
         if self in self._listed:
             self._listed.remove(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-class Callbacks:
-    """The functions of one executor, by event.
-
-    Attributes:
-        listed: the subscriptions of each event, in their order.
-    """
-
-    def __init__(self) -> None:
-        self.listed: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
-
-    def on(self, event: str, fn: Callable[..., object]) -> Subscription:
-        """Call ``fn(record)`` at each ``event`` from now on.
-
-        Raises:
-            ValueError: no such event.
-            TypeError: ``fn`` cannot be called.
-        """
-        if event not in self.listed:
-            raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
-        if not callable(fn):
-            raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
-        subscription = Subscription(self.listed[event], fn)
-        self.listed[event].append(subscription)
-        return subscription
-
-    def call(self, event: str, record: Record) -> None:
-        """Call the callbacks in registration order; the first error is raised to the caller."""
-        for subscription in tuple(self.listed[event]):
-            try:
-                subscription.function(record)
-            except BaseException as error:
-                name = getattr(subscription.function, "__qualname__", repr(subscription.function))
-                error.add_note(f"raised by {name}, which executor.on({event!r}, ...) had called with {record}")
-                raise

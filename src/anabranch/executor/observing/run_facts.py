@@ -1,7 +1,7 @@
 """``RunFacts``: a worker's facts about its run, for ``anabranch status`` and the screen of ``anabranch run``.
 
-Once a second, on the training thread, it reads counts that the executor keeps anyway. Rank 0 also has the loss, read as
-for any other sink, at most a few times a second. The process's record writes them.
+Once a second, on the training thread, it reads counts that the executor keeps anyway. Rank 0 also has the loss, read a
+few times a second, each a moment after its step so that no device is waited for. The process's record writes them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+from torch import Tensor
+
 from anabranch.executor.statistics import TableLoads
 from anabranch.record.process import ProcessRecord
 
-__all__ = ["Curve", "RunFacts"]
-
 _EVERY = 1.0  # seconds between two reads of the counts
+_LOSS_EVERY = 0.25  # seconds between two losses that are read
 _POINTS = 64
 
 
@@ -55,7 +56,7 @@ class Curve:
 
 
 class RunFacts:
-    """A worker's facts in its process's record: a sink of its losses and a counter of its steps.
+    """A worker's facts in its process's record: its losses, counts and steps.
 
     Args:
         record: writes them.
@@ -76,6 +77,8 @@ class RunFacts:
         self._progress = progress
         self._clock = clock
         self._next = clock() + _EVERY
+        self._next_loss = 0.0
+        self._unread: Tensor | None = None
         self._last: tuple[float, int, dict[str, int]] | None = None
         self._step = 0
         self._curve, self._pace = Curve(), Curve()
@@ -115,21 +118,26 @@ class RunFacts:
     def _facts(self) -> dict[str, object]:
         return {**self._run, "steps": self._step, "progress": self._progress()}
 
-    # The sink.
+    @property
+    def due(self) -> bool:
+        """True if ``stepped`` should be called after the next step."""
+        return self._clock() >= self._next_loss
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Take the loss of a step."""
-        found = [value for name, value in values.items() if name.rpartition("/")[2] == "loss"]
-        if found:
-            self._curve.add(found[0])
-            self._run = {**self._run, "loss": found[0], "curve": self._curve.points()}
+    def stepped(self, loss: Tensor | None) -> None:
+        """Take the loss of a step, which may still be computed; it is read when the next one is taken."""
+        if (unread := self._unread) is not None:
+            value = float(unread)
+            self._curve.add(value)
+            self._run = {**self._run, "loss": value, "curve": self._curve.points()}
+        self._unread = loss
+        self._next_loss = self._clock() + _LOSS_EVERY
 
-    def event(self, name: str, facts: dict[str, object]) -> None:
+    def saved(self, path: object) -> None:
         """Record the path of a checkpoint."""
-        if name == "save":
-            self._run = {**self._run, "saved": os.path.abspath(str(facts["path"]))}
-            self._record.write()
+        self._run = {**self._run, "saved": os.path.abspath(str(path))}
+        self._record.write()
 
     def close(self) -> None:
         """Leave the last facts."""
+        self.stepped(None)
         self._record.settle(run=self._facts)

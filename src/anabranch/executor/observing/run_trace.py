@@ -6,11 +6,9 @@ machines their clocks are compared over the same connections, before and after.
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,8 +19,6 @@ from anabranch.collectives import Workers
 from anabranch.record import spans
 from anabranch.record.process import process_name
 from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace
-
-__all__ = ["RunTrace", "nested_in"]
 
 _ROUNDS = 8
 _MARK = "anabranch clock"
@@ -69,19 +65,15 @@ class RunTrace:
     def _agree(self, refused: str, steps: object) -> None:
         if self._everyone is None:
             return
-        texts = [text.decode() for text in self._gather(f"{steps!r}\n{refused}".encode())]
-        found = [text.partition("\n") for text in texts]
-        others = [(rank, why) for rank, (_, _, why) in enumerate(found) if why]
-        error = None
-        if not refused and others:
-            error = f"trace was refused on rank {others[0][0]}: {others[0][1]}"
-        elif not others and len({asked for asked, _, _ in found}) > 1:
-            error = (
-                f"all workers must trace the same number of steps; they requested {[asked for asked, _, _ in found]}"
-            )
-        if error is not None:
-            self._end_profile()
-            raise ValueError(error)
+        answers = [text.decode().partition("\n") for text in self._gather(f"{steps!r}\n{refused}".encode())]
+        refusals = [(rank, why) for rank, (_, _, why) in enumerate(answers) if why]
+        numbers = [number for number, _, _ in answers]
+        if refused or (not refusals and len(set(numbers)) == 1):
+            return
+        self._end_profile()
+        if refusals:
+            raise ValueError("trace was refused on rank {}: {}".format(*refusals[0]))
+        raise ValueError(f"all workers must trace the same number of steps; they requested {numbers}")
 
     def _gather(self, data: bytes) -> list[bytes]:
         assert self._everyone is not None
@@ -134,36 +126,33 @@ class RunTrace:
     # PyTorch's operators.
 
     def _end_profile(self) -> list[FunctionEvent]:
-        found, self._profile = self._profile, None
-        if found is None:
+        running, self._profile = self._profile, None
+        if running is None:
             return []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the profiler warns about events that it cannot record
-            found.stop()
-            return list(found.events() or ())  # type: ignore[no-untyped-call]
+            running.stop()
+            return list(running.events() or ())  # type: ignore[no-untyped-call]
 
     def _operators(self) -> list[spans.Span]:
-        found = _as_spans(self._end_profile(), self._marks)
-        own = [one for one in found if one[3] >= self._recorder.began]
-        self._recorder.dropped += max(0, len(own) - spans.CAPACITY)
-        return list(nested_in(self._spans, own[: spans.CAPACITY]))
+        operators = [one for one in _as_spans(self._end_profile(), self._marks) if one[3] >= self._recorder.began]
+        self._recorder.dropped += max(0, len(operators) - spans.CAPACITY)
+        return operators[: spans.CAPACITY]
 
 
 def _check_steps(steps: object) -> int | None:
-    if steps is None:
-        return None
-    if isinstance(steps, bool) or not isinstance(steps, int):
+    if isinstance(steps, bool) or not isinstance(steps, int | None):
         raise TypeError(f"steps is a number of optimizer steps, or None, got {steps!r}")
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ValueError(f"steps is a number of optimizer steps, at least 1, got {steps}")
     return steps
 
 
 def _begin_profile() -> profile:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    found = profile(activities=activities)
-    found.start()
-    return found
+    running = profile(activities=activities)
+    running.start()
+    return running
 
 
 def _mark() -> tuple[int, int]:
@@ -176,43 +165,22 @@ def _mark() -> tuple[int, int]:
 
 def _as_spans(events: list[FunctionEvent], marks: list[tuple[int, int]]) -> Iterator[spans.Span]:
     """Yield a profile's events on our clock: each mark lies between the two readings that were taken around it."""
-    times = {id(event): (int(event.time_range.start * 1e3), int(event.time_range.end * 1e3)) for event in events}
-    found = sorted(times[id(event)] for event in events if event.name == _MARK)
-    if not found or len(found) != len(marks):
+    times = [(event, int(event.time_range.start * 1e3), int(event.time_range.end * 1e3)) for event in events]
+    seen = sorted((start, end) for event, start, end in times if event.name == _MARK)
+    if not seen or len(seen) != len(marks):
         return
-    low = max(before - start for (before, _), (start, _) in zip(marks, found, strict=True))
-    high = min(after - end for (_, after), (_, end) in zip(marks, found, strict=True))
+    low = max(before - start for (before, _), (start, _) in zip(marks, seen, strict=True))
+    high = min(after - end for (_, after), (_, end) in zip(marks, seen, strict=True))
     offset = (low + high) // 2
-    for event in events:
-        if event.name == _MARK:
-            continue
-        start, end = times[id(event)]
-        on_thread = event.device_type.name == "CPU" and not event.is_async
-        track = "" if on_thread else _track(event)
-        yield event.name, "operator", track, start + offset, end + offset, event.device_resource_id, None, None
-
-
-def nested_in(outer: Iterable[spans.Span], operators: Iterable[spans.Span]) -> Iterator[spans.Span]:
-    """Yield operators cut where they cross an edge of a span of their thread, the longer part kept.
-
-    The profiler's clock is known to a few microseconds only, more where the thread was held up beside a mark, and
-    viewers draw spans that overlap without nesting in the wrong place.
-    """
-    edges: dict[int, list[tuple[int, int]]] = {}
-    for _, _, track, start, end, thread, *_ in outer:
-        if not track:
-            edges.setdefault(thread, []).extend([(start, end), (end, start)])
-    for found in edges.values():
-        found.sort()
-    for name, category, track, start, end, thread, facts, flow in operators:
-        beside = edges.get(thread, []) if not track else []
-        for edge, other in beside[bisect_right(beside, (start, math.inf)) : bisect_left(beside, (end, -math.inf))]:
-            if start < edge < end and not start <= other <= end:
-                start, end = (edge, end) if edge - start <= end - edge else (start, edge)
-        yield name, category, track, start, end, thread, facts, flow
+    for event, start, end in times:
+        if event.name != _MARK:
+            thread = event.device_resource_id
+            yield event.name, "operator", _track(event), start + offset, end + offset, thread, None, None
 
 
 def _track(event: FunctionEvent) -> str:
+    # Not among the spans of its thread: the offset is known to a few microseconds only, and viewers draw spans that
+    # overlap without nesting in the wrong place.
     if event.device_type.name == "CPU":
-        return "operators in the background"
+        return "operators in the background" if event.is_async else "operators"
     return f"{event.device_type.name.lower()}:{event.device_index} stream {event.device_resource_id}"

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
-
-__all__ = ["Sink", "SinkFeed", "check_sinks"]
 
 _EVERY = 1.0  # seconds between two readings
 _SHARE = 0.003  # of the run's time, for reading and sinks together
@@ -68,19 +67,17 @@ class Sink(Protocol):
         """Close the sink after all events. Called once, when the executor is closed."""
 
 
-def check_sinks(sinks: object) -> tuple[Sink, ...]:
+def check_sinks(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
     """Return ``sinks`` as a tuple.
 
     Raises:
         TypeError: it is not an iterable of sinks.
     """
-    if isinstance(sinks, type) or not isinstance(sinks, Iterable):
-        raise TypeError(f"sinks is a list of objects with scalars, event and close, got {sinks!r}")
-    found = tuple(sinks)
-    for sink in found:
+    every = tuple(sinks)
+    for sink in every:
         if isinstance(sink, type) or not isinstance(sink, Sink):
-            raise TypeError(f"a sink has the methods scalars, event and close, got {sink!r}")
-    return found
+            raise TypeError(f"sinks is a list of objects with scalars, event and close, got {sink!r}")
+    return every
 
 
 class SinkFeed:
@@ -90,25 +87,16 @@ class SinkFeed:
         sinks: all that were given.
         rank: this worker's; only sinks that write on it are fed.
         clock: seconds.
-        spacing: seconds between two recorded steps; by default every step is recorded, unless they are very fast.
 
     Attributes:
         idle: true without sinks.
     """
 
-    def __init__(
-        self,
-        sinks: Iterable[Sink],
-        rank: int,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        spacing: float | None = None,
-    ) -> None:
-        self._given = list(sinks)
-        self._fed = [sink for sink in self._given if rank == 0 or getattr(sink, "every_rank", False)]
+    def __init__(self, sinks: Iterable[Sink], rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._open = list(sinks)
+        self._fed = [sink for sink in self._open if rank == 0 or getattr(sink, "every_rank", False)]
         self.idle = not self._fed
         self._clock = clock
-        self._spacing, self._kept_anyway = (_SPACING, _KEPT_ANYWAY) if spacing is None else (spacing, 1)
         self._started = self._last = clock()
         self._spent = 0.0
         self._per_step: float | None = None  # seconds, as measured last
@@ -121,7 +109,7 @@ class SinkFeed:
     @property
     def due(self) -> bool:
         """True if the next step should be passed to ``step``."""
-        return not self.idle and (self._kept < self._kept_anyway or self._clock() - self._last_kept >= self._spacing)
+        return not self.idle and (self._kept < _KEPT_ANYWAY or self._clock() - self._last_kept >= _SPACING)
 
     def step(self, step: int, values: dict[str, Tensor | float], rows: float) -> None:
         """Record the metrics of an optimizer step; tensors stay on their devices for now."""
@@ -137,7 +125,7 @@ class SinkFeed:
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Pass on an event, after the steps before it."""
         self.flush()
-        self._tell(lambda sink: sink.event(name, dict(facts)))
+        self._call(lambda sink: sink.event(name, dict(facts)))
 
     def flush(self) -> None:
         """Pass on everything recorded."""
@@ -161,7 +149,7 @@ class SinkFeed:
         """Read the steps and pass them to all sinks; return the seconds that it took."""
         began = self._clock()
         for (step, _), values in zip(steps, _read([values for _, values in steps]), strict=True):
-            self._tell(lambda sink, step=step, values=values: sink.scalars(step, dict(values)))  # type: ignore[misc]
+            self._call(lambda sink, step=step, values=values: sink.scalars(step, dict(values)))  # type: ignore[misc]
         spent = self._clock() - began
         self._spent += spent
         return spent
@@ -174,7 +162,7 @@ class SinkFeed:
         many = max(1, int(budget / each))
         return [pending[(index + 1) * len(pending) // many - 1] for index in range(many)]
 
-    def _tell(self, call: Callable[[Sink], None]) -> None:
+    def _call(self, call: Callable[[Sink], None]) -> None:
         for sink in tuple(self._fed):
             try:
                 call(sink)
@@ -183,7 +171,7 @@ class SinkFeed:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._fed.remove(sink)
-        self._given.remove(sink)
+        self._open.remove(sink)
         self.idle = not self._fed
         with suppress(Exception):
             sink.close()
@@ -194,8 +182,8 @@ class SinkFeed:
         try:
             self.flush()
         finally:
-            given, self._given, self._fed, self.idle = self._given, [], [], True
-            for sink in given:
+            sinks, self._open, self._fed, self.idle = self._open, [], [], True
+            for sink in sinks:
                 try:
                     sink.close()
                 except Exception as error:  # noqa: BLE001 - as above
@@ -212,21 +200,11 @@ def _warn(sink: Sink, error: Exception, consequence: str) -> None:
 
 def _read(steps: list[dict[str, Tensor | float]]) -> list[dict[str, float]]:
     """Return plain numbers for tensors of one element; each device is waited for once."""
-    elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, float], str, Tensor]]] = {}
-    found: list[dict[str, float]] = []
-    for values in steps:
-        numbers: dict[str, float] = {}
-        for name, value in values.items():
-            numbers[name] = 0.0  # keeps the order
-            if not isinstance(value, Tensor):
-                numbers[name] = float(value)
-            elif value.device.type == "cpu":
-                numbers[name] = float(value.item())
-            else:
-                elsewhere.setdefault((value.device, value.dtype), []).append((numbers, name, value))
-        found.append(numbers)
-    for waiting in elsewhere.values():
-        read = torch.stack([value.reshape(()) for _, _, value in waiting]).tolist()
-        for (numbers, name, _), number in zip(waiting, read, strict=True):
-            numbers[name] = float(number)
-    return found
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for value in (value for values in steps for value in values.values()):
+        if isinstance(value, Tensor):
+            alike[value.device, value.dtype].append(value)
+    numbers: dict[Tensor | float, float] = {}
+    for tensors in alike.values():
+        numbers.update(zip(tensors, torch.stack([tensor.reshape(()) for tensor in tensors]).tolist(), strict=True))
+    return [{name: float(numbers.get(value, value)) for name, value in values.items()} for values in steps]

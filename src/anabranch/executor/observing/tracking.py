@@ -1,42 +1,30 @@
 """``Executor.track``: the progress of a loop, on one line of the terminal, or without one a line every few seconds.
 
-Rank 0 writes to its stderr, which ``anabranch run`` shows. On a terminal the line is redrawn in place, and output of
+Rank 0 writes to its stderr, which ``anabranch run`` shows. On a terminal rich redraws the line in place, and output of
 the script goes above it. Where ``anabranch run`` draws its own screen the line is part of that, and nothing is written
 here.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TextIO, TypeVar, cast, overload
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from anabranch.deadline import minutes_and_seconds
 from anabranch.record.process import PROGRESS_VARIABLE
 
-__all__ = ["Progress", "TextStream"]
-
-_T = TypeVar("_T")
-
 _REDRAW = 0.25  # seconds between two drawings on a terminal
 _REPEAT = 5.0  # seconds between two lines elsewhere
-_CLEAR = "\r\x1b[K"
-_COLUMNS = 80
-
-
-class TextStream(Protocol):
-    """The part of a text file that progress is written to."""
-
-    def write(self, text: str, /) -> int: ...
-
-    def flush(self) -> None: ...
-
-    def isatty(self) -> bool: ...
-
-    def fileno(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -62,13 +50,10 @@ class _Loop:
         if self.done and seconds > 0:
             rate = self.done / seconds
             parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each")
-            if self.total is not None:
-                left = max(0, self.total - self.done) / rate
-                parts.append(
-                    f"{minutes_and_seconds(left)} left"
-                    if self.done < self.total
-                    else f"took {minutes_and_seconds(seconds)}"
-                )
+            if self.total is not None and self.done < self.total:
+                parts.append(f"{minutes_and_seconds((self.total - self.done) / rate)} left")
+            elif self.total is not None:
+                parts.append(f"took {minutes_and_seconds(seconds)}")
         return " · ".join(parts)
 
 
@@ -81,17 +66,13 @@ class Progress:
         clock: seconds.
     """
 
-    def __init__(
-        self, shown: bool, stream: TextStream | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, shown: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._shown = shown
         self._stream = stream
         self._clock = clock
         self._loops: list[_Loop] = []
         self._next = 0.0
-        self._drawn = False
-        self._mid_line = False  # the script has printed the beginning of a line
-        self._replaced: dict[str, tuple[TextIO, TextIO]] = {}
+        self._live: Live | None = None
         self._style = os.environ.get(PROGRESS_VARIABLE, "")
 
     def loops(self) -> list[dict[str, object]]:
@@ -102,13 +83,7 @@ class Progress:
             for loop in tuple(self._loops)
         ]
 
-    @overload
-    def track(self, over: int, label: str | None = None) -> Iterator[int]: ...
-
-    @overload
-    def track(self, over: Iterable[_T], label: str | None = None) -> Iterator[_T]: ...
-
-    def track(self, over: int | Iterable[_T], label: str | None = None) -> Iterator[int] | Iterator[_T]:
+    def track(self, over: int | Iterable[Any], label: str | None = None) -> Iterator[Any]:
         """Return an iterator over ``over`` that shows its progress.
 
         Raises:
@@ -120,129 +95,63 @@ class Progress:
             raise ValueError(f"track takes a number of rounds of at least 0, got {over}")
         if not isinstance(label, str | None):
             raise TypeError(f"label is a string, got {label!r}")
-        items = cast("Iterable[_T]", range(over)) if isinstance(over, int) else over
+        items = range(over) if isinstance(over, int) else over
         return self._rounds(items, label) if self._shown else iter(items)
 
-    def _rounds(self, items: Iterable[_T], label: str | None) -> Iterator[_T]:
+    def _rounds(self, items: Iterable[object], label: str | None) -> Iterator[object]:
         loop = _Loop(label, _length(items), self._clock())
         if not self._loops:
-            self._begin(loop.started)
+            self._live = None if self._style else _live(self._stream)
+            self._next = loop.started + (0.0 if self._live is not None else _REPEAT)
         self._loops.append(loop)
         try:
             for item in items:
                 yield item
                 loop.done += 1
-                now = self._clock()
-                if now >= self._next:
-                    self._show(now)
+                if self._clock() >= self._next:
+                    self._show()
         finally:
             self._end(loop)
 
-    def _begin(self, now: float) -> None:
-        if self._terminal():
-            self._next = now
-            self._put_prints_above()
-        else:
-            self._next = now + _REPEAT
-
     def _end(self, loop: _Loop) -> None:
         if loop not in self._loops:
-            return
-        now = self._clock()
-        outermost = self._loops[0] is loop
-        if outermost and (self._terminal() or now - loop.started >= _REPEAT):
+            return  # the loop around it was left first
+        if loop is self._loops[0]:
             del self._loops[1:]
-            self._show(now, ends=True)
+            if self._live is not None or self._clock() - loop.started >= _REPEAT:
+                self._show(ends=True)
+            live, self._live = self._live, None
+            with suppress(OSError, ValueError):
+                if live is not None:
+                    live.stop()
         self._loops.remove(loop)
-        if outermost:
-            self._restore_prints()
-            if self._drawn:
-                self._write("\n")
-            self._drawn = False
 
-    def _show(self, now: float, *, ends: bool = False) -> None:
-        if not self._loops or self._mid_line:
-            return
+    def _show(self, *, ends: bool = False) -> None:
+        now = self._clock()
         if self._style == "screen" and not ends:
-            self._next = float("inf")
+            self._next = math.inf
             return
         line = " · ".join([*(loop.count() for loop in self._loops[:-1]), self._loops[-1].line(now)])
-        if self._terminal():
-            self._next = now + _REDRAW
-            room = self._columns() - 1
-            self._write(f"{_CLEAR}{line if len(line) <= room else '…' + line[1 - room :]}")
-            self._drawn = True
-        else:
-            self._next = now + _REPEAT
-            self._write(f"{line}\n")
-
-    def _out(self) -> TextStream:
-        if self._stream is not None:
-            return self._stream
-        return self._replaced["stderr"][0] if "stderr" in self._replaced else sys.stderr
-
-    def _terminal(self) -> bool:
-        out = cast("TextStream | None", self._out())
-        return not self._style and out is not None and out.isatty()
-
-    def _columns(self) -> int:
+        self._next = now + (_REPEAT if self._live is None else _REDRAW)
         try:
-            return os.get_terminal_size(self._out().fileno()).columns or _COLUMNS
-        except (OSError, ValueError):
-            return _COLUMNS
-
-    def _write(self, text: str) -> None:
-        out = cast("TextStream | None", self._out())
-        if out is None:
-            return
-        try:
-            out.write(text)
-            out.flush()
+            if self._live is None:
+                print(line, file=self._stream or sys.stderr, flush=True)
+            else:
+                self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         except (OSError, ValueError):  # a terminal that was closed ends no training
-            self._shown = False
-
-    # What the script prints meanwhile.
-
-    def _put_prints_above(self) -> None:
-        for name in ("stdout", "stderr"):
-            stream = cast("TextIO | None", getattr(sys, name))
-            if self._stream is None and stream is not None and stream.isatty():
-                above = cast(TextIO, _Above(stream, self._make_room))
-                self._replaced[name] = stream, above
-                setattr(sys, name, above)
-
-    def _restore_prints(self) -> None:
-        for name, (stream, above) in self._replaced.items():
-            if getattr(sys, name) is above:
-                setattr(sys, name, stream)
-        self._replaced = {}
-
-    def _make_room(self, text: str) -> None:
-        """Remove the line before the script prints ``text``."""
-        if self._drawn:
-            self._drawn = False
-            self._write(_CLEAR)
-        if text:
-            self._mid_line = not text.endswith("\n")
+            self._next = math.inf
 
 
-class _Above:
-    """A stream of the script while a line is drawn on its terminal: the line is moved below the output."""
-
-    def __init__(self, stream: TextIO, make_room: Callable[[str], None]) -> None:
-        self._of = stream
-        self._make_room = make_room
-
-    def write(self, text: str) -> int:
-        self._make_room(text)
-        return self._of.write(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._of, name)
+def _live(stream: TextIO | None) -> Live | None:
+    """Return a line on the terminal, which the script's output goes above; ``None`` where there is no terminal."""
+    console = Console(file=stream or sys.stderr)
+    if not console.is_terminal:
+        return None
+    out, err = (stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    live = Live(console=console, auto_refresh=False, redirect_stdout=out, redirect_stderr=err)
+    with suppress(OSError, ValueError):
+        live.start()
+    return live
 
 
 def _length(items: Iterable[object]) -> int | None:

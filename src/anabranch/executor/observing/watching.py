@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import cast
 
@@ -14,19 +13,17 @@ from torch.optim import Optimizer
 from anabranch.checkpoint.storage import Place
 from anabranch.errors import PeerLost, RolledBack
 from anabranch.executor.observing.callbacks import (
-    Callbacks,
     PeerLostRecord,
     Record,
     RestartRecord,
     SaveRecord,
     StepRecord,
+    Subscription,
 )
 from anabranch.executor.observing.run_facts import RunFacts
 from anabranch.executor.observing.sinks import Sink, SinkFeed
 
-__all__ = ["Watching", "rates_of"]
-
-_LOOKED_AT = 0.25  # seconds between two losses in the facts of the job
+_EVENTS = ("step", "save", "peer_lost", "restart")
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[float, ...]:
@@ -42,25 +39,46 @@ class Watching:
         prefixed: metrics begin with their step's name, because the executor has several steps.
 
     Attributes:
-        callbacks: get records.
+        subscriptions: the callbacks of each event, in their order.
         counts: a launcher wants the number of steps.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, prefixed: bool) -> None:
-        self.callbacks = Callbacks()
+        self.subscriptions: dict[str, list[Subscription]] = {event: [] for event in _EVENTS}
         self._sinks = tuple(sinks)
         self._feed = SinkFeed(self._sinks, 0)
         self._prefixed = prefixed
         self._facts: RunFacts | None = None
-        self.counts = False
-        self._facts_feed = SinkFeed((), rank=0)
+        self.counts = self._shows_loss = False
+
+    def on(self, event: str, fn: Callable[..., object]) -> Subscription:
+        """Call ``fn(record)`` at each ``event`` from now on.
+
+        Raises:
+            ValueError: no such event.
+            TypeError: ``fn`` cannot be called.
+        """
+        if event not in self.subscriptions:
+            raise ValueError(f"the events of an Executor are {', '.join(map(repr, _EVENTS))}, got {event!r}")
+        if not callable(fn):
+            raise TypeError(f"the callback for {event!r} is a function of one record, got {fn!r}")
+        return Subscription(self.subscriptions[event], fn)
+
+    def _call(self, event: str, record: Record) -> None:
+        """Call the callbacks in the order of their subscriptions; the first error is raised to the caller."""
+        for subscription in tuple(self.subscriptions[event]):
+            try:
+                subscription.function(record)
+            except BaseException as error:
+                name = getattr(subscription.function, "__qualname__", repr(subscription.function))
+                error.add_note(f"raised by {name}, which executor.on({event!r}, ...) had called with {record}")
+                raise
 
     def begin(self, rank: int, facts: RunFacts | None) -> None:
         """Start to report to the sinks of this rank, and write ``facts`` if a launcher wants them."""
         self._feed = SinkFeed(self._sinks, rank)
         self._facts, self.counts = facts, facts is not None
-        if facts is not None:
-            self._facts_feed = SinkFeed([facts], rank, spacing=_LOOKED_AT)
+        self._shows_loss = self.counts and rank == 0
 
     def counted(self, step: int) -> None:
         """Write the number of steps for ``anabranch status``."""
@@ -70,14 +88,18 @@ class Watching:
     @property
     def of_steps(self) -> bool:
         """True if the next step is reported to anything."""
-        if self._feed.idle and self._facts_feed.idle and not self.callbacks.listed["step"]:
-            return False
-        return self._feed.due or self._facts_feed.due or bool(self.callbacks.listed["step"])
+        if self._feed.idle and not self._shows_loss:
+            return bool(self.subscriptions["step"])
+        return bool(self.subscriptions["step"]) or self._feed.due or self._loss_due
+
+    @property
+    def _loss_due(self) -> bool:
+        return self._shows_loss and self._facts is not None and self._facts.due
 
     def stepped(self, record: StepRecord, numbers: Mapping[str, object]) -> None:
         """Report an optimizer step; sinks get the ``numbers`` that have one element."""
-        if self._facts_feed.due and "loss" in numbers:
-            self._facts_feed.step(record.step, {"loss": cast(Tensor, numbers["loss"])}, record.rows)
+        if self._facts is not None and self._loss_due:
+            self._facts.stepped(cast("Tensor | None", numbers.get("loss")))
         if not self._feed.idle:
             prefix = f"{record.name}/" if self._prefixed else ""
             values: dict[str, Tensor | float] = {
@@ -85,39 +107,40 @@ class Watching:
             }
             values.update((prefix + name, rate) for name, rate in _named_rates(record.learning_rates))
             self._feed.step(record.step, values, record.rows)
-        self.callbacks.call("step", record)
+        self._call("step", record)
 
     def saved(self, record: SaveRecord) -> None:
         """Report a checkpoint."""
-        self._tell("save", record)
+        if self._facts is not None:
+            self._facts.saved(record.path)
+        self._report("save", record)
 
     def loaded(self, step: int, path: Place) -> None:
         """Report a restart if this job was restarted and has now loaded its checkpoint."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         if attempt:
-            self._tell("restart", RestartRecord(step, attempt, path))
+            self._report("restart", RestartRecord(step, attempt, path))
 
     def failed(self, error: BaseException, step: int) -> None:
         """Report a lost peer, or a server that lost changes, if ``error`` is one of these."""
         if isinstance(error, PeerLost):
-            self._tell("peer_lost", PeerLostRecord(step, error.peer, error.operation, str(error)))
+            self._report("peer_lost", PeerLostRecord(step, error.peer, error.operation, str(error)))
         elif isinstance(error, RolledBack):
-            self._tell("restart", RestartRecord(step, peer=error.peer, lost=error.lost))
+            self._report("restart", RestartRecord(step, peer=error.peer, lost=error.lost))
 
-    def _tell(self, event: str, record: Record) -> None:
-        for feed in (self._feed, self._facts_feed):
-            if not feed.idle:
-                facts = {
-                    key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()
-                }
-                feed.event(event, facts)
-        self.callbacks.call(event, record)
+    def _report(self, event: str, record: Record) -> None:
+        if not self._feed.idle:
+            facts = {key: str(value) if isinstance(value, Place) else value for key, value in asdict(record).items()}
+            self._feed.event(event, facts)
+        self._call(event, record)
 
     def close(self) -> None:
         """Flush and close the sinks."""
-        with ExitStack() as stack:
-            stack.callback(self._feed.close)
-            stack.callback(self._facts_feed.close)
+        try:
+            self._feed.close()
+        finally:
+            if self._facts is not None:
+                self._facts.close()
 
 
 def _single(value: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Plans of training steps: the traffic across each boundary, and the estimated time. Open ``step_plan.py`` first.
 
-``survey.py`` runs a batch without training (``dry_run.py`` answers what the model asks of other processes), and
+``survey.py`` runs a batch without training and answers what the model asks of other processes, and
 ``planner.py`` computes a plan from it, from where the parameters live, and from the measured speed of the links.
 """
 

@@ -124,19 +124,18 @@ class Planner:
             for each in (None, *COMM_MODES)
             if (there := routes if each == mode else self.others.get(each)) is not None
         }
-        used, notes = costs[mode], list(survey.notes) if survey is not None else []
-        if survey is None:
-            notes.append("without a batch, compute time and table lookups are not included")
+        used = costs[mode]
+        notes = (
+            ["without a batch, compute time and table lookups are not included"] if survey is None else [*survey.notes]
+        )
         if self.caches and routes.at(Place.ROWS):
             notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
         if links.keys() == {"servers"} and (remote is None or not remote.is_open):
             notes.append("nothing is on the servers yet, so their bandwidth is not measured")
         modes = tuple(ModeCost(each, cost.bytes, sum(cost.parts.values())) for each, cost in costs.items())
         crossed = {boundary: link for boundary, link in links.items() if boundary in used.bytes}
-        workers = len(surveys)
-        return Plan(
-            name, mode, workers, servers, tuple(used.rows), used.bytes, used.parts, crossed, modes, tuple(notes)
-        )
+        lines = tuple(used.rows), used.bytes, used.parts
+        return Plan(name, mode, len(surveys), servers, *lines, crossed, modes, tuple(notes))
 
     def _measured(
         self, step: TrainStep, batch: Structure | None, routes: Routes, remote: RemotePart | None
@@ -232,13 +231,13 @@ class _Costs:
         self._alone = len(surveys) == 1
         causes = ["compute", *(cause for survey in self._seen for cause in survey.parts)]
         slowest = {cause: max((one.parts.get(cause, 0.0) for one in self._seen), default=0.0) for cause in causes}
-        modules = [module for model in planner.models for module in model.modules()]
         uses = [
-            (held, getattr(module, "sparse", False) is True)
-            for module in modules
-            for held in module._parameters.values()
+            (parameter, getattr(module, "sparse", False) is True)
+            for model in planner.models
+            for module in model.modules()
+            for parameter in module._parameters.values()
         ]
-        self._sparse = {held for held, sparse in uses if sparse} - {held for held, sparse in uses if not sparse}
+        self._sparse = {one for one, sparse in uses if sparse} - {one for one, sparse in uses if not sparse}
         self.parts = {cause: step.accumulate * seconds for cause, seconds in slowest.items()}
         self.bytes: dict[str, int] = {}
         embeddings = {module.name for module in step.model.modules() if isinstance(module, RemoteEmbedding)}
@@ -256,16 +255,16 @@ class _Costs:
             # Rows are read in one message a run, parameters in one a step, and all are pushed in one; a norm takes two.
             reads = step.accumulate * bool(mine.at(Place.ROWS)) + bool(mine.at(Place.WHOLE, Place.WHOLE_TABLE))
             self._add("servers", messages=reads + 1 + 2 * (step.clip_grad_norm is not None))
-        survey = self._mine or next(iter(self._seen), None)
-        for row in () if survey is None else survey.rows:
-            size = step.accumulate * (row.bytes or 0)
-            self.rows.append(replace(row, bytes=size, seconds=step.accumulate * row.seconds))
         if self._mine is not None:
-            self.bytes |= {boundary: step.accumulate * size for boundary, size in self._mine.bytes.items()}
+            runs = step.accumulate
+            self.rows += [
+                replace(row, bytes=runs * (row.bytes or 0), seconds=runs * row.seconds) for row in self._mine.rows
+            ]
+            self.bytes |= {boundary: runs * size for boundary, size in self._mine.bytes.items()}
 
-    def _add(self, boundary: str, nbytes: int = 0, most: int = 0, messages: int = 0) -> float:
-        """Add what this worker's ``nbytes`` and the messages take, if no worker has more than ``most`` bytes."""
-        seconds = self._links[boundary].seconds(max(nbytes, most), messages) if boundary in self._links else 0.0
+    def _add(self, boundary: str, nbytes: int = 0, messages: int = 0) -> float:
+        """Add what these bytes and messages take."""
+        seconds = self._links[boundary].seconds(nbytes, messages) if boundary in self._links else 0.0
         self.parts[boundary] = self.parts.get(boundary, 0.0) + seconds
         if nbytes:
             self.bytes[boundary] = self.bytes.get(boundary, 0) + nbytes
@@ -273,19 +272,15 @@ class _Costs:
 
     def _row(self, route: Route, *, pushes_short: bool) -> PlanRow:
         boundary = "servers" if route.place.served else "workers" if self._is_summed(route) else ""
-        known, nbytes, seconds = True, 0, 0.0
-        if boundary:
-            lookups = [survey.tables.get(route.parameter, TableRows()) for survey in self._seen] or [TableRows()]
-            most = TableRows(max(one.read for one in lookups), max(one.moved for one in lookups))
-            mine = TableRows() if self._mine is None else self._mine.tables.get(route.parameter, TableRows())
-            if boundary == "workers":
-                mine = most  # the longest of the workers' sparse gradients has the length of all
-            else:
-                known = self._mine is not None or route.place is Place.WHOLE
-            size, most_size = (self._bytes(route, one, pushes_short=pushes_short) for one in (mine, most))
-            nbytes = size if known else 0
-            seconds = self._add(boundary, nbytes, most_size)
-        return PlanRow(route.parameter, route.shape, route.place.value, boundary, nbytes if known else None, seconds)
+        # The longest of the workers' sparse gradients has the length of all.
+        seen = self._seen if boundary == "workers" else [] if self._mine is None else [self._mine]
+        lookups = [survey.tables.get(route.parameter, TableRows()) for survey in seen]
+        nbytes: int | None = None
+        if boundary == "workers" or lookups or route.place is Place.WHOLE:
+            most = max(lookups, key=lambda one: one.moved, default=TableRows())
+            nbytes = self._bytes(route, most, pushes_short=pushes_short)
+        seconds = self._add(boundary, nbytes or 0) if boundary else 0.0
+        return PlanRow(route.parameter, route.shape, route.place.value, boundary, nbytes if boundary else 0, seconds)
 
     def _bytes(self, route: Route, seen: TableRows, *, pushes_short: bool) -> int:
         """Return the bytes of one parameter in a step with these lookups a run."""

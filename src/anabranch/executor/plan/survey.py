@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from anabranch.autodiff.boundary.crossing import traced_by
+from anabranch.autodiff.boundary.crossing import Boundary, Crossed, run_forward, traced_by
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.executor.engines.engine import loss_and_returned
 from anabranch.executor.engines.pipe_engine import pipe_run
-from anabranch.executor.plan.dry_run import DryRun, Lookups
 from anabranch.executor.plan.step_plan import PlanRow
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.routes import CommMode
@@ -72,7 +74,7 @@ def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple
     Args:
         step: computes the loss.
         batch: this worker's.
-        tables: the tables that are here, as ``Lookups`` takes them.
+        tables: the tables that are here, as ``_Lookups`` takes them.
 
     Raises:
         Exception: raised by the loss.
@@ -91,11 +93,11 @@ def survey_step(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple
     return StepSurvey(parts, lookups, tuple(rows), {"experts": sum(sizes.values())} if sizes else {}, notes)
 
 
-def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, DryRun]:
+def _run(step: TrainStep, batch: Structure, tables: Mapping[Tensor, tuple[str, bool]]) -> tuple[float, bool, _DryRun]:
     """Return the seconds of forward and backward here, and whether backward is among them."""
-    dry_run, whole = DryRun(), True
+    dry_run, whole = _DryRun(), True
     began = time.perf_counter()
-    with torch.enable_grad(), traced_by(dry_run), Lookups(tables, dry_run):
+    with torch.enable_grad(), traced_by(dry_run), _Lookups(tables, dry_run):
         loss, _ = loss_and_returned(step.loss(step.model, batch))
     parameters = [p for p in parameters_here(step.model).values() if p.requires_grad]
     try:
@@ -192,3 +194,128 @@ def check_planned(name: str, step: TrainStep, comm_mode: CommMode | None) -> Non
             "would train what is elsewhere. For its stages plan it with experts and tables here, under comm_mode=None "
             "or 'AllReduce'; for experts and servers plan its module without the Pipe"
         )
+
+
+# What the model asks of other processes.
+
+
+class _DryRun:
+    """A run without effects: it answers boundaries, and records what they ask of other processes.
+
+    It takes the place of a graph tracer, so every boundary of the model calls it. A lookup on servers returns zeros; an
+    expert's forward is called, but never its backward.
+
+    Attributes:
+        ids: ids of each lookup and the padding id among them, by table.
+        expert_bytes: sent and received, by expert, as if they kept no activations.
+        away: seconds that experts' forward took.
+        leaves: tensors that backward reaches in addition to the parameters.
+    """
+
+    captures = False
+    failure: Exception | None = None
+
+    def __init__(self) -> None:
+        self.ids: dict[str, list[tuple[Tensor, int | None]]] = {}
+        self.expert_bytes: dict[str, int] = {}
+        self.away = 0.0
+        self.leaves: list[Tensor] = []
+        self._entry: Tensor | None = None
+        self._mixture: str | None = None  # whose experts are being called
+
+    def leaf(self, value: Tensor) -> Tensor:
+        """Return ``value`` as a tensor that backward is to reach."""
+        self.leaves.append(value.detach().requires_grad_())
+        return self.leaves[-1]
+
+    def looked_up(self, name: str, ids: Tensor, padding: int | None) -> None:
+        """Note a lookup."""
+        self.ids.setdefault(name, []).append((ids.detach().reshape(-1), padding))
+
+    # The tracer.
+
+    def entry(self) -> Tensor:
+        """Return a leaf that every crossing depends on."""
+        if self._entry is None:
+            self._entry = self.leaf(torch.zeros((), device="cpu"))
+        return self._entry
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Answer a crossing."""
+        if boundary.kind == "table":
+            self.looked_up(boundary.name, cast(Tensor, inputs[0]), None)
+            forms = boundary.forms(inputs)
+            return Crossed([torch.zeros(f.shape, dtype=f.dtype, device=f.device) for f in forms], fresh=True)
+        if boundary.kind == "mixture":
+            self._mixture = boundary.name
+            try:
+                return run_forward(boundary, inputs, None)  # its experts come back to ``forward``
+            finally:
+                self._mixture = None
+        began = time.perf_counter()
+        with self.outside():
+            crossed = run_forward(boundary, inputs, None)
+        if boundary.kind in ("expert", "experts"):
+            self.away += time.perf_counter() - began
+            there, back = _size(inputs), _size(crossed.outputs)
+            gradients = _size([x for x in inputs if x is not None and x.is_floating_point()])
+            # Inputs go there a second time, with the gradients of the outputs.
+            size = 2 * there + 2 * back + gradients
+            name = self._mixture or boundary.name
+            self.expert_bytes[name] = self.expert_bytes.get(name, 0) + size
+        return crossed
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+        updates: bool,
+    ) -> list[Tensor | None]:
+        """Return gradients of zero."""
+        return [
+            torch.zeros_like(value) if want and value is not None else None
+            for value, want in zip(inputs, wants, strict=True)
+        ]
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Cross boundaries in the block as usual."""
+        with traced_by(None):
+            yield
+
+
+def _size(tensors: Sequence[Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class _Lookups(TorchFunctionMode):
+    """Records lookups in a model's own tables, and answers those in tables on servers with zeros.
+
+    Args:
+        tables: their names, and whether their rows belong on servers, moved there or not.
+        dry_run: records each lookup.
+    """
+
+    def __init__(self, tables: Mapping[Tensor, tuple[str, bool]], dry_run: _DryRun) -> None:
+        super().__init__()
+        self._tables = tables
+        self._dry_run = dry_run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # PyTorch hands ids and weight over in this order, the rest by name, however they were given.
+        if func not in (F.embedding, F.embedding_bag) or args[1] not in self._tables:
+            return func(*args, **kwargs)
+        ids, weight = args
+        kwargs = {**kwargs, "max_norm": None}  # which would shrink rows in place
+        (name, served), padding = self._tables[weight], kwargs["padding_idx"]
+        self._dry_run.looked_up(name, ids, padding if padding is None else padding % weight.shape[0])
+        if not served:
+            return func(*args, **kwargs)
+        row = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        return self._dry_run.leaf(func(torch.zeros_like(ids), row, **{**kwargs, "padding_idx": None}))

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import copy
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from anabranch import checkpoint
-from anabranch.checkpoint.manifest import Manifest
 from anabranch.checkpoint.storage import Place
 from anabranch.deadline import LONGEST_SLEEP, Deadline
 from anabranch.errors import DeadlineExceeded
@@ -29,29 +24,13 @@ MOST_IN_FLIGHT = 2
 """Snapshots that wait to be written, or are: each is a copy of the model and of the optimizers' states."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointContent:
-    """The content of a checkpoint."""
-
-    groups: Mapping[str, checkpoint.Group]
-    state: object
-    step: int
-
-    def copied(self) -> CheckpointContent:
-        """Return a copy in host memory, which training does not change."""
-        groups = {
-            name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in _tensors_of(group).items()}
-            for name, group in self.groups.items()
-        }
-        return CheckpointContent(groups, copy.deepcopy(self.state), self.step)
-
-    def write(self, path: Place, check_newest: Callable[[Place, Manifest], None]) -> None:
-        """Write it as a checkpoint."""
-        checkpoint.write(path, self.groups, self.state, step=self.step, check_newest=check_newest)
-
-
-def _tensors_of(group: checkpoint.Group) -> Mapping[str, Tensor]:
-    return group() if callable(group) else group
+def copied(groups: Mapping[str, checkpoint.Group]) -> dict[str, checkpoint.Group]:
+    """Return a copy in host memory, which training does not change."""
+    tensors = {name: group() if callable(group) else group for name, group in groups.items()}
+    return {
+        name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in group.items()}
+        for name, group in tensors.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +61,12 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="anabranch-save")
-        self._writing: list[Future[None]] = []
-        self._process = os.getpid()
-        _open.add(self)
+        self._writing: list[Future[object]] = []
 
-    def begin(self, write: Callable[[], None]) -> None:
+    def begin(self, write: Callable[[], object]) -> None:
         """Queue ``write``."""
         self._writing.append(self._pool.submit(write))
+        _unreported.add(self._writing[-1])
 
     def wait(self, most: int, deadline: Deadline) -> list[str]:
         """Wait until at most ``most`` are left; return for each finished one the reason of its failure, or ``""``.
@@ -96,18 +74,15 @@ class BackgroundSaves:
         Raises:
             DeadlineExceeded: they take longer.
         """
-        while sum(not future.done() for future in self._writing) > most:
+        while len(left := [future for future in self._writing if not future.done()]) > most:
             if deadline.expired():
                 raise deadline.error(peer="the disk", operation="save in the background")
-            concurrent.futures.wait(
-                [future for future in self._writing if not future.done()],
-                min(LONGEST_SLEEP, deadline.remaining()),
-                concurrent.futures.FIRST_COMPLETED,
-            )
+            seconds = min(LONGEST_SLEEP, deadline.remaining())
+            concurrent.futures.wait(left, seconds, concurrent.futures.FIRST_COMPLETED)
         ended = []
         while self._writing and self._writing[0].done():
-            error = self._writing.pop(0).exception()
-            ended.append("" if error is None else f"{type(error).__name__}: {error}")
+            _unreported.discard(self._writing[0])
+            ended.append(_failure(self._writing.pop(0)))
         return ended
 
     def close(self, deadline: Deadline) -> list[str]:
@@ -117,22 +92,24 @@ class BackgroundSaves:
         except DeadlineExceeded as error:
             ended = [str(error)]
         self._pool.shutdown(wait=False)
-        _open.discard(self)
         return [failure for failure in ended if failure]
 
-    def finish(self) -> None:
-        """Wait at process exit, and print failures that were not reported yet."""
-        if self._process == os.getpid():  # forked: the parent writes
-            for failure in self.close(Deadline.after(_LAST_SECONDS)):
-                print(f"anabranch: a checkpoint could not be saved in the background: {failure}", file=sys.stderr)
+
+def _failure(future: Future[object]) -> str:
+    error = future.exception()
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-_open: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
+_unreported: set[Future[object]] = set()
+os.register_at_fork(after_in_child=_unreported.clear)  # the parent writes
 
 
 def _finish_all() -> None:
-    for saves in list(_open):
-        saves.finish()
+    done, late = concurrent.futures.wait(_unreported, _LAST_SECONDS)
+    _unreported.clear()
+    for failure in [*map(_failure, done), *("it takes too long" for _ in late)]:
+        if failure:
+            print(f"anabranch: a checkpoint could not be saved in the background: {failure}", file=sys.stderr)
 
 
 # Before `concurrent.futures` ends its pools, which stores that work with asyncio need; `atexit` comes after that.

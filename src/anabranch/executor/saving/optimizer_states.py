@@ -1,17 +1,41 @@
-"""An optimizer's state in a checkpoint, by the names of its parameters, so that their order and split may change."""
+"""An optimizer's state in a checkpoint, by the names of its parameters, so that their order and split may change.
+
+A checkpoint does not depend on the stages of a ``Pipe``: it has the unsplit model's names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Mapping
+from itertools import zip_longest
+from typing import Any, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.moved_parameter import MovedState, from_within
 from anabranch.errors import CheckpointError
 from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.steps import parameters_of
+from anabranch.pipeline import Pipe
+
+
+class OptimizerState(TypedDict):
+    """The state of one optimizer, or of the part of it on one stage.
+
+    ``state`` is by parameter, ``own`` under keys that are no parameters: a key may be a parameter's name.
+    """
+
+    kind: str
+    state: dict[str, dict[str, object]]
+    own: dict[object, object]
+    groups: list[dict[str, Any]]
+
+
+def names_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of ``model`` by their names in checkpoints."""
+    if isinstance(model, Pipe):
+        return {name: parameter for parameter, name in model.first_names().items()}
+    return dict(model.named_parameters())
 
 
 def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
@@ -33,11 +57,8 @@ def parameter_names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> l
 
 def by_parameter_name(
     optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
-) -> dict[str, object]:
-    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``.
-
-    State under keys of the optimizer's own, which are no parameters, is kept apart: a key may be a parameter's name.
-    """
+) -> OptimizerState:
+    """Return the optimizer's state by parameter name instead of torch's index, and its state ``elsewhere``."""
     with from_within():
         state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -47,41 +68,64 @@ def by_parameter_name(
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
         if elsewhere.get(parameter):
             states[name_of[number]] = elsewhere[parameter]
-    return {
-        "optimizer": type(optimizer).__qualname__,
-        "state": states,
-        "own": {key: value for key, value in state["state"].items() if key not in name_of},
-        "groups": [
+    return OptimizerState(
+        kind=type(optimizer).__qualname__,
+        state=states,
+        own={key: value for key, value in state["state"].items() if key not in name_of},
+        groups=[
             {**{key: to_save(value) for key, value in group.items() if key != "params"}, "params": group_names}
             for group, group_names in zip(state["param_groups"], names, strict=True)
         ],
-    }
+    )
 
 
-def by_position(saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str) -> dict[str, object]:
-    """Return the inverse of ``by_parameter_name``; the groups may list their parameters in another order."""
-    if saved["optimizer"] != type(optimizer).__qualname__:
-        raise CheckpointError(
-            f"{what} is {type(optimizer).__qualname__}, but the checkpoint has {saved['optimizer']}; load with the "
-            "optimizer that was saved"
-        )
-    groups = cast("list[dict[str, object]]", saved["groups"])
-    if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
-        raise CheckpointError(
-            f"{what} holds the parameter groups {names}, but the checkpoint has {[group['params'] for group in groups]}"
-        )
+def merge_stage(states: Mapping[str, list[OptimizerState]], other: Mapping[str, list[OptimizerState]]) -> None:
+    """Merge another stage's optimizer states into ``states``, by parameter and group.
+
+    Raises:
+        CheckpointError: the stages' optimizers are of different kinds or have different numbers of groups.
+    """
+    none = OptimizerState(kind="none", state={}, own={}, groups=[])
+    for name, entries in states.items():
+        for index, (here, there) in enumerate(zip_longest(entries, other[name], fillvalue=none)):
+            shapes = [(one["kind"], len(one["groups"])) for one in (here, there)]
+            if shapes[0] != shapes[1]:
+                raise CheckpointError(
+                    f"optimizer {index} of {name!r} differs between stages: {shapes[0]} and {shapes[1]} (kind, "
+                    "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
+                )
+            here["state"] = {**there["state"], **here["state"]}
+            here["own"] = {**there["own"], **here["own"]}
+            for k, (group, more) in enumerate(zip(here["groups"], there["groups"], strict=True)):
+                new = [key for key in more["params"] if key not in group["params"]]
+                here["groups"][k] = {**(group if group["params"] else more), "params": group["params"] + new}
+
+
+def by_position(
+    saved: OptimizerState, optimizer: Optimizer, names: list[list[str]], here: Collection[str] | None, what: str
+) -> dict[str, Any]:
+    """Return the inverse of ``by_parameter_name``; the groups may list their parameters in another order.
+
+    Args:
+        saved: of the whole model.
+        optimizer: of this rank.
+        names: as ``parameter_names`` says.
+        here: the parameters on this rank, if others are elsewhere.
+        what: the optimizer, for an error.
+    """
+    groups = [[name for name in group["params"] if here is None or name in here] for group in saved["groups"]]
+    if [*map(sorted, groups)] != [*map(sorted, names)]:
+        raise CheckpointError(f"{what} holds the parameter groups {names}, but the checkpoint has {groups}")
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
-    state = cast("dict[str, dict[str, object]]", saved["state"])
-    own = cast("dict[object, object]", saved.get("own", {}))  # which older checkpoints do not have
-    numbered: dict[object, object] = {position[name]: values for name, values in state.items()}
+    numbered = {position[name]: values for name, values in saved["state"].items() if name in position}
     return {
-        "state": own | numbered,
+        "state": {**saved["own"], **numbered},
         "param_groups": [
             {
-                **{key: _as_here(value, here.get(key), what) for key, value in group.items()},
+                **{key: _as_here(value, new.get(key), what) for key, value in group.items()},
                 "params": [position[name] for name in group_names],
             }
-            for group, here, group_names in zip(groups, optimizer.param_groups, names, strict=True)
+            for group, new, group_names in zip(saved["groups"], optimizer.param_groups, groups, strict=True)
         ],
     }
 
@@ -93,17 +137,16 @@ def _as_here(saved: object, here: object, what: str) -> object:
     return restored(saved, here, what, [])
 
 
-def load_uncast(optimizer: Optimizer, plan: dict[str, object]) -> None:
+def load_uncast(optimizer: Optimizer, plan: dict[str, Any]) -> None:
     """Load ``by_position``'s plan, each tensor of the state in the type in which it was saved.
 
     ``Optimizer.load_state_dict`` casts them to their parameter's type, such as the float32 master weights of a bfloat16
     model, and makes nonsense of strings.
     """
     optimizer.load_state_dict(plan)
-    saved = cast("dict[int, object]", plan["state"])
     for position, parameter in enumerate(parameters_of(optimizer)):
-        if position in saved and parameter in optimizer.state:
-            optimizer.state[parameter] = _uncast(optimizer.state[parameter], saved[position])
+        if position in plan["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _uncast(optimizer.state[parameter], plan["state"][position])
 
 
 def _uncast(loaded: Any, saved: Any) -> Any:

@@ -5,26 +5,25 @@
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
     group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as stored on the shards
-    group "schedulers"    tensors that the schedulers hold
-    group "rank<r>"       tensors of one worker: random number generators, loader positions, buffers that differ from
-                          rank 0's
-    state                 everything that is not a tensor, and which run saved it
+    group "state"         the tensors in all other state: of schedulers, modules, the user's objects, and of each worker
+                          its random number generators, loader positions, and buffers that differ from rank 0's
+    state                 everything that is not a tensor, see ``_State``
 
 Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
 Parameters on servers are in "model" and "optimizer" like others, so that a checkpoint can be loaded with any
-``comm_mode``.
+``comm_mode``. The ranks of one pipeline, a *row*, hold one model between them, and a worker without stages is a row of
+its own.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
-from typing import Any, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import msgspec
 import safetensors.torch
@@ -42,20 +41,21 @@ from anabranch.checkpoint.state import decode, encode
 from anabranch.checkpoint.storage import Place
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import AnabranchError, CheckpointError, DeadlineExceeded
+from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.running.remote import RemotePart, ServedParameter
+from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import StepRunner
-from anabranch.executor.saving.background_saves import BackgroundSaves, CheckpointContent, StartedSave
-from anabranch.executor.saving.merged_stages import (
-    StagePart,
-    merge_optimizer_states,
+from anabranch.executor.saving.background_saves import BackgroundSaves, StartedSave, copied
+from anabranch.executor.saving.optimizer_states import (
+    OptimizerState,
+    by_parameter_name,
+    by_position,
+    load_uncast,
+    merge_stage,
     names_of,
-    restrict,
-    rows_of,
+    parameter_names,
 )
-from anabranch.executor.saving.optimizer_states import by_parameter_name, by_position, load_uncast, parameter_names
 from anabranch.executor.saving.program_values import restored, to_save
 from anabranch.executor.saving.run_name import RunName
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
@@ -65,13 +65,9 @@ from anabranch.tables import ParameterState, from_torch, to_torch
 
 _log = logging.getLogger("anabranch.executor")
 
-_FORMAT = 3
-
+_FORMAT = 4
 
 _T = TypeVar("_T")
-
-_Ranks = Callable[[int], dict[str, Any]]
-"""The saved state of the worker of a rank."""
 
 
 class HasState(Protocol):
@@ -82,6 +78,47 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Restore a state."""
+
+
+class _SchedulerState(TypedDict):
+    kind: str
+    state: object
+
+
+class _Part(TypedDict):
+    """What a rank holds of the model: all of it, or a stage."""
+
+    model: dict[str, Tensor]
+    extra: dict[str, object]
+    optimizers: dict[str, list[OptimizerState]]
+    modes: dict[str, bool]
+
+
+class _RankState(TypedDict):
+    """What is a rank's own; ``part`` on its way to rank 0 only, of a stage behind the first."""
+
+    random: dict[str, object]
+    loaders: dict[str, object]
+    counts: dict[str, dict[str, Any]]
+    pipes: dict[str, tuple[int, int]]
+    buffers: dict[str, Tensor]
+    part: _Part | None
+
+
+class _State(TypedDict):
+    """A checkpoint's state, its tensors included."""
+
+    format: int
+    run: dict[str, str]
+    workers: int
+    stages: int
+    optimizers: dict[str, list[OptimizerState]]
+    schedulers: dict[str, list[_SchedulerState]]
+    ranks: list[_RankState]
+    servers: Any
+    extra: dict[str, object]
+    modes: dict[str, bool]
+    objects: dict[str, object]
 
 
 class Saver:
@@ -113,33 +150,20 @@ class Saver:
         self._started_saves: list[StartedSave] = []
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = runners
-        self._workers = workers
+        self._workers = None if workers is None or workers.size == 1 else workers
         self._models = distinct_models(steps)
+        self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
         # By the names of now: other workers know no parameters that are added later.
         self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = stages
+        self._rank, self._size = (0, 1) if self._workers is None else (self._workers.rank, self._workers.size)
+        self._row = self._rank // stages
         self._run = RunName(shared=workers is not None)
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._workers is None else self._workers.rank
-
-    @property
-    def _size(self) -> int:
-        return 1 if self._workers is None else self._workers.size
-
-    @property
-    def _row(self) -> int:
-        """This rank's index among those that hold the same part of the model."""
-        return self._rank // self._stages
 
     def _parameters(self, step: str) -> dict[str, Tensor]:
         """Return a step's parameters by name; only a worker alone may add some after construction."""
         first = self._first_parameters[step]
         return first if self.remote is not None or self._size > 1 else first | names_of(self._steps[step].model)
-
-    def _pipes(self) -> dict[str, Pipe]:
-        return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
 
     # Saving.
 
@@ -156,29 +180,30 @@ class Saver:
             self.remote.settle()
             if self._stages > 1:
                 self._gather(b"")  # stages read their parts once all have settled
-        mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "counts": self._counts()}
-        mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
-        mine["buffers"] = self._own_buffers()
-        if self._row == 0 < self._rank:  # another stage's part of the model
-            mine |= self._part()
-        ranks = self._gather_at_first(_pack(mine))
-        failure = ""
-        if self._rank == 0:
-            try:
-                snapshot = self._collected(ranks)
-                if wait:
-                    snapshot.write(path, self._run.check)
-                else:
-                    snapshot = snapshot.copied()
-                    self._background = self._background or BackgroundSaves()
-                    self._background.begin(lambda: snapshot.write(path, self._run.check))
-            except Exception as error:  # a server may be lost, the user's object may fail
-                if self._size == 1:
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-        failure = self._gather(failure.encode())[0].decode()
-        if failure:
-            raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
+        part = self._together(self._part, "could not read its part of the model")
+        mine = _RankState(
+            random=random_state(),
+            loaders={name: loader.state() for name, loader in self.loaders.items()},
+            counts={name: _counts(runner) for name, runner in self._runners.items()},
+            pipes={prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
+            buffers=self._buffers() if self._row else {},
+            part=part if self._rank else None,
+        )
+        ranks = self._gather_at_first(mine)
+
+        def begin() -> None:
+            if self._rank or part is None:
+                return
+            groups, state = self._collected(part, ranks)
+            write = partial(checkpoint.write, path, step=self._steps_taken(), check_newest=self._run.check)
+            if wait:
+                write(groups, state)
+            else:
+                self._background = self._background or BackgroundSaves()
+                groups, state = copied(groups), copy.deepcopy(state)
+                self._background.begin(lambda: write(groups, state))
+
+        self._together(begin, f"could not save to {path}")
         if not wait:
             self._started_saves.append(StartedSave(self._steps_taken(), path, began))
 
@@ -192,24 +217,15 @@ class Saver:
         if self.remote is not None:
             self.remote.settle()
             self._gather(b"")  # read once all have settled
-        state: dict[str, Any] = {}
-        failure = ""
-        if self._row == 0:  # the stages of one pipeline
-            try:
-                state = self._state_without_servers(model)
-            except Exception as error:  # a server may be lost
-                if self._size == 1:
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self._gather(failure.encode())):
-            if text:
-                raise CheckpointError(f"rank {rank} could not read the state of the model: {text.decode()}")
+        state = self._together(lambda: self._state_without_servers(model), "could not read the state of the model")
         if self._stages > 1:
-            for part in self._gather_at_first(_pack({} if self._rank == 0 else state))[1 : self._stages]:
-                state |= cast("dict[str, Any]", _unpack(part))
+            for part in self._gather_at_first(state if self._rank else {})[1 : self._stages]:
+                state |= part
         return state if self._rank == 0 else {}
 
     def _state_without_servers(self, model: nn.Module) -> dict[str, Any]:
+        if self._row:
+            return {}
         state: dict[str, Any] = model.state_dict()
         remote, prefix = self.remote, next(prefix for prefix, other in self._models.items() if other is model)
         if remote is None:
@@ -239,20 +255,12 @@ class Saver:
         """
         if not self._started_saves:
             return [], ""
-        ended: list[str] = []
-        failed = ""
-        if self._background is not None:
-            try:
-                ended = self._background.wait(leave, deadline)
-            except DeadlineExceeded as error:
-                if self._size == 1:
-                    raise
-                failed = str(error)
-        answer = self._gather(msgspec.json.encode([failed, *ended]))[0]
-        failed, *ended = msgspec.json.decode(answer, type=list[str])
+        background = self._background
+        mine = self._together(
+            lambda: [] if background is None else background.wait(leave, deadline), "is still saving in the background"
+        )
+        ended = msgspec.json.decode(self._gather(msgspec.json.encode(mine))[0], type=list[str])
         done, self._started_saves = self._started_saves[: len(ended)], self._started_saves[len(ended) :]
-        if failed:
-            raise CheckpointError(f"rank 0 is still saving in the background: {failed}")
         failures = [
             f"{started.path} of step {started.step} could not be saved in the background: {failure}"
             for started, failure in zip(done, ended, strict=True)
@@ -269,139 +277,114 @@ class Saver:
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
 
-    def _part(self) -> dict[str, object]:
-        """Return this stage's part of the model, or the reason why it is not available."""
-        try:
-            kept = {} if self.remote is None else self.remote.read()
-        except AnabranchError as error:  # a server may be lost
-            return {"failure": f"{type(error).__name__}: {error}"}
-        model = self._model_tensors() | self._remote_tensors(lambda moved: kept[moved.parameter].values)
-        optimizers = self._optimizer_states(kept)
-        return {"part": {"model": model, "extra": self._extra(), "optimizers": optimizers, "modes": self._modes()}}
+    def _part(self) -> _Part | None:
+        """Return this rank's part of the model; ``None`` of rows that are as the first."""
+        if self._row:
+            return None
+        there = {} if self.remote is None else self.remote.read()
+        moved = [] if self.remote is None else self.remote.moved
+        served = {name: there[entry.parameter].values for entry in moved for name in entry.names}
+        return _Part(
+            model={**_tensors_of(self._models), **served},
+            extra={name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)},
+            optimizers=_optimizer_states(
+                self._steps,
+                self._parameters,
+                {entry.parameter: to_torch(entry.rule(), there[entry.parameter]) for entry in moved},
+            ),
+            modes={key: getattr(*switch) for key, switch in self._switches().items()},
+        )
 
-    def _collected(self, ranks: list[bytes]) -> CheckpointContent:
-        kept = {} if self.remote is None else self.remote.read()
-        model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
-        modes = self._modes()
-        everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
-        for rank, stage in enumerate(everyone[1 : self._stages], 1):
-            if "failure" in stage:
-                raise CheckpointError(f"rank {rank}: {stage['failure']}")
-            part = cast(StagePart, stage.pop("part"))
-            model, extra = {**part["model"], **model}, {**part.get("extra", {}), **extra}
-            merge_optimizer_states(optimizer_states, part["optimizers"])
-            modes |= part["modes"]
-        optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
-        groups: dict[str, checkpoint.Group] = {
-            "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
-            "optimizer": optimizer_tensors,
-        }
-        schedulers, groups["schedulers"] = checkpoint.split(_scheduler_states(self._steps))
-        saved_extra, groups["extra"] = checkpoint.split(extra)
-        saved_objects, groups["objects"] = checkpoint.split({k: o.state_dict() for k, o in self._objects.items()})
+    def _collected(self, part: _Part, ranks: list[_RankState]) -> tuple[dict[str, checkpoint.Group], object]:
+        model, extra, modes, optimizers = part["model"], part["extra"], part["modes"], part["optimizers"]
+        for rank in ranks[1 : self._stages]:
+            if (stage := rank["part"]) is not None:
+                model, extra = {**stage["model"], **model}, {**stage["extra"], **extra}
+                merge_stage(optimizers, stage["optimizers"])
+                modes |= stage["modes"]
+            rank["part"] = None
+        for rank in ranks:
+            rank["buffers"] = {
+                name: value
+                for name, value in rank["buffers"].items()
+                if name not in model or not torch.equal(value, model[name].to(value.device))
+            }
         servers: object = None
+        tables: Mapping[str, checkpoint.Group] = {}
         if self.remote is not None and self.remote.embeddings:
             servers, tables = self.remote.client.collect(self.remote.embeddings)
-            groups |= {f"servers.{name}": tensors for name, tensors in tables.items()}
-        rank_states = []
-        for rank, mine in enumerate(everyone):
-            state, tensors = checkpoint.split(mine)
-            rank_states.append(state)
-            if tensors:
-                groups[f"rank{rank}"] = tensors
-        state = {
-            "format": _FORMAT,
-            "run": self._run.state(),
-            "workers": self._size,
-            "stages": self._stages,
-            "optimizers": optimizers,
-            "schedulers": schedulers,
-            "ranks": rank_states,
-            "servers": servers,
-            "extra": saved_extra,
-            "modes": modes,
-            "objects": saved_objects,
+        whole = _State(
+            format=_FORMAT,
+            run=self._run.state(),
+            workers=self._size,
+            stages=self._stages,
+            optimizers=optimizers,
+            schedulers=_scheduler_states(self._steps),
+            ranks=ranks,
+            servers=servers,
+            extra=extra,
+            modes=modes,
+            objects={name: target.state_dict() for name, target in self._objects.items()},
+        )
+        state, tensors = checkpoint.split(whole)
+        groups: dict[str, checkpoint.Group] = {
+            "model": model,
+            "optimizer": {name: tensor for name, tensor in tensors.items() if name.startswith("optimizers.")},
+            "state": {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizers.")},
+            **{f"servers.{name}": group for name, group in tables.items()},
         }
-        groups = {name: tensors for name, tensors in groups.items() if tensors or name in ("model", "optimizer")}
-        return CheckpointContent(groups, state, self._steps_taken())
+        return groups, state
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in _model_state(self._models) if isinstance(value, Tensor)}
-
-    def _own_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are not those of the rank whose model is saved; every worker calls it."""
-        if self._size == 1:
-            return {}
+    def _buffers(self) -> dict[str, Tensor]:
         parameters = {
             prefix + name
             for prefix, model in self._models.items()
             for name, _ in model.named_parameters(remove_duplicate=False)
         }
-        buffers = {
-            name: value.detach().cpu().contiguous().clone()
-            for name, value in _model_state(self._models)
-            if isinstance(value, Tensor) and name not in parameters
-        }
-        hashes = {name: hashlib.blake2b(_bytes(value)).hexdigest() for name, value in buffers.items()}
-        first = self._gather(msgspec.json.encode(hashes))[self._rank % self._stages]
-        saved = msgspec.json.decode(first, type=dict[str, str])
-        return {name: value for name, value in buffers.items() if hashes[name] != saved.get(name)}
+        return {name: value for name, value in _tensors_of(self._models).items() if name not in parameters}
 
-    def _modes(self) -> dict[str, bool]:
-        """Return which parameters require a gradient, and which layers of a model in training mode are in it."""
-        return {key: getattr(target, attribute) for key, (target, attribute, _) in self._switches().items()}
-
-    def _switches(self) -> dict[str, tuple[object, str, str]]:
-        """Return what freezes a layer: an object, its attribute, its name; no layers of a model wholly in eval mode."""
-        switches: dict[str, tuple[object, str, str]] = {}
+    def _switches(self) -> dict[str, tuple[object, str]]:
+        """Return what freezes a layer: an object and its attribute; no layers of a model wholly in eval mode."""
+        switches: dict[str, tuple[object, str]] = {}
         for step, training in self._steps.items():
             for name, parameter in self._parameters(step).items():
-                switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad", name
+                switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad"
             for name, layer in training.model.named_modules() if training.model.training else ():
-                switches[f"{step}.{name}.training"] = layer, "training", name
+                switches[f"{step}.{name}.training"] = layer, "training"
         return switches
 
-    def _extra(self) -> dict[str, object]:
-        """Return the modules' extra state (``get_extra_state``)."""
-        return {name: value for name, value in _model_state(self._models) if not isinstance(value, Tensor)}
-
-    def _remote_tensors(self, value: Callable[[ServedParameter], Tensor]) -> dict[str, Tensor]:
-        """Return the parameters on servers, one tensor for each name."""
-        moved = [] if self.remote is None else self.remote.moved
-        return {name: value(entry) for entry in moved for name in entry.names}
-
-    def _optimizer_states(self, kept: Mapping[Tensor, ParameterState]) -> dict[str, list[object]]:
-        moved = [] if self.remote is None else self.remote.moved
-        elsewhere: dict[Tensor, dict[str, object]] = {
-            entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
-        }
-        return _optimizer_states(self._steps, self._parameters, elsewhere)
-
-    def _counts(self) -> dict[str, dict[str, object]]:
-        """Return what every step has counted."""
-        return {
-            name: {
-                "runs": runner.runs,
-                "steps": runner.steps,
-                "mean_rows": runner.mean_rows,
-                "epoch_runs": runner.epoch_runs,
-                "loss_scale": None if runner.scale is None else runner.scale.state(),
-            }
-            for name, runner in self._runners.items()
-        }
-
-    def _positions(self) -> dict[str, object]:
-        return {name: loader.state() for name, loader in self.loaders.items()}
+    # What the workers tell one another.
 
     def _gather(self, data: bytes) -> list[bytes]:
-        if self._workers is None or self._size == 1:
-            return [data]
-        return self._workers.all_gather_bytes(data, operation="save")
+        return [data] if self._workers is None else self._workers.all_gather_bytes(data, operation="save")
 
-    def _gather_at_first(self, data: bytes) -> list[bytes]:
-        if self._workers is None or self._size == 1:
-            return [data]
-        return self._workers.gather_bytes(data, operation="save")
+    def _gather_at_first(self, mine: Any) -> list[Any]:
+        if self._workers is None:
+            return [mine]
+        return [_unpack(data) for data in self._workers.gather_bytes(_pack(mine), operation="save")]
+
+    def _together(self, act: Callable[[], _T], failed: str) -> _T:
+        """Return ``act()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
+
+        If a generation was replaced while it was read, all raise that, to read the next one.
+        """
+        if self._workers is None:
+            return act()
+        error: Exception | None = None
+        try:
+            result = act()
+        except Exception as caught:  # noqa: BLE001 - raised below: a server may be lost, the user's object may fail
+            error = caught
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        mine = None if error is None else (isinstance(error, Replaced), f"{kind}{error}")
+        answers = map(msgspec.json.decode, self._gather(msgspec.json.encode(mine)))
+        failures = [(rank, *answer) for rank, answer in enumerate(answers) if answer]
+        if not failures:
+            return result
+        rank, replaced, text = next((failure for failure in failures if not failure[1]), failures[0])
+        if error is not None and isinstance(error, Replaced) is replaced:
+            raise error
+        raise (Replaced if replaced else CheckpointError)(f"rank {rank} {failed}: {text}")
 
     def _check_known(self, operation: str) -> None:
         """Raise ``BoundaryError`` if the others may be in the middle of a run: these messages would meet its own."""
@@ -427,277 +410,205 @@ class Saver:
 
     def _load_newest(self, path: Place, *, search: bool) -> bool:
         """Rank 0 chooses, so that all load the same generation even if another is being saved."""
-        chosen: Checkpoint | None = None
-        known: tuple[object, set[int]] | None = None
-        answer: dict[str, object] = {}
-        if self._rank == 0:
-            try:
-                chosen = _newest(path) if search else checkpoint.read(path)
-            except CheckpointError as error:
-                if self._size == 1:
-                    raise
-                answer = {"failure": str(error)}
-            if chosen is not None:
-                answer = {"path": _name_of(chosen.path), "generation": chosen.generation}
-                known = chosen.state, chosen.written()
-        answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
-        if "failure" in answer:
-            raise CheckpointError(cast(str, answer["failure"]))
-        if not answer:
+
+        def choose() -> Checkpoint | None:
+            if self._rank:
+                return None
+            return _newest(path) if search else checkpoint.read(path)
+
+        chosen = self._together(choose, "could not choose a checkpoint")
+        mine = None if chosen is None else (_name_of(chosen.path), chosen.generation)
+        answer = msgspec.json.decode(self._gather(msgspec.json.encode(mine))[0], type=tuple[str, int] | None)
+        if answer is None:
             return False
         self._together(
-            lambda: self._plan(
-                chosen or checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
-            )
+            lambda: self._plan(chosen or checkpoint.read(answer[0], generation=answer[1])),
+            "cannot load the checkpoint, so no rank loads it",
         )()
-        if known is not None:
-            self._run.take_over(*known)
+        if chosen is not None:
+            self._run.take_over(chosen.state, chosen.written())
         return True
 
-    def _together(self, plan: Callable[[], _T], failed: str = "cannot load the checkpoint, so no rank loads it") -> _T:
-        """Return ``plan()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
-
-        If a generation was replaced while it was read, all raise that, to read the next one.
-        """
-        error: Exception | None = None
-        try:
-            planned = plan()
-        except (AnabranchError, OSError) as caught:
-            error = caught
-        mine = None if error is None else (isinstance(error, Replaced), str(error))
-        answers = map(msgspec.json.decode, self._gather(msgspec.json.encode(mine)))
-        failures = [(rank, *answer) for rank, answer in enumerate(answers) if answer]
-        if not failures:
-            return planned
-        rank, replaced, text = next((failure for failure in failures if not failure[1]), failures[0])
-        if error is not None and isinstance(error, Replaced) is replaced:
-            raise error
-        raise (Replaced if replaced else CheckpointError)(f"rank {rank} {failed}: {text}")
-
-    def _plan(self, found: Checkpoint) -> Callable[[], None]:
-        """Read and check everything; return functions that apply it and cannot fail because of the checkpoint."""
-        state = _checked_state(found)
-        ranks = cache(partial(self._rank_state, found, state))  # read before anything is changed
-        tensors = found.tensors("model")
-        ranks(rows_of(state)[self._row if self._as_many_rows(state) else 0][0])
+    def _plan(self, source: Checkpoint) -> Callable[[], None]:
+        """Read and check everything; return a function that applies it and cannot fail because of the checkpoint."""
+        state = _joined(source)
         same_ranks = (state["workers"], state["stages"]) == (self._size, self._stages)
+        as_many_rows = state["workers"] // state["stages"] == self._size // self._stages
+        firsts = state["ranks"][:: state["stages"]]
+        row = firsts[self._row if as_many_rows else 0]
+        values = {**source.tensors("model"), **state["extra"]}
         if same_ranks:
-            tensors |= cast("dict[str, Tensor]", ranks(self._rank)["buffers"])
-        for prefix, pipe in self._pipes().items():
-            for name in pipe.elsewhere:
-                tensors.pop(prefix + name, None)
-        here = self._model_tensors()
-        there = self._remote_tensors(lambda moved: torch.empty(moved.shape, dtype=moved.dtype, device="meta"))
-        checkpoint.fit({**here, **there}, tensors)
-        extra = self._plan_extra(found, state)
-        load_objects = self._plan_objects(found, state)
-        optimizer_tensors = found.tensors("optimizer")
-        saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
-        plans = self._plan_optimizers(saved)
-        replace = self._plan_remote(found, state, tensors, plans)
-        schedulers = self._plan_schedulers(checkpoint.join(state["schedulers"], _tensors(found, "schedulers")))
-        loaders = self._positions_of(ranks, state)
+            values |= state["ranks"][self._rank]["buffers"]
+        elsewhere = {prefix + name for prefix, pipe in self._pipes.items() for name in pipe.elsewhere}
+        values = {name: value for name, value in values.items() if name not in elsewhere}
+        moved = [] if self.remote is None else self.remote.moved
+        there = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in moved for name in one.names}
+        checkpoint.fit({**dict(_model_state(self._models)), **there}, values)
+        self._check_objects(source, state["objects"])
+        optimizers = self._plan_optimizers(state["optimizers"])
+        replace = self._plan_remote(source, state["servers"], values, optimizers)
+        schedulers = self._plan_schedulers(state["schedulers"])
+        loaders = {
+            name: [rank["loaders"][name] for rank in firsts] for name in self.loaders if name in firsts[0]["loaders"]
+        }
         for name, positions in loaders.items():
             self.loaders[name].check(positions)
         for name in self.loaders.keys() - loaders.keys():
-            _log.warning(
-                "the checkpoint in %s has no position for the loader of %r, which starts from the beginning",
-                found.path,
-                name,
-            )
+            _log.warning("%s has no position for the loader of %r, which starts from the beginning", source.path, name)
 
         def change() -> None:
-            load_objects()  # which may fail
+            self._load_objects(state["objects"])  # which may fail
             if self.remote is not None:
                 self.remote.open("replace")
             with from_within():
                 for prefix, model in self._models.items():
-                    here = [name for name, value in model.state_dict().items() if not isinstance(value, MovedParameter)]
-                    values = {**tensors, **extra}
-                    model.load_state_dict({name: values[prefix + name] for name in here}, strict=False)
-                self._restore_modes(cast("dict[str, bool]", state["modes"]), found.path)
-                for optimizer, plan in plans:
+                    names = [
+                        name for name, value in model.state_dict().items() if not isinstance(value, MovedParameter)
+                    ]
+                    model.load_state_dict({name: values[prefix + name] for name in names}, strict=False)
+                self._restore_modes(state["modes"], source.path)
+                for optimizer, plan in optimizers:
                     load_uncast(optimizer, plan)
-            for scheduler, saved_scheduler in schedulers:
-                scheduler.load_state_dict(saved_scheduler)
-            self._restore_counts(ranks, state)
-            self._restore_pipes(ranks, state)
+            for scheduler, scheduler_state in schedulers:
+                scheduler.load_state_dict(scheduler_state)
+            for name, runner in self._runners.items():
+                counts = row["counts"][name]
+                # With other workers the mean is another: they exchange their rows again.
+                runner.restore(counts["runs"], counts["steps"], counts["mean_rows"] if as_many_rows else None)
+                known = name in self.loaders and state["workers"] == self._size
+                runner.epoch_runs = counts["epoch_runs"] if known else None  # until the next epoch
+                if runner.scale is not None and counts["loss_scale"]:
+                    runner.scale.restore(counts["loss_scale"])
+            for prefix, (seed, calls) in row["pipes"].items():
+                if (pipe := self._pipes.get(prefix)) is not None:
+                    # Another number of pipelines starts new random streams.
+                    pipe.seed, pipe.calls = seed if as_many_rows else pipe.seed, calls
             replace()
             for name, positions in loaders.items():
                 self.loaders[name].restore(positions)
-            if same_ranks:
-                restore_random_state(cast("dict[str, object]", ranks(self._rank)["random"]))
+            if same_ranks and self._steps:
+                restore_random_state(state["ranks"][self._rank]["random"])
 
         return change
 
     def _restore_modes(self, modes: dict[str, bool], path: Place) -> None:
         """Freeze and unfreeze parameters and layers as they were, and log by name what the script had set otherwise."""
-        changed: dict[str, list[str]] = {}
-        for key, (target, attribute, name) in self._switches().items():
+        changed: list[str] = []
+        for key, (target, attribute) in self._switches().items():
             if (value := modes.get(key, before := getattr(target, attribute))) is not before:
                 setattr(target, attribute, value)
-                changed.setdefault(f"{attribute}={value}", []).append(name)
+                changed.append(f"{key}={value}")
         if changed and self._row == 0:
-            told = "; ".join(f"{what} of {', '.join(names)}" for what, names in changed.items())
-            _log.warning("the checkpoint in %s was saved with %s, other than this script has set it", path, told)
+            _log.warning("%s was saved with %s, other than this script has set it", path, ", ".join(changed))
 
-    def _plan_extra(self, found: Checkpoint, state: Mapping[str, object]) -> dict[str, object]:
-        """Return the saved extra state of the modules."""
-        saved = cast("dict[str, object]", checkpoint.join(state.get("extra", {}), _tensors(found, "extra")))
-        elsewhere = {prefix + name for prefix, pipe in self._pipes().items() for name in pipe.elsewhere}
-        here = self._extra()
-        if saved.keys() - elsewhere != here.keys():
-            raise CheckpointError(
-                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, but this model has "
-                f"{sorted(here)}; load with the modules that were saved"
-            )
-        return saved
-
-    def _plan_objects(self, found: Checkpoint, state: Mapping[str, object]) -> Callable[[], None]:
-        """Read the states of the user's own objects; return functions that load them."""
-        saved = cast("dict[str, object]", checkpoint.join(state.get("objects", {}), _tensors(found, "objects")))
+    def _check_objects(self, source: Checkpoint, saved: Mapping[str, object]) -> None:
         if missing := self._objects.keys() - saved.keys():
             raise CheckpointError(
                 f"the checkpoint has no state called {sorted(missing)}, only {sorted(saved)}; give Executor(state=...) "
                 "what was saved"
             )
         for name in saved.keys() - self._objects.keys():
-            _log.warning("the checkpoint in %s has a state %r that this Executor was not given", found.path, name)
+            _log.warning("the checkpoint in %s has a state %r that this Executor was not given", source.path, name)
 
-        def load() -> None:
-            for name, target in self._objects.items():
-                try:
-                    target.load_state_dict(saved[name])
-                except Exception as error:
-                    raise CheckpointError(
-                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) rejected its "
-                        f"saved state: {type(error).__name__}: {error}"
-                    ) from error
+    def _load_objects(self, saved: Mapping[str, object]) -> None:
+        for name, target in self._objects.items():
+            try:
+                target.load_state_dict(saved[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) rejected its "
+                    f"saved state: {type(error).__name__}: {error}"
+                ) from error
 
-        return load
-
-    def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
+    def _plan_optimizers(self, saved: Mapping[str, list[OptimizerState]]) -> list[tuple[Optimizer, dict[str, Any]]]:
         plans = []
-        if saved.keys() != self._steps.keys():
+        for name, what, entry, optimizer in self._matched(saved, "optimizer"):
+            model = self._steps[name].model
+            here = names_of(model) if isinstance(model, Pipe) and model.elsewhere else None
+            names = parameter_names(optimizer, self._parameters(name))
+            plans.append((optimizer, by_position(entry, optimizer, names, here, what)))
+        return plans
+
+    def _plan_schedulers(self, saved: Mapping[str, list[_SchedulerState]]) -> list[tuple[LRScheduler, Any]]:
+        plans: list[tuple[LRScheduler, Any]] = []
+        for _, what, entry, scheduler in self._matched(saved, "scheduler"):
+            here = scheduler.state_dict()
+            places, tensors = checkpoint.split(entry["state"])
+            devices = {key: tensor.device for key, tensor in checkpoint.split(to_save(here))[1].items()}
+            there = {key: tensor.to(devices.get(key, "cpu")) for key, tensor in tensors.items()}
+            plans.append((scheduler, restored(checkpoint.join(places, there), here, what, plans)))
+        return plans
+
+    def _matched(self, saved: Mapping[str, list[Any]], kind: str) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield each optimizer or scheduler: its step, its name in errors, its saved state, and itself."""
+        if self._steps and saved.keys() != self._steps.keys():  # what only evaluates takes the model alone
             raise CheckpointError(
                 f"the checkpoint has the steps {sorted(saved)}, but this Executor has {sorted(self._steps)}"
             )
         for name, step in self._steps.items():
-            if len(saved[name]) != len(step.optimizers):
+            targets = step.optimizers if kind == "optimizer" else step.schedulers
+            if len(saved[name]) != len(targets):
                 raise CheckpointError(
-                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, but this Executor has "
-                    f"{len(step.optimizers)}"
+                    f"the checkpoint has {len(saved[name])} {kind}s for step {name!r}, but this Executor has "
+                    f"{len(targets)}"
                 )
-            for index, optimizer in enumerate(step.optimizers):
-                entry = restrict(cast("dict[str, object]", saved[name][index]), step.model)
-                names = parameter_names(optimizer, self._parameters(name))
-                plans.append((optimizer, by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
-        return plans
+            for index, (entry, target) in enumerate(zip(saved[name], targets, strict=True)):
+                what = f"{kind} {index} of {name!r}"
+                if entry["kind"] != type(target).__qualname__:
+                    raise CheckpointError(
+                        f"{what} is {type(target).__qualname__}, but the checkpoint has {entry['kind']}; load with the "
+                        f"{kind} that was saved"
+                    )
+                yield name, what, entry, target
 
     def _plan_remote(
         self,
-        found: Checkpoint,
-        state: Mapping[str, object],
-        tensors: Mapping[str, Tensor],
-        plans: list[tuple[Optimizer, dict[str, object]]],
+        source: Checkpoint,
+        servers: Any,
+        values: Mapping[str, Any],
+        plans: list[tuple[Optimizer, dict[str, Any]]],
     ) -> Callable[[], None]:
-        """Take the states of parameters on servers out of the ``plans``; return functions that load them there."""
+        """Take the states of parameters on servers out of the ``plans``; return a function that loads them there."""
         remote = self.remote
-        servers = cast("dict[str, list[dict[str, dict[str, object]]]] | None", state.get("servers"))
-        tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
+        tables = [] if servers is None else [entry["spec"]["name"] for entry in servers["tables"]]
         mine = [] if remote is None else remote.embeddings
-        if sorted(tables) != sorted(mine):  # type: ignore[type-var]
-            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, but this model has {mine}")
+        if sorted(tables) != sorted(mine):
+            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {tables}, but this model has {mine}")
         if remote is None:
             return lambda: None
-        kept: dict[Tensor, ParameterState] = {}
+        states: dict[Tensor, ParameterState] = {}
         for optimizer, plan in plans:
-            everyone = list(parameters_of(optimizer))
-            states = cast("dict[int, dict[str, object]]", plan["state"])
+            position = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
             for moved in remote.moved:
-                if moved.optimizer is not optimizer:
-                    continue
-                position = next(k for k, parameter in enumerate(everyone) if parameter is moved.parameter)
-                try:
-                    kept[moved.parameter] = from_torch(moved.rule(), tensors[moved.name], states.pop(position, {}))
-                except ValueError as error:
-                    raise CheckpointError(f"{moved.name}: {error}") from error
+                if moved.optimizer is optimizer:
+                    state = plan["state"].pop(position[moved.parameter], {})
+                    try:
+                        states[moved.parameter] = from_torch(moved.rule(), values[moved.name], state)
+                    except ValueError as error:
+                        raise CheckpointError(f"{moved.name}: {error}") from error
+
+        def put(ranks: Collection[int], load: Callable[[], None]) -> None:
+            """Let ``ranks`` load state into the servers while the others wait."""
+            self._together(
+                lambda: load() if self._rank in ranks else None, "could not load the checkpoint into the servers"
+            )
 
         def replace() -> None:
-            groups = lambda group: found.tensors(f"servers.{group}")  # noqa: E731
-            self._put_there([0], lambda: remote.replace_embeddings(servers or {}, groups))
-            self._put_there(range(self._stages), lambda: remote.replace_moved(kept))
-            remote.continue_from(sum(runner.steps for runner in self._runners.values()))
+            put([0], lambda: remote.replace_embeddings(servers or {}, lambda name: source.tensors(f"servers.{name}")))
+            put(range(self._stages), lambda: remote.replace_moved(states))
+            remote.continue_from(self._steps_taken())
 
         return replace
 
-    def _put_there(self, ranks: Collection[int], put: Callable[[], None]) -> None:
-        """Let ``ranks`` load state into the servers while the others wait."""
-        self._together(lambda: put() if self._rank in ranks else None, "could not load the checkpoint into the servers")
 
-    def _plan_schedulers(
-        self, saved: dict[str, list[dict[str, object]]]
-    ) -> list[tuple[LRScheduler, dict[str, object]]]:
-        plans: list[tuple[LRScheduler, Any]] = []
-        for name, step in self._steps.items():
-            if len(saved[name]) != len(step.schedulers):
-                raise CheckpointError(
-                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, but this Executor has "
-                    f"{len(step.schedulers)}"
-                )
-            for index, (entry, scheduler) in enumerate(zip(saved[name], step.schedulers, strict=True)):
-                if entry["scheduler"] != type(scheduler).__qualname__:
-                    raise CheckpointError(
-                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, but the checkpoint has "
-                        f"{entry['scheduler']}; load with the scheduler that was saved"
-                    )
-                here = scheduler.state_dict()
-                places, tensors = checkpoint.split(entry["state"])
-                devices = {key: tensor.device for key, tensor in checkpoint.split(to_save(here))[1].items()}
-                there = {key: tensor.to(devices.get(key, "cpu")) for key, tensor in tensors.items()}
-                what = f"scheduler {index} of {name!r}"
-                plans.append((scheduler, restored(checkpoint.join(places, there), here, what, plans)))
-        return plans
-
-    def _rank_state(self, found: Checkpoint, state: dict[str, object], rank: int) -> dict[str, Any]:
-        group = f"rank{rank}"
-        tensors = found.tensors(group) if group in found.groups else {}
-        return checkpoint.join(cast("list[object]", state["ranks"])[rank], tensors)  # type: ignore[no-any-return]
-
-    def _positions_of(self, ranks: _Ranks, state: dict[str, object]) -> dict[str, list[object]]:
-        """By loader, the position of each worker that saved."""
-        if not self.loaders:
-            return {}
-        saved = [ranks(row[0])["loaders"] for row in rows_of(state)]
-        return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
-
-    def _as_many_rows(self, state: dict[str, object]) -> bool:
-        return len(rows_of(state)) == self._size // self._stages
-
-    def _restore_counts(self, ranks: _Ranks, state: dict[str, object]) -> None:
-        alike = self._as_many_rows(state)
-        row = rows_of(state)[self._row if alike else 0]
-        saved = cast("dict[str, dict[str, Any]]", ranks(row[0])["counts"])
-        for name, runner in self._runners.items():
-            counts = saved[name]
-            # With other workers the mean is another: they exchange their rows again.
-            runner.restore(counts["runs"], counts["steps"], counts["mean_rows"] if alike else None)
-            known = name in self.loaders and state["workers"] == self._size
-            runner.epoch_runs = counts["epoch_runs"] if known else None  # until the next epoch
-            if runner.scale is not None and counts["loss_scale"]:
-                runner.scale.restore(counts["loss_scale"])
-
-    def _restore_pipes(self, ranks: _Ranks, state: dict[str, object]) -> None:
-        """Restore the pipes' random streams; another number of pipelines starts new streams."""
-        as_many = self._as_many_rows(state)
-        row = rows_of(state)[self._row if as_many else 0]
-        saved = ranks(row[0]).get("pipes", {})
-        for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", saved).items():
-            pipe = self._models.get(prefix)
-            if isinstance(pipe, Pipe):
-                pipe.calls = calls
-                if as_many:
-                    pipe.seed = seed
+def _counts(runner: StepRunner) -> dict[str, Any]:
+    return {
+        "runs": runner.runs,
+        "steps": runner.steps,
+        "mean_rows": runner.mean_rows,
+        "epoch_runs": runner.epoch_runs,
+        "loss_scale": None if runner.scale is None else runner.scale.state(),
+    }
 
 
 def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]]:
@@ -706,11 +617,15 @@ def _model_state(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, object]
             yield prefix + name, value
 
 
+def _tensors_of(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    return {name: value for name, value in _model_state(models) if isinstance(value, Tensor)}
+
+
 def _optimizer_states(
     steps: Mapping[str, TrainStep],
     parameters: Callable[[str], Mapping[str, Tensor]],
     elsewhere: Mapping[Tensor, dict[str, object]],
-) -> dict[str, list[object]]:
+) -> dict[str, list[OptimizerState]]:
     return {
         name: [
             by_parameter_name(optimizer, parameter_names(optimizer, parameters(name)), elsewhere)
@@ -720,12 +635,9 @@ def _optimizer_states(
     }
 
 
-def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[dict[str, object]]]:
+def _scheduler_states(steps: Mapping[str, TrainStep]) -> dict[str, list[_SchedulerState]]:
     return {
-        name: [
-            {"scheduler": type(scheduler).__qualname__, "state": to_save(scheduler.state_dict())}
-            for scheduler in step.schedulers
-        ]
+        name: [_SchedulerState(kind=type(one).__qualname__, state=to_save(one.state_dict())) for one in step.schedulers]
         for name, step in steps.items()
     }
 
@@ -738,25 +650,13 @@ def check_encoding(
     for name, target in objects.items():
         with suppress(Exception):  # one that needs the executor, or a first batch: the save says so
             states[name] = target.state_dict()
-    tried = {
-        "optimizers": _optimizer_states(steps, lambda name: names_of(steps[name].model), {}),
-        "schedulers": _scheduler_states(steps),
-        "extra": {name: value for name, value in _model_state(models) if not isinstance(value, Tensor)},
-        "objects": states,
-    }
-    state, _ = checkpoint.split(tried)
+    optimizers = _optimizer_states(steps, lambda name: names_of(steps[name].model), {})
+    extra = {name: value for name, value in _model_state(models) if not isinstance(value, Tensor)}
+    tried = {"optimizers": optimizers, "schedulers": _scheduler_states(steps), "extra": extra, "objects": states}
     try:
-        encode(state)
+        encode(checkpoint.split(tried)[0])
     except ValueError as error:
         raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
-
-
-def _bytes(value: Tensor) -> bytes:
-    return f"{value.dtype} {tuple(value.shape)} ".encode() + value.view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _tensors(found: Checkpoint, group: str) -> Mapping[str, Tensor]:
-    return found.tensors(group) if group in found.groups else {}
 
 
 def _newest(path: Place) -> Checkpoint | None:
@@ -765,9 +665,9 @@ def _newest(path: Place) -> Checkpoint | None:
     Others under it, such as those that servers keep for themselves, are passed over. One in ``path`` itself is returned
     if there is no other, to be refused.
     """
-    found = checkpoint.read_newest(path, wanted=_of_an_executor)
-    if found is None or _of_an_executor(found.state) or _name_of(found.path) == _name_of(path):
-        return found
+    newest = checkpoint.read_newest(path, wanted=_of_an_executor)
+    if newest is None or _of_an_executor(newest.state) or _name_of(newest.path) == _name_of(path):
+        return newest
     return None
 
 
@@ -779,10 +679,11 @@ def _name_of(path: Place) -> str:
     return getattr(path, "url", str(path))
 
 
-def _checked_state(found: Checkpoint) -> dict[str, object]:
-    state = found.state
-    if not isinstance(state, dict) or state.get("format") != _FORMAT or not {"model", "optimizer"} <= set(found.groups):
-        raise CheckpointError(f"the checkpoint in {found.path} was not saved by an Executor of this version")
+def _joined(source: Checkpoint) -> _State:
+    """Return a checkpoint's state with its tensors in their places, but for those of the model and of the servers."""
+    if not _of_an_executor(source.state) or source.state["format"] != _FORMAT:
+        raise CheckpointError(f"the checkpoint in {source.path} was not saved by an Executor of this version")
+    state: _State = checkpoint.join(source.state, source.tensors("optimizer") | source.tensors("state"))
     return state
 
 
@@ -793,12 +694,12 @@ def _pack(structure: object) -> bytes:
     tensors: list[Tensor] = []
     text = msgspec.json.encode(encode(structure, tensors)).decode()
     # Cloned: tied tensors share memory, which the format refuses.
-    numbered = {str(number): tensor.clone().contiguous() for number, tensor in enumerate(tensors)}
+    numbered = {str(number): tensor.detach().clone().contiguous() for number, tensor in enumerate(tensors)}
     return safetensors.torch.save(numbered, metadata={"state": text})
 
 
-def _unpack(data: bytes) -> object:
+def _unpack(data: bytes) -> Any:
     numbered = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
-    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, object])
-    text = cast("dict[str, str]", header["__metadata__"])["state"]
+    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, Any])
+    text = header["__metadata__"]["state"]
     return decode(msgspec.json.decode(text), [numbered[str(number)] for number in range(len(numbered))])
